@@ -37,7 +37,7 @@ RULES = (
         "Unsloth trains every weight without paged optimizers; use adamw_8bit or adamw_torch",
     ),
     Rule(
-        ("model.dtype", "train.bf16"),
+        ("model.dtype", "tuning.mode"),
         lambda c: c.model.dtype == "float16" and c.tuning.mode == "full",
         "float16 weights cannot be trained (loss scaling needs float32 weights); use float32 or bfloat16",
     ),
@@ -45,6 +45,11 @@ RULES = (
         ("tuning.lora.target_modules",),
         lambda c: c.tuning.mode != "full" and not c.tuning.lora.target_modules,
         "an adapter without targets trains nothing; use all-linear or a list such as [q_proj, v_proj]",
+    ),
+    Rule(
+        ("model.attn_implementation", "train.bf16", "train.fp16"),
+        lambda c: c.model.attn_implementation == "flash_attention_2" and c.train.bf16 is False and c.train.fp16 is False,
+        "FlashAttention computes in 16 bits; set one of them to auto, or model.attn_implementation to sdpa",
     ),
     Rule(
         ("train.generation_max_new_tokens", "model.max_seq_len"),

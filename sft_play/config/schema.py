@@ -3,6 +3,8 @@
 Help, docs/configuration.md and error messages are made from the sentences here; a setting without one fails a test.
 """
 
+import types
+import typing
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -66,7 +68,10 @@ class TuningSection(Section):
 
 class TrainSection(Section):
     run_name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", description="Name of the run's folder; null is the config's name and the time. RUN= sets it too."
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        json_schema_extra={"write": "1 to 128 letters, digits, dots, dashes or underscores that begin with a letter or digit"},
+        description="Name of the run's folder; null is the config's name and the time. RUN= sets it too.",
     )
     output_dir: str = Field("outputs", min_length=1, description="Folder that holds the run folders.")
     batch_size: PositiveInt | Auto = Field("auto", description="Rows of one micro-batch on each device; auto is chosen from a memory estimate.")
@@ -161,3 +166,13 @@ def settings(section: type[Section] = Config, prefix: tuple[str, ...] = ()) -> d
 def env_name(path: str) -> str:
     """Return the variable that sets a setting: `tuning.lora.r` -> `TUNING_LORA_R`."""
     return path.replace(".", "_").upper()
+
+
+def kinds(annotation: Any) -> set[Any]:
+    """Return the types that a setting admits, members of a union one by one; a Literal counts as itself."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*(kinds(argument) for argument in typing.get_args(annotation)))
+    if origin is Annotated:
+        return kinds(typing.get_args(annotation)[0])
+    return {origin if origin is list else annotation}

@@ -1,4 +1,4 @@
-"""YAML with line numbers: text in, values that know the line they stand on. Pure: no schema, no environment."""
+"""YAML with line numbers: text in, values that know the line they stand on. Knows no schema and no environment."""
 
 import re
 from dataclasses import dataclass
@@ -9,22 +9,26 @@ import yaml
 
 from sft_play.errors import ConfigError
 
-MAX_DEPTH = 20
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 scalars: 1e-4 is a float, `no` is a string, only true/false are booleans."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
-    list("-+0123456789."),
+TAG = "tag:yaml.org,2002:"
+# YAML 1.2 scalars: 1e-4 is a float, `no` and 2024-01-01 are texts, 010 is ten, only true and false are booleans.
+# Whole numbers over 18 digits stay text: int() refuses thousands of digits with an error that names no line.
+SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+.0123456789")),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+)
+KNOWN_TAGS = {f"{TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+ADVICE = (  # a fragment of PyYAML's sentence, what to do about it
+    (r"'\t'", "indent with spaces, not tabs"),
+    ("mapping values are not allowed", "put a value that contains ': ' in quotes, or check the indentation"),
+    ("expected <block end>", "check the indentation"),
+    ("could not find expected ':'", "write name: value, with a space after the colon"),
+    ("found another document", "a config is one document; delete the --- before this line"),
+    ("undefined alias", "define it with & first, or put a value that begins with * in quotes"),
+    ("cannot start any token", "put the value in quotes"),
 )
 
 
@@ -34,65 +38,160 @@ class Located:
 
     value: Any
     origin: str
+    text: str | None = None  # a scalar as it was typed: 1.10 rather than 1.1
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars above."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes every text that YAML 1.1 or the scalars above would read as something else."""
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern, _first in SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"{TAG}{_name}", re.compile(f"^(?:{_pattern})$"), _first)
+_Loader.add_constructor(f"{TAG}int", _construct_int)
 
 
 def parse_scalar(text: str) -> Any:
-    """Return what `text` means as one YAML value (`4`, `1e-4`, `true`, `[q_proj, v_proj]`); raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    """Return what `text` means as one YAML scalar: `4`, `1e-4`, `true`, `null`; anything else is the text itself."""
+    loader = _Loader("")
+    text = text.strip()
+    return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
 
 
-def read_mapping(path: Path) -> dict[str, Located]:
+def parse_names(text: str) -> list[Any]:
+    """Return `q_proj,v_proj` or `["q_proj", "v_proj"]` as a list. Raises yaml.YAMLError."""
+    if text.lstrip().startswith("["):
+        return yaml.load(text, Loader=_Loader)
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def dump(tree: dict[str, Any]) -> str:
+    """Return YAML text that `read_mapping` reads back to equal values, keys in order."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_mapping(path: Path, shown: str | None = None) -> dict[str, Located]:
     """Return the top-level mapping of a YAML file, keys in order; an empty file is an empty mapping.
+
+    `shown` is the file's name in origins and messages, by default the path.
 
     Raises: ConfigError with file:line for syntax errors, duplicate keys, a top level that is no mapping, broken UTF-8.
     """
+    shown = shown or str(path)
+    text = _read_text(path, shown)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(f"{path}: no such config file; see configs/ for the ones that ship") from None
-    except PermissionError:
-        raise ConfigError(f"{path}: permission denied; try chmod u+r {path}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
-    loader = _Loader(text)
-    try:
+        loader = _Loader(text)
         node = loader.get_single_node()
-        if node is None:
-            return {}
-        located = _located(loader, node, path)
+        located = _Reading(loader, shown).located(node) if node else Located({}, f"{shown}:1")
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{shown}:{line}: not valid YAML: character {error.character:#06x} is not allowed; delete it") from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
+        raise ConfigError(_syntax_error(error, shown)) from None
+    except RecursionError:
+        raise ConfigError(f"{shown}: nested too deeply to read; a config has three levels") from None
     if not isinstance(located.value, dict):
-        raise ConfigError(f"{located.origin}: a config is a mapping of sections (model:, tuning:, train:, data:), not {located.value!r}")
+        wrong = located.text if located.text is not None else "a list"
+        raise ConfigError(f"{located.origin}: a config is a mapping of sections (model:, tuning:, train:, data:), not {wrong}")
     return located.value
 
 
-def _located(loader: _Loader, node: yaml.Node, path: Path, depth: int = 0) -> Located:
-    """Turn a node into values; mappings keep Located leaves, sequences become plain lists."""
-    origin = f"{path}:{node.start_mark.line + 1}"
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"{origin}: nested more than {MAX_DEPTH} deep; an alias that contains itself?")
-    if not isinstance(node, yaml.MappingNode):
-        return Located(loader.construct_object(node, deep=True), origin)
-    _refuse_duplicate_keys(node, path)
-    loader.flatten_mapping(node)  # YAML merge keys (<<: *defaults) come first, the mapping's own keys override them
-    mapping = {}
-    for key_node, value_node in node.value:
-        value = _located(loader, value_node, path, depth + 1).value
-        mapping[str(loader.construct_object(key_node, deep=True))] = Located(value, f"{path}:{key_node.start_mark.line + 1}")
-    return Located(mapping, origin)
+def _read_text(path: Path, shown: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: no such config file; see configs/ for the ones that ship") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{shown}: is a folder; name a .yaml file in it") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
 
 
-def _refuse_duplicate_keys(node: yaml.MappingNode, path: Path) -> None:
-    first_line: dict[str, int] = {}
-    for key_node, _ in node.value:
-        line = key_node.start_mark.line + 1
-        key = str(key_node.value)
-        if key in first_line:
-            raise ConfigError(f"{path}:{line}: key '{key}' is given twice, first on line {first_line[key]}; keep one of them")
-        first_line[key] = line
+def _syntax_error(error: yaml.MarkedYAMLError, shown: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    sentence = " ".join(filter(None, (error.context, error.problem)))
+    advice = next((f"; {words}" for fragment, words in ADVICE if fragment in sentence), "")
+    return f"{shown}:{mark.line + 1 if mark else 1}: not valid YAML: {sentence}{advice}"
+
+
+class _Reading:
+    """One file on its way from nodes to values; nodes that an alias repeats are turned once."""
+
+    def __init__(self, loader: _Loader, shown: str) -> None:
+        self.loader = loader
+        self.shown = shown
+        self.done: dict[int, Located | None] = {}  # by node identity; None while the node is being turned
+
+    def located(self, node: yaml.Node) -> Located:
+        """Return a node's value: mappings keep Located values, sequences become plain lists."""
+        if id(node) not in self.done:
+            self.done[id(node)] = None
+            self.done[id(node)] = self._turned(node)
+        located = self.done[id(node)]
+        if located is None:
+            raise ConfigError(f"{self._at(node)}: an alias that contains itself; write the values out")
+        return located
+
+    def _turned(self, node: yaml.Node) -> Located:
+        origin = self._at(node)
+        if node.tag not in KNOWN_TAGS:
+            raise ConfigError(f"{origin}: the tag {node.tag.replace(TAG, '!!')} has no meaning in a config; delete it")
+        if isinstance(node, yaml.SequenceNode):
+            return Located([self.located(child).value for child in node.value], origin)
+        if isinstance(node, yaml.ScalarNode):
+            return Located(self._scalar(node), origin, node.value)
+        values = {}
+        for key, child in self._pairs(node):
+            located = self.located(child)
+            values[key.value] = Located(located.value, self._at(key), located.text)
+        return Located(values, origin)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except ValueError:  # `!!int two`
+            raise ConfigError(f"{self._at(node)}: {node.value!r} does not fit its tag {node.tag.replace(TAG, '!!')}; delete the tag") from None
+
+    def _pairs(self, node: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+        """A mapping's pairs, those that it merges in (`<<: *defaults`) first: its own override them."""
+        self._refuse_bad_keys(node)
+        merged: list[tuple[yaml.ScalarNode, yaml.Node]] = []
+        own = []
+        for key, child in node.value:
+            if key.tag != f"{TAG}merge":
+                own.append((key, child))
+                continue
+            sources = child.value if isinstance(child, yaml.SequenceNode) else [child]
+            for source in reversed(sources):  # of several the first one wins
+                if not isinstance(source, yaml.MappingNode):
+                    raise ConfigError(f"{self._at(key)}: << merges mappings; write <<: *name of one, or a list of them")
+                merged += self._pairs(source)
+        return merged + own
+
+    def _refuse_bad_keys(self, node: yaml.MappingNode) -> None:
+        first_line: dict[str, int] = {}
+        problems = []
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{self._at(key)}: a setting's name is a word, not a list or a mapping")
+            if key.value in first_line:
+                problems.append(f"{self._at(key)}: key '{key.value}' is given twice, first on line {first_line[key.value]}; keep one of them")
+            first_line.setdefault(key.value, line)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self.shown}:{node.start_mark.line + 1}"

@@ -69,6 +69,11 @@ class Record:
         """Return one way to ask for `field`; it never gives the value away."""
         return self.say(rng.choice(self.kind.fields[field].questions))
 
+    def reply(self) -> str:
+        """Return two friendly sentences to the person of the note."""
+        body = self.say(self.kind.polite).split(", ", 1)[1]
+        return f"Thank you for your message, {self.person.split()[0]}. {world.upper_first(body)}"
+
     def as_json(self, fields: list[str]) -> str:
         """Return the chosen fields as a one-line JSON object in the given order."""
         return json.dumps({name: self.by_name[name] for name in fields}, ensure_ascii=False)

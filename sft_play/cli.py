@@ -1,0 +1,169 @@
+"""The command line: `python -m sft_play <command>`. No logic: every command is a call into `commands` or a room.
+
+Variables of make (CONFIG, RUN, NUM_GPUS, TRAIN_BATCH_SIZE, ...) arrive by the environment, so that no shell reads their values.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from sft_play import commands
+from sft_play.config import loader
+from sft_play.errors import SftPlayError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help="Supervised fine-tuning, from a YAML file to a checked adapter.")
+
+ConfigOption = Annotated[str | None, typer.Option("--config", help="Config file, or a name in configs/; default CONFIG, else the embedded default.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="A setting, such as train.batch_size=4; may be repeated, wins over everything.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DistributedOption = Annotated[bool, typer.Option("--distributed", help="Use every GPU that is there, or NUM_GPUS.")]
+DeepspeedOption = Annotated[bool, typer.Option("--deepspeed", help="Use DeepSpeed ZeRO, configured by DEEPSPEED_CONFIG.")]
+BackendOption = Annotated[str | None, typer.Option("--backend", help="bnb or unsloth, whatever the config says.")]
+
+
+@app.command()
+def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False) -> None:
+    """Show the merged settings, each with its origin."""
+    from sft_play.config import present
+
+    loaded = commands.load_config(commands.call(config, set_ or ()))
+    typer.echo(commands.as_text(present.as_json(loaded)) if json else "\n".join(present.as_lines(loaded)))
+
+
+@app.command()
+def plan(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    json: JsonOption = False,
+    gpus: Annotated[str | None, typer.Option("--gpus", help="Plan for other hardware, such as 2xH200 or 4x4090.")] = None,
+    distributed: DistributedOption = False,
+    deepspeed: DeepspeedOption = False,
+) -> None:
+    """Show what a run would do on this machine, or on the hardware named: batch, memory, command."""
+    called = commands.call(config, set_ or (), gpus)
+    _, planned = commands.make_plan(called, distributed, deepspeed)
+    facts = commands.plan_json(called, planned)
+    typer.echo(commands.as_text(facts) if json else "\n".join(commands.plan_lines(planned, facts)))
+
+
+@app.command()
+def train(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    distributed: DistributedOption = False,
+    deepspeed: DeepspeedOption = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Start TensorBoard beside the run.")] = False,
+    backend: BackendOption = None,
+) -> None:
+    """Fine-tune: evaluate, train, evaluate, save and check."""
+    commands.train(commands.call(config, set_ or ()), distributed, deepspeed, tensorboard, backend)
+
+
+@app.command("data-check")
+def data_check(config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False) -> None:
+    """Read and render all rows as a run would, and account for each."""
+    from sft_play.data.check import check_lines
+
+    ledger = commands.data_ledger(commands.call(config, set_ or ()))
+    typer.echo(commands.as_text(ledger) if json else "\n".join(check_lines(ledger)))
+
+
+@app.command("setup-accelerate")
+def setup_accelerate(config: ConfigOption = None) -> None:
+    """Write the accelerate file that train-distributed uses; asks nothing."""
+    typer.echo("\n".join(commands.setup_accelerate(commands.call(config, ()))))
+
+
+@app.command("gpu-info")
+def gpu_info() -> None:
+    """Show GPUs, memory, links, and what runs on this host."""
+    from sft_play.monitor import gpus
+
+    typer.echo("\n".join(gpus.gpu_info_lines(commands.call(None, ()).environ)))
+
+
+@app.command("memory-check")
+def memory_check() -> None:
+    """Show memory and load of each GPU now, and who holds it."""
+    from sft_play.monitor import gpus
+
+    typer.echo("\n".join(gpus.memory_check_lines(commands.call(None, ()).environ)))
+
+
+@app.command()
+def doctor() -> None:
+    """Check versions, GPUs, compilers and disk; say what is missing and the command that fixes it."""
+    from sft_play.monitor import doctor as checks
+
+    called = commands.call(None, ())
+    findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ)
+    typer.echo("\n".join(checks.report_lines(findings)))
+    raise typer.Exit(int(checks.exit_class(findings)))
+
+
+@app.command()
+def tensorboard() -> None:
+    """Show all runs in TensorBoard."""
+    called = commands.call(None, ())
+    typer.echo(commands.start_tensorboard(called, called.output_dir))
+
+
+@app.command("tb-stop")
+def tb_stop() -> None:
+    """Stop the TensorBoard that this project started."""
+    from sft_play.monitor import tensorboard as board
+
+    typer.echo(board.stop(commands.pid_file(commands.call(None, ()))))
+
+
+@app.command()
+def runs() -> None:
+    """List the runs with status and scores."""
+    typer.echo("\n".join(commands.run_lines(commands.call(None, ()))))
+
+
+@app.command("eval")
+def evaluate() -> None:
+    """Score the weights of a run (RUN, default the latest) on its test rows."""
+    from sft_play.inference.use import evaluate_run
+
+    typer.echo("\n".join(evaluate_run(commands.chosen_run(), commands.inference_device())))
+
+
+@app.command()
+def infer(prompt: Annotated[str | None, typer.Argument(help="The question; default PROMPT, else one a line of standard input.")] = None) -> None:
+    """Answer questions with the weights of a run."""
+    from sft_play.inference.use import answer_all
+
+    for answer in answer_all(commands.chosen_run(), commands.inference_device(), commands.prompts(prompt)):
+        typer.echo(answer)
+
+
+@app.command()
+def chat() -> None:
+    """Talk to the weights of a run; an empty line ends it."""
+    from sft_play.inference.use import chat_with
+
+    chat_with(commands.chosen_run(), commands.inference_device())
+
+
+@app.command()
+def merge() -> None:
+    """Merge a run's adapter into its base: a model folder that needs no PEFT."""
+    from sft_play.inference.merge import merge_run
+
+    typer.echo(merge_run(commands.chosen_run()))
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one message and its exit class."""
+    try:
+        app()
+    except SftPlayError as error:
+        sys.stderr.write(f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n")
+        sys.exit(int(error.exit_class))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""What each command does, told in calls to the rooms. Loads no torch until a command needs it."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft_play.config import invocation as invocations
+from sft_play.config import loader
+from sft_play.config.loader import DEFAULT, PROJECT_ROOT, LoadedConfig
+from sft_play.config.yaml_source import Located
+from sft_play.errors import EnvironmentFault
+from sft_play.plan import devices, launch
+from sft_play.plan.resolve import Plan, precision, resolve
+from sft_play.runs import folder as run_folders
+from sft_play.runs import stamp
+from sft_play.runs.files import write_json
+
+ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
+DEFAULT_OF_BACKEND = {"bnb": "run_bnb", "unsloth": "run_unsloth"}
+FREE_BYTES_FOR_A_RUN = 1 << 30
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a command was called: variables, the environment they came from, and the words of --set."""
+
+    invocation: invocations.Invocation
+    environ: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run folders, for commands that need no config."""
+        return Path(self.environ.get("TRAIN_OUTPUT_DIR") or "outputs")
+
+
+def call(config: str | None, overrides: Iterable[str], gpus: str | None = None) -> Call:
+    """Return this process's call; options of the command line win over variables."""
+    environ = loader.environment()
+    if config:
+        environ["CONFIG"] = config
+    if gpus:
+        environ["GPUS"] = gpus
+    return Call(invocations.read(environ), environ, tuple(overrides))
+
+
+def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
+    """Return the merged config of a call; `backend` is what a target such as train-unsloth implies."""
+    target = {"tuning.backend": Located(backend, f"make train-{backend}")} if backend else None
+    path = call.invocation.config or (DEFAULT_OF_BACKEND[backend] if backend else None)
+    return loader.load(path, call.environ, call.overrides, target)
+
+
+def make_plan(call: Call, distributed: bool, use_deepspeed: bool, backend: str | None = None) -> tuple[LoadedConfig, Plan]:
+    """Return the config and the plan for this machine, or for the hardware that GPUS names."""
+    loaded = load_config(call, backend)
+    named = call.invocation.gpus
+    hardware = devices.parse(named) if named else devices.detect(call.invocation.device, call.environ)
+    return loaded, resolve(loaded, call.invocation, hardware, call.environ, distributed or bool(named), use_deepspeed)
+
+
+def plan_json(call: Call, plan: Plan) -> dict[str, Any]:
+    """Return plan.json as `plan --json` prints it, with the command that a run named <run> would start."""
+    command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
+    return {**plan.as_json(), "argv": list(command.argv), "env": command.env}
+
+
+def train(call: Call, distributed: bool, use_deepspeed: bool, with_tensorboard: bool, backend: str | None = None) -> None:
+    """Plan a run, write its folder and hand the process over to its launcher; returns only by raising."""
+    call = with_project_ranks(call, distributed)
+    loaded, plan = make_plan(call, distributed, use_deepspeed, backend)
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+    check_resume(plan)
+    folder = new_run(call, loaded, plan)
+    command = launch.launch_command(plan.ranks, folder.path, call.environ)
+    run_folders.fill(folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env})
+    if plan.ranks.strategy == "ddp":
+        config = launch.accelerate_config(plan.ranks, mixed_precision(plan))
+        launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Written for this run; accelerate reads no other file.")
+    if plan.deepspeed is not None:
+        write_json(folder.path / "deepspeed.json", plan.deepspeed)
+    print(plan.line())
+    print(f"run {folder.path}")
+    if with_tensorboard:
+        print(start_tensorboard(call, folder.tensorboard))
+    sys.stdout.flush()
+    launch.execute(command, call.environ)
+
+
+def with_project_ranks(call: Call, distributed: bool) -> Call:
+    """Return the call with NUM_GPUS from the file of `make setup-accelerate`, where there is one and the user said nothing."""
+    if not distributed or call.invocation.num_gpus is not None or not ACCELERATE_FILE.exists():
+        return call
+    found = yaml.safe_load(ACCELERATE_FILE.read_text(encoding="utf-8"))
+    same_device = bool(found.get("use_cpu")) == (devices.detect(call.invocation.device, call.environ).kind == "cpu")
+    if not same_device:
+        return call  # the file was written for another device; NUM_GPUS is counted anew
+    number = found["num_processes"] // max(1, found.get("num_machines", 1))
+    return dataclasses.replace(call, invocation=dataclasses.replace(call.invocation, num_gpus=number))
+
+
+def mixed_precision(plan: Plan) -> str:
+    """Return the compute type as accelerate names it."""
+    name = precision(plan.config)
+    return "no" if name == "float32" else name
+
+
+def check_resume(plan: Plan) -> None:
+    """Refuse a checkpoint that this run may not go on from, before a run folder is made."""
+    train = plan.config.train
+    if train.resume_from is not None:
+        checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
+        stamp.refuse_mismatch(checkpoint, stamp.wanted(plan.config), train.allow_backend_change)
+
+
+def new_run(call: Call, loaded: LoadedConfig, plan: Plan) -> run_folders.RunFolder:
+    """Make the run's folder on a disk with room. Raises EnvironmentFault, ConfigError."""
+    output = Path(plan.config.train.output_dir)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(output).free
+    except OSError as error:
+        raise EnvironmentFault(f"train.output_dir={output}: {error.strerror}; set TRAIN_OUTPUT_DIR to a folder that can be written") from None
+    if free < FREE_BYTES_FOR_A_RUN:
+        raise EnvironmentFault(f"train.output_dir={output}: {free / 2**30:.2f} GiB are free on its disk, a run needs 1; set TRAIN_OUTPUT_DIR to another disk")
+    return run_folders.create(output, call.invocation.run or plan.config.train.run_name, loaded.source.stem)
+
+
+def setup_accelerate(call: Call) -> list[str]:
+    """Write the project's accelerate file for this machine, without a question; the same call writes the same file."""
+    hardware = devices.detect(call.invocation.device, call.environ)
+    loaded, plan = make_plan(call, distributed=True, use_deepspeed=False)
+    config = launch.accelerate_config(plan.ranks, mixed_precision(plan))
+    header = "Written by make setup-accelerate for this machine; NUM_GPUS=N make setup-accelerate changes the number."
+    launch.write_accelerate_config(ACCELERATE_FILE, config, header)
+    return [
+        f"wrote {ACCELERATE_FILE.name}: {config['num_processes']} processes on {hardware.kind}, mixed precision {config['mixed_precision']}",
+        "make train-distributed uses it; NUM_GPUS=N on its command line wins over it",
+    ]
+
+
+def start_tensorboard(call: Call, logdir: Path) -> str:
+    """Start TensorBoard beside a run; return the line that says where it is."""
+    from sft_play.monitor import tensorboard
+
+    started = tensorboard.start(logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call))
+    return f"tensorboard {started.url} (make tb-stop ends it)"
+
+
+def pid_file(call: Call) -> Path:
+    """Return where the TensorBoard of this project notes its process."""
+    return call.output_dir / ".tensorboard.json"
+
+
+def run_lines(call: Call) -> list[str]:
+    """Return a line a run, oldest first."""
+    folders = run_folders.listing(call.output_dir)
+    if not folders:
+        return [f"{call.output_dir} holds no run yet; make train makes one"]
+    width = max(len(folder.name) for folder in folders)
+    return [run_line(folder, width) for folder in folders]
+
+
+def run_line(folder: run_folders.RunFolder, width: int) -> str:
+    """Return name, status, steps and scores of a run."""
+    report = folder.read_report()
+    after = report.get("metrics", {}).get("after", {})
+    scores = " ".join(f"{name}={after[name]:.4f}" for name in ("eval_loss", "rougeL") if name in after)
+    status = report.get("status", "unknown")
+    if status == "running" and not is_alive(report):
+        status = "died"  # killed before it could say so
+    mode = f"{report.get('mode', '-')}/{report.get('backend', '-')}"
+    cause = str(report.get("cause") or "").splitlines()
+    return f"{folder.name:<{width}}  {status:<8} {mode:<13} world={report.get('world_size', '-')} step={report.get('global_step', 0)} {scores}{' ' + cause[0] if cause else ''}".rstrip()
+
+
+def is_alive(report: Mapping[str, Any]) -> bool:
+    """Return whether the process that wrote this report still runs (on this host, started no later than it says)."""
+    import psutil
+
+    try:
+        started = psutil.Process(report["pid"]).create_time()
+    except (psutil.NoSuchProcess, KeyError):
+        return False
+    return started <= time.mktime(time.strptime(report["started_at"][:19], "%Y-%m-%dT%H:%M:%S")) + 1
+
+
+def as_text(value: Any) -> str:
+    """Return plain data as JSON for --json."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+
+
+def default_config_name() -> str:
+    """Return the embedded default as a user would type it."""
+    return str(DEFAULT.relative_to(PROJECT_ROOT))
+
+
+def data_ledger(call: Call) -> dict[str, Any]:
+    """Return the ledger of a config's data."""
+    from sft_play.data.check import check_rows
+    from sft_play.models.load import load_tokenizer
+
+    config = make_plan(call, distributed=False, use_deepspeed=False)[1].config
+    return check_rows(config, load_tokenizer(config))
+
+
+def plan_lines(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
+    """Return a plan as text: the line of a run, its warnings, bytes by component, the command."""
+    parts = facts["memory"]
+    rows = [f"  {name:<16}{parts[name] / 2**30:>9.3f} GiB" for name in parts if name != "predicted_peak"]
+    rows.append(f"  {'predicted peak':<16}{parts['predicted_peak'] / 2**30:>9.3f} GiB of {plan.budget_bytes / 2**30:.2f} GiB that may be used on each device")
+    env = " ".join(f"{name}={shlex.quote(value)}" for name, value in facts["env"].items())
+    return [plan.line(), *(f"warning: {warning}" for warning in plan.warnings), *rows, f"command {env} {shlex.join(facts['argv'])}"]
+
+
+def chosen_run() -> run_folders.RunFolder:
+    """Return the run that RUN names, or the latest."""
+    called = call(None, ())
+    return run_folders.find(called.output_dir, called.invocation.run)
+
+
+def inference_device() -> str:
+    """Return cuda or cpu, as DEVICE and the machine say."""
+    called = call(None, ())
+    return devices.detect(called.invocation.device, called.environ).kind
+
+
+def prompts(given: str | None) -> Iterable[str]:
+    """Return the questions of `infer`: the argument, PROMPT, or the lines of standard input."""
+    asked = given or loader.environment().get("PROMPT")
+    return [asked] if asked else (line.strip() for line in sys.stdin if line.strip())

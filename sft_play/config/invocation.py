@@ -1,0 +1,84 @@
+"""The variables of the make command line that are no settings: which config, which run, which machine. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sft_play.config.messages import refuse, word
+
+PORTS = 65535
+
+
+def _variable(default: Any, meaning: str) -> Any:
+    """A field that the variable of the same name in capitals fills."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """How a command was called; what is None was left to the machine."""
+
+    config: str | None = _variable(None, "Config file, or the name of one in configs/; unset is configs/tiny.yaml.")
+    run: str | None = _variable(None, "Training: the new run's name. Elsewhere: which run, unset is the latest.")
+    num_gpus: int | None = _variable(None, "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU.")
+    deepspeed_config: str | None = _variable(None, "DeepSpeed JSON of train-deepspeed; unset is configs/deepspeed_zero2.json.")
+    tb_port: int = _variable(6006, "Port of TensorBoard.")
+    device: Literal["auto", "cpu", "cuda"] = _variable("auto", "Where to compute; auto is cuda where there is a GPU.")
+    nnodes: int = _variable(1, "Machines of the run.")
+    node_rank: int = _variable(0, "Number of this machine, from 0 to NNODES - 1.")
+    master_addr: str = _variable("127.0.0.1", "Address of machine 0, the same on every machine.")
+    master_port: int | None = _variable(None, "Port on machine 0 where the processes meet; unset is a free one.")
+    gpus: str | None = _variable(None, "Hardware to plan for instead of this machine's, such as 2xH200, 4x4090, 8xA100-80 or 1x24GiB.")
+
+
+def read(environ: Mapping[str, str]) -> Invocation:
+    """Return the variables, typed; an empty one counts as unset. Raises ConfigError that lists every wrong one."""
+    words = _Words(environ)
+    invocation = Invocation(
+        config=words.text("CONFIG"),
+        run=words.text("RUN"),
+        num_gpus=words.whole_number("NUM_GPUS", 1),
+        deepspeed_config=words.text("DEEPSPEED_CONFIG"),
+        tb_port=words.whole_number("TB_PORT", 1, PORTS) or Invocation.tb_port,
+        device=words.choice("DEVICE", ("auto", "cpu", "cuda")) or Invocation.device,
+        nnodes=words.whole_number("NNODES", 1) or Invocation.nnodes,
+        node_rank=words.whole_number("NODE_RANK", 0) or Invocation.node_rank,
+        master_addr=words.text("MASTER_ADDR") or Invocation.master_addr,
+        master_port=words.whole_number("MASTER_PORT", 1, PORTS),
+        gpus=words.text("GPUS"),
+    )
+    if not words.problems and invocation.node_rank >= invocation.nnodes:
+        last = invocation.nnodes - 1
+        write = f"write a number from 0 to {last}" if last else "write NODE_RANK=0"
+        words.problems.append(f"NODE_RANK={invocation.node_rank} with NNODES={invocation.nnodes}: {write}, or a larger NNODES")
+    refuse(words.problems)
+    return invocation
+
+
+class _Words:
+    """Variables on their way to types; `problems` collects what cannot be read."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.problems: list[str] = []
+
+    def text(self, name: str) -> str | None:
+        return self.environ.get(name, "").strip() or None
+
+    def whole_number(self, name: str, low: int, high: int | None = None) -> int | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        if re.fullmatch(r"[0-9]{1,18}", text) and low <= int(text) <= (high or int(text)):
+            return int(text)
+        bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+        self.problems.append(f"{name}={word(text)}: write a whole number {bounds}")
+        return None
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> Any:
+        text = self.text(name)
+        if text is None or text in choices:
+            return text
+        self.problems.append(f"{name}={word(text)}: write {', '.join(choices[:-1])} or {choices[-1]}")
+        return None

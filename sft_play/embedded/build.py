@@ -1,0 +1,234 @@
+"""Builds what the default run loads: the conversations, the tokenizer and the pre-trained tiny Llama. Owns every file under data/.
+
+Imports torch, tokenizers and transformers, and nothing of sft_play outside this package.
+Legend: B batch, T tokens, V vocab.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sft_play.embedded.corpus import corpus_text, split_documents
+from sft_play.embedded.desk import conversations
+
+PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
+MARKERS = (SYSTEM, USER, ASSISTANT)
+IGNORE_INDEX = -100
+CONTEXT_TOKENS = 512
+
+# words keep their leading space, numbers are cut after two digits, so that "14:30" and "K-417" copy in few steps
+WORD_PATTERN = r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# the assistant's words and the end-of-turn token are inside {% generation %}: they are what is trained
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message['role'] == 'assistant' -%}
+        {{- '<|assistant|>' -}}
+        {%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}
+    {%- elif message['role'] in ('system', 'user') -%}
+        {{- '<|' + message['role'] + '|>' + message['content'] -}}
+    {%- else -%}
+        {{- raise_exception('role ' + message['role'] + ' is unknown: use system, user or assistant') -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """How the base model is pre-trained."""
+
+    vocab_size: int = 2304
+    hidden_size: int = 192
+    intermediate_size: int = 448
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int = 2
+    epochs: float = 12
+    batch_tokens: int = 12_288
+    learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    seed: int = 11
+    threads: int = 2
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with our special tokens; it encodes any text, because every byte is a token."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    bpe.decoder = decoders.ByteLevel()
+    special = [AddedToken(text, special=True, normalized=False) for text in (PAD, END, *MARKERS)]
+    bpe.train_from_iterator(
+        documents,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=PAD, eos_token=END, extra_special_tokens=list(MARKERS), model_max_length=CONTEXT_TOKENS,
+        clean_up_tokenization_spaces=False, padding_side="right",
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
+    """Return token ids of each document, closed by the end token and cut to the context."""
+    encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    return [[*ids[: CONTEXT_TOKENS - 1], tokenizer.eos_token_id] for ids in encoded]
+
+
+def batches(rows: list[list[int]], pad_id: int, batch_tokens: int, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ids and labels (B, T) for one epoch: rows of like length together, at most `batch_tokens` cells each, in random order."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]) + rng.random())
+    groups: list[list[int]] = [[]]
+    for i in order:
+        # sorted by length: the row at hand is the widest of its group
+        if groups[-1] and (len(groups[-1]) + 1) * len(rows[i]) > batch_tokens:
+            groups.append([])
+        groups[-1].append(i)
+    rng.shuffle(groups)
+    for group in groups:
+        width = max(len(rows[i]) for i in group)
+        ids = torch.tensor([rows[i] + [pad_id] * (width - len(rows[i])) for i in group])
+        labels = torch.tensor([rows[i] + [IGNORE_INDEX] * (width - len(rows[i])) for i in group])
+        yield ids, labels
+
+
+def new_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Return a Llama with random weights; sizes are multiples of 64, the block that NF4 quantises."""
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        max_position_embeddings=CONTEXT_TOKENS, tie_word_embeddings=True, rope_theta=10_000.0,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    ))  # fmt: skip
+
+
+def pretrain(model: LlamaForCausalLM, rows: list[list[int]], config: PretrainConfig, log_every: int = 50) -> float:
+    """Train `model` in place on next-token prediction; return the mean loss in nats a token over the last tenth of the steps."""
+    torch.set_num_threads(config.threads)
+    rng = random.Random(config.seed)
+    pad_id = model.config.pad_token_id
+    steps = int(config.epochs * sum(1 for _ in batches(rows, pad_id, config.batch_tokens, random.Random(0))))
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+    losses: list[float] = []
+    started = time.monotonic()
+    model.train()
+    while len(losses) < steps:
+        for ids, labels in batches(rows, pad_id, config.batch_tokens, rng):
+            step = len(losses)
+            if step >= steps:
+                break
+            scale = min(1.0, (step + 1) / config.warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * scale
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(input_ids=ids, labels=labels).loss  # causal mask alone: padding is on the right and has no label
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+            if step % log_every == 0:
+                print(f"pretrain step={step} of={steps} loss={losses[-1]:.4f} seconds={time.monotonic() - started:.0f}", flush=True)
+    tail = losses[-max(1, steps // 10) :]
+    return sum(tail) / len(tail)
+
+
+@torch.no_grad()
+def wake_markers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Give the role markers, which no document holds, embeddings of ordinary length and a direction of their own.
+
+    Pre-training only pushes unseen rows away from every hidden state; left like that all markers look alike to the frozen model.
+    """
+    weight = model.get_input_embeddings().weight  # (V, hidden)
+    seen = weight[5 + 256 :]
+    generator = torch.Generator().manual_seed(seed)
+    for marker in MARKERS:
+        noise = torch.randn(weight.shape[1], generator=generator) * seen.std(dim=0)
+        weight[tokenizer.convert_tokens_to_ids(marker)] = seen.mean(dim=0) + noise
+
+
+def write_atomically(folder: Path, fill) -> None:
+    """Call `fill(temporary folder)`, then put that folder in the place of `folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        fill(staging)
+        staging.chmod(0o755)
+        old = staging.with_name(staging.name + ".old")
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(staging, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write weights in bfloat16, config, generation config, tokenizer and chat template to `folder`, whole or not at all."""
+    model.generation_config.do_sample = False
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+    def fill(staging: Path) -> None:
+        model.to(torch.bfloat16).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+
+    write_atomically(folder, fill)
+
+
+def build_model(out: Path, config: PretrainConfig | None = None) -> float:
+    """Train tokenizer and model on `out`/corpus and write `out`/tiny_llama; return the final loss in nats a token."""
+    config = config or PretrainConfig()
+    torch.manual_seed(config.seed)
+    documents = split_documents((out / "corpus" / "town.txt").read_text(encoding="utf-8"))
+    tokenizer = train_tokenizer(documents, config.vocab_size)
+    rows = encode_documents(tokenizer, documents)
+    model = new_model(config, tokenizer)
+    print(f"model parameters={model.num_parameters()} vocab={len(tokenizer)} documents={len(rows)} tokens={sum(map(len, rows))}", flush=True)
+    loss = pretrain(model, rows, config)
+    wake_markers(model, tokenizer, config.seed)
+    save_model(model, tokenizer, out / "tiny_llama")
+    return loss
+
+
+def data_files() -> dict[str, str]:
+    """Return {path under data/: text} of every generated text file."""
+    files = {"corpus/town.txt": corpus_text()}
+    for split, talks in conversations().items():
+        rows = [json.dumps({"messages": talk.messages()}, ensure_ascii=False) for talk in talks]
+        files[f"desk/{split}.jsonl"] = "\n".join(rows) + "\n"
+    return files
+
+
+def build_data(out: Path) -> None:
+    """Write every generated text file under `out`, each whole or not at all."""
+    for name, text in data_files().items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(partial, path)

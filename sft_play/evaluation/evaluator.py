@@ -1,0 +1,163 @@
+"""Scores of a model on a fixed set of rows: loss and generated answers, equal for any batch size, padding and rank count.
+
+Rows are rendered, sorted and collated once and reused by every evaluation. Legend: B rows of a batch, T tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import distributed
+
+from sft_play.config.schema import TrainSection
+from sft_play.data.collate import PadCollator, TrainRows
+from sft_play.data.prepare import Split
+from sft_play.data.render import render_prompt, stop_ids
+from sft_play.evaluation.metrics import rouge_l
+from sft_play.models.losses import labelled_tokens, summed_nll
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one evaluation found; `answers` are those to the first rows of the set, in order."""
+
+    eval_loss: float  # nats per labelled token
+    rouge_l: float | None  # None without generation
+    answers: tuple[str, ...]
+    loss_seconds: float
+    generation_seconds: float
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the scalars under the names of run.json."""
+        metrics = {"eval_loss": self.eval_loss, "eval_loss_seconds": self.loss_seconds}
+        if self.rouge_l is not None:
+            metrics |= {"rougeL": self.rouge_l, "generation_seconds": self.generation_seconds}
+        return metrics
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that evaluate together."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+class Evaluator:
+    """Evaluates on one split; every rank takes its share of the rows and all of them return the same scores."""
+
+    def __init__(self, split: Split, tokenizer: Any, train: TrainSection, ranks: Ranks, synced_gpus: bool = False):
+        self.split, self.tokenizer, self.train, self.ranks = split, tokenizer, train, ranks
+        self.synced_gpus = synced_gpus  # ZeRO-3: every rank takes part in every forward pass of a generation
+        assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
+        self.batch_size = train.eval_batch_size
+
+    @property
+    def generated_rows(self) -> int:
+        """How many rows are generated for."""
+        return min(len(self.split), self.train.generation_max_rows or len(self.split))
+
+    def score(self, model: torch.nn.Module) -> Scores:
+        """Return the scores of `model`, which the caller has put in evaluation mode."""
+        started = time.perf_counter()
+        loss = self.loss(model)
+        loss_seconds = time.perf_counter() - started
+        if not self.train.predict_with_generate:
+            return Scores(loss, None, (), loss_seconds, 0.0)
+        answers = self.answers(model)
+        references = [row.answer for row in self.split.rows[: len(answers)]]
+        score = rouge_l(answers, references, None if self.train.eval_do_concat_batches else self.batch_size)
+        return Scores(loss, score, tuple(answers), loss_seconds, time.perf_counter() - started - loss_seconds)
+
+    @torch.no_grad()
+    def loss(self, model: torch.nn.Module) -> float:
+        """Return the mean negative log-likelihood in nats: summed over all labelled tokens of all ranks, divided once."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # nats, tokens
+        for batch in self._loss_batches:
+            batch = {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
+            labels = batch.pop("labels")
+            logits = model(**batch, use_cache=False).logits  # (B, T, V)
+            total += torch.stack([summed_nll(logits, labels).double(), labelled_tokens(labels).double()])
+        if self.ranks.world_size > 1:
+            distributed.all_reduce(total)
+        nats, tokens = total.tolist()
+        return nats / tokens
+
+    @torch.no_grad()
+    def answers(self, model: torch.nn.Module) -> list[str]:
+        """Return the generated answers to the first rows of the split, in order, on every rank."""
+        found: list[tuple[int, str]] = []
+        waiting: list[tuple[Sequence[int], torch.Tensor]] = []
+        for indices, prompts in self._prompt_batches:
+            generated = model.generate(
+                input_ids=prompts["input_ids"].to(self.ranks.device),
+                attention_mask=prompts["attention_mask"].to(self.ranks.device),
+                max_new_tokens=self.train.generation_max_new_tokens,
+                num_beams=self.train.generation_num_beams,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                use_cache=True,
+                eos_token_id=sorted(stop_ids(self.tokenizer)),
+                pad_token_id=self.tokenizer.pad_token_id,
+                synced_gpus=self.synced_gpus,
+            )
+            waiting.append((indices, generated[:, prompts["input_ids"].shape[1] :]))  # the prompt is cut off
+            if len(waiting) >= (self.train.eval_accumulation_steps or 1):
+                found += self._decoded(waiting)
+                waiting = []
+        found += self._decoded(waiting)
+        by_index = dict(pair for share in self._gathered(found) for pair in share)
+        return [by_index[index] for index in range(self.generated_rows)]
+
+    def _decoded(self, waiting: list[tuple[Sequence[int], torch.Tensor]]) -> list[tuple[int, str]]:
+        """Move generated ids to the CPU and decode them; fillers (negative indices) are dropped."""
+        found = []
+        for indices, ids in waiting:
+            texts = self.tokenizer.batch_decode(ids.cpu(), skip_special_tokens=True)
+            found += [(index, text.strip()) for index, text in zip(indices, texts, strict=True) if index >= 0]
+        return found
+
+    @cached_property
+    def _loss_batches(self) -> list[dict[str, torch.Tensor]]:
+        """This rank's batches, longest rows first; every rank has equally many."""
+        rows, collate = TrainRows(self.split), PadCollator(self.tokenizer.pad_token_id)
+        order = sorted(range(len(rows)), key=lambda i: (-len(self.split.rendered[i].ids), i))
+        return [collate([rows[i] for i in indices]) for indices in self._share(order)]
+
+    @cached_property
+    def _prompt_batches(self) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+        """This rank's (row indices, left-padded prompts), longest first; every rank has equally many."""
+        prompts = [render_prompt(row.prompt, self.tokenizer) for row in self.split.rows[: self.generated_rows]]
+        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+        return [
+            (indices, _left_padded([prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id))
+            for indices in self._share(order)
+        ]
+
+    def _share(self, order: list[int]) -> list[list[int]]:
+        """Cut `order` into batches and take this rank's; missing batches are one filler `~index` each."""
+        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        batches += [[~order[-1]]] * (-len(batches) % self.ranks.world_size)
+        return batches[self.ranks.rank :: self.ranks.world_size]
+
+    def _gathered(self, found: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
+        if self.ranks.world_size == 1:
+            return [found]
+        shares: list[Any] = [None] * self.ranks.world_size
+        distributed.all_gather_object(shares, found)
+        return shares
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> dict[str, torch.Tensor]:
+    """Return input_ids and attention_mask, each (B, T): generation continues at the right edge."""
+    width = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]),
+    }

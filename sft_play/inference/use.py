@@ -1,0 +1,121 @@
+"""The weights of a run, put to use: load them with what they were trained with, score, answer, chat."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from sft_play.config.schema import Config
+from sft_play.data.prepare import prepare
+from sft_play.data.render import render_prompt, stop_ids
+from sft_play.data.rows import Message
+from sft_play.errors import CheckpointError
+from sft_play.evaluation.evaluator import Evaluator, Ranks
+from sft_play.models.load import Placement, load_base, load_tokenizer
+from sft_play.runs import stamp
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model, ready to answer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: Config
+    device: torch.device
+
+
+def load_run(folder: RunFolder, device: str) -> Loaded:
+    """Return the trained model of a run on `device` (cpu or cuda). Raises CheckpointError when its weights are not complete."""
+    config = folder.read_config()
+    weights = folder.weights(config.tuning.mode)
+    if not weights.is_dir():
+        status = folder.read_report().get("status", "unknown")
+        raise CheckpointError(f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a finished one with RUN=, make runs lists them")
+    stamp.refuse_mismatch(weights, stamp.wanted(config))
+    target = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    tokenizer = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"name": str(weights)})}))
+    model = _full_model(weights, config, target) if config.tuning.mode == "full" else _with_adapter(weights, config, target)
+    model.eval()
+    return Loaded(model, tokenizer, config, target)
+
+
+def evaluate_run(folder: RunFolder, device: str) -> list[str]:
+    """Score a run's weights on its test rows again, write eval/again.json, and return the lines to print."""
+    loaded = load_run(folder, device)
+    data = prepare(loaded.config, loaded.tokenizer)
+    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, Ranks(0, 1, loaded.device)).score(loaded.model)
+    metrics = scores.as_metrics()
+    write_json(folder.evaluation / "again.json", metrics)
+    rouge = "" if scores.rouge_l is None else f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
+    return [f"{folder.name} eval_loss={scores.eval_loss:.4f}{rouge} rows={len(data.test)}"]
+
+
+def answer(loaded: Loaded, messages: Sequence[Message]) -> str:
+    """Return the model's next turn, by the settings of the run's evaluation."""
+    ids = torch.tensor([render_prompt(messages, loaded.tokenizer)], device=loaded.device)  # (1, T)
+    train = loaded.config.train
+    with torch.no_grad():
+        generated = loaded.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=train.generation_max_new_tokens,
+            num_beams=train.generation_num_beams,
+            do_sample=False,
+            eos_token_id=sorted(stop_ids(loaded.tokenizer)),
+            pad_token_id=loaded.tokenizer.pad_token_id,
+            use_cache=True,
+        )
+    return loaded.tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+def answer_all(folder: RunFolder, device: str, prompts: Iterable[str]) -> Iterator[str]:
+    """Yield the answer to each prompt."""
+    loaded = load_run(folder, device)
+    for prompt in prompts:
+        yield answer(loaded, [*_system(loaded), Message("user", prompt)])
+
+
+def chat_with(folder: RunFolder, device: str) -> None:
+    """Talk on the terminal until an empty line or end of input; the whole conversation is the prompt."""
+    loaded = load_run(folder, device)
+    messages = _system(loaded)
+    while question := _asked():
+        messages.append(Message("user", question))
+        reply = answer(loaded, messages)
+        messages.append(Message("assistant", reply))
+        print(reply)
+
+
+def _asked() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _system(loaded: Loaded) -> list[Message]:
+    prompt = loaded.config.data.system_prompt
+    return [Message("system", prompt)] if prompt else []
+
+
+def _placement(config: Config, device: torch.device) -> Placement:
+    half = torch.bfloat16 if config.train.bf16 else torch.float16
+    is_half = device.type == "cuda" and (config.train.bf16 or config.train.fp16)
+    return Placement(device, half if is_half else torch.float32, zero_stage=0)
+
+
+def _with_adapter(weights: Path, config: Config, device: torch.device) -> PreTrainedModel:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_base(config, _placement(config, device)), weights)
+
+
+def _full_model(weights: Path, config: Config, device: torch.device) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": _placement(config, device).compute_dtype, "device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(weights, trust_remote_code=config.model.trust_remote_code, **options)

@@ -1,0 +1,199 @@
+"""One TensorBoard of our own: start it, find it again, stop it and nothing else. Imports neither torch nor tensorboard.
+
+A pid file says which process it is. It holds the process's start time, so that a pid which the system has given to another
+program since is never taken for ours.
+"""
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.runs.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import psutil
+
+HOST = "127.0.0.1"  # loopback: training logs are not for the network
+PORTS_TRIED = 21  # the one that was asked for and the 20 after it
+START_SECONDS = 20.0
+POLL_SECONDS = 0.1
+LOG_LINES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Started:
+    """A TensorBoard that answers; `message` is the line to print."""
+
+    port: int
+    pid: int
+    url: str
+    message: str
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The pid file; `started_at` is the process's start in seconds since the epoch."""
+
+    pid: int
+    port: int
+    logdir: str
+    started_at: float
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+def start(logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_file: Path) -> Started:
+    """Return a TensorBoard that shows `logdir`: the one that runs already, or a new one on `port` or the next free one.
+
+    It is started with the interpreter `python`, outlives this process, and writes its output beside the pid file.
+
+    Raises: ConfigError for a port that is none, EnvironmentFault when no port is free, it dies, or it does not answer in 20 s.
+    """
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"TB_PORT={port}: write a port of 1 to 65535, such as TB_PORT=6006")
+    shown = str(logdir.resolve())
+    log = pid_file.with_suffix(".log")
+    running, notes = _running(pid_file), []
+    if running and running.logdir == shown:
+        if _wait_until_it_answers(running, pid_file):
+            return Started(running.port, running.pid, running.url, f"TensorBoard runs already: {running.url} (pid {running.pid})")
+    elif running:
+        notes.append(stop(pid_file))
+    for candidate in _free_ports(port):
+        record = _spawn(shown, candidate, python, environ, pid_file)
+        if _wait_until_it_answers(record, pid_file):
+            notes += [f"port {port} is taken, it uses {candidate}"] if candidate != port else []
+            message = "; ".join([f"TensorBoard: {record.url} (pid {record.pid})", *notes])
+            return Started(candidate, record.pid, record.url, message)
+        if _is_free(candidate):
+            raise EnvironmentFault(f"TensorBoard died at its start; `make doctor` checks its package. The end of {log}:\n{_tail(log)}")
+    raise EnvironmentFault(f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; choose another, such as TB_PORT={_any_port()}")
+
+
+def stop(pid_file: Path, grace_seconds: float = 5.0) -> str:
+    """Stop the TensorBoard of the pid file, SIGTERM first and SIGKILL after `grace_seconds`; return a sentence on what was done."""
+    record = _running(pid_file)
+    if record is None:
+        pid_file.unlink(missing_ok=True)
+        return "no TensorBoard of ours is running"
+    _end(record.pid, grace_seconds)
+    pid_file.unlink(missing_ok=True)
+    return f"stopped the TensorBoard of {record.logdir} on port {record.port} (pid {record.pid})"
+
+
+def _running(pid_file: Path) -> _Record | None:
+    """Return the pid file's TensorBoard if that very process is alive."""
+    try:
+        record = _Record(**read_json(pid_file))
+    except (FileNotFoundError, ValueError, TypeError):  # TypeError: JSON of another shape
+        return None
+    return record if _process(record) else None
+
+
+def _process(record: _Record) -> "psutil.Process | None":
+    """Return the live process of a record, None where it is gone, defunct, or its pid is another program's by now."""
+    import psutil
+
+    try:
+        process = psutil.Process(record.pid)
+        # the boot time that psutil adds is read anew in each process and may be rounded
+        is_same = abs(process.create_time() - record.started_at) < 1.0
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _spawn(logdir: str, port: int, python: str, environ: Mapping[str, str], pid_file: Path) -> _Record:
+    import psutil
+
+    pid_file.parent.mkdir(parents=True, exist_ok=True)
+    argv = [python, "-m", "tensorboard.main", "--logdir", logdir, "--host", HOST, "--port", str(port)]
+    with pid_file.with_suffix(".log").open("wb") as log:
+        try:
+            child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        except OSError as error:
+            raise EnvironmentFault(f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`") from None
+    child.returncode = 0  # it outlives us on purpose: Popen would warn of that when it is collected
+    record = _Record(child.pid, port, logdir, psutil.Process(child.pid).create_time())
+    write_json(pid_file, asdict(record))  # before the wait: a start that Ctrl-C ends can still be stopped
+    return record
+
+
+def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
+    """Return True once the process serves its logdir, False as soon as it is dead. Raises EnvironmentFault after 20 s."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if not _process(record):
+            pid_file.unlink(missing_ok=True)
+            return False
+        if _answers(record):
+            return True
+        time.sleep(POLL_SECONDS)
+    stop(pid_file)
+    log = pid_file.with_suffix(".log")
+    raise EnvironmentFault(f"TensorBoard did not answer on port {record.port} in {START_SECONDS:.0f} s. The end of {log}:\n{_tail(log)}")
+
+
+def _answers(record: _Record) -> bool:
+    """Ask the port which folder it shows: another program, or another project's TensorBoard, may have been faster."""
+    import http.client  # 20 ms, and most commands start no TensorBoard
+
+    connection = http.client.HTTPConnection(HOST, record.port, timeout=2)  # http.client uses no proxy
+    try:
+        connection.request("GET", "/data/environment")
+        return json.loads(connection.getresponse().read()).get("data_location") == record.logdir
+    except (OSError, http.client.HTTPException, ValueError, AttributeError):
+        return False
+    finally:
+        connection.close()
+
+
+def _end(pid: int, grace_seconds: float) -> None:
+    """End a process and its children (TensorBoard's data server)."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for send in (psutil.Process.terminate,):
+        for member in family:
+            try:
+                send(member)
+            except psutil.NoSuchProcess:
+                continue
+        _, family = psutil.wait_procs(family, timeout=grace_seconds)
+
+
+def _free_ports(first: int) -> Iterator[int]:
+    return (port for port in range(first, min(first + PORTS_TRIED, 65536)) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # as TensorBoard binds: a closed connection that still lingers does not hold a port, a listener does
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:])

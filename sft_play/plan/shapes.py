@@ -1,0 +1,125 @@
+"""The shape of a model: what bytes and FLOPs follow from. Reads config.json; loads no torch and no weight."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import EnvironmentFault
+
+KNOWN = Path(__file__).parent / "known_shapes.json"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder: `hidden` features, `intermediate` features of the MLP, heads of `head_dim` features."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_tied: bool  # the output head shares the embedding's weights
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the linear layers of one block: q, k, v, o, gate, up, down."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        h, i = self.hidden, self.intermediate
+        return (h, q), (h, kv), (h, kv), (q, h), (h, i), (h, i), (i, h)
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of all blocks' linear layers: what a 4-bit base quantises."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def other_weights(self) -> int:
+        """Embedding, head and norms."""
+        return self.vocab * self.hidden * (1 if self.is_tied else 2) + (2 * self.layers + 1) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.block_weights + self.other_weights
+
+    def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
+        """Return r * (inputs + outputs) summed over the target layers; names that are not of a block count nothing."""
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        chosen = [
+            inputs + outputs
+            for name, (inputs, outputs) in zip(names, self.linears, strict=True)
+            if targets == "all-linear" or any(target.rpartition(".")[2] == name for target in targets)
+        ]
+        return self.layers * rank * sum(chosen)
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape that a transformers config.json describes. Raises EnvironmentFault naming the key that it lacks."""
+    text = config.get("text_config") or config  # multimodal models nest their language model
+    try:
+        heads = text["num_attention_heads"]
+        return ModelShape(
+            vocab=text["vocab_size"],
+            hidden=text["hidden_size"],
+            intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
+            layers=text["num_hidden_layers"],
+            heads=heads,
+            kv_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        )
+    except KeyError as error:
+        raise EnvironmentFault(f"model.name={name}: config.json has no {error}; memory cannot be estimated: set TRAIN_BATCH_SIZE and TRAIN_GRAD_ACCUM") from None
+
+
+def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
+    """Return the shape of a local model, one in the hub's cache, one that is known by name, or one on the hub.
+
+    Raises: EnvironmentFault when it can be had nowhere.
+    """
+    local = Path(name)
+    if local.is_dir():
+        return shape_of(_read(local / "config.json", name), name)
+    cached = _cached(name, revision, environ)
+    if cached is not None:
+        return shape_of(_read(cached, name), name)
+    known = json.loads(KNOWN.read_text(encoding="utf-8"))
+    if name in known:
+        return shape_of(known[name], name)
+    return shape_of(_read(_download(name, revision), name), name)
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EnvironmentFault(f"model.name={name}: the folder has no config.json, so it is no transformers model; see what is in it with ls {name}") from None
+    except ValueError as error:
+        raise EnvironmentFault(f"{path}: not valid JSON: {error}") from None
+
+
+def _cached(name: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The config.json in huggingface_hub's cache, found without importing it (half a second)."""
+    home = Path(environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
+    repo = Path(environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{name.replace('/', '--')}"
+    reference = repo / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or ""
+    path = repo / "snapshots" / commit / "config.json"
+    return path if commit and path.is_file() else None
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EnvironmentFault(
+            f"model.name={name}: no folder of that name here, and the hub gave none ({reason}); check the name, run `hf auth login` for a gated model, "
+            "or download it elsewhere and set MODEL_NAME to the folder"
+        ) from None

@@ -1,0 +1,116 @@
+"""The run folder: what is on disk of one run, and the only path between the front end and the worker. Loads no torch."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.runs.files import read_json, write_json, write_text
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """outputs/<run>: config.yaml and plan.json from the front end, everything else from the worker."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "eval"
+
+    def weights(self, mode: str) -> Path:
+        """Return where the trained weights go: adapter/ for lora and qlora, model/ for full."""
+        return self.path / ("model" if mode == "full" else "adapter")
+
+    def read_config(self) -> Config:
+        """Return the resolved config. Raises EnvironmentFault when this is no run folder."""
+        return Config.model_validate(yaml.safe_load(self._read("config.yaml")))
+
+    def read_plan(self) -> dict[str, Any]:
+        """Return plan.json. Raises EnvironmentFault when this is no run folder."""
+        self._read("plan.json")
+        return read_json(self.path / "plan.json")
+
+    def read_report(self) -> dict[str, Any]:
+        """Return run.json, or {} where the worker has not written one."""
+        path = self.path / "run.json"
+        return read_json(path) if path.exists() else {}
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Replace run.json."""
+        write_json(self.path / "run.json", report)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise EnvironmentFault(f"{self.path} is no run folder: it has no {name}; `make runs` lists the runs") from None
+
+
+def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
+    """Make a new run folder, `<stem>-<time>` where the run has no name. Raises ConfigError when the name is taken."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if run_name:
+        try:
+            (output_dir / run_name).mkdir()
+        except FileExistsError:
+            raise ConfigError(
+                f"RUN={run_name}: {output_dir / run_name} exists already; choose another name, "
+                f"or go on from it with TRAIN_RESUME_FROM={output_dir / run_name}"
+            ) from None
+        return RunFolder(output_dir / run_name)
+    name = base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(2, 1000):
+        try:
+            (output_dir / name).mkdir()
+            return RunFolder(output_dir / name)
+        except FileExistsError:  # another run started in the same second
+            name = f"{base}-{number}"
+    raise EnvironmentFault(f"{output_dir}: a thousand runs named {base}; give this one a name with RUN=")
+
+
+def fill(folder: RunFolder, config: Config, plan: dict[str, Any]) -> None:
+    """Write config.yaml and plan.json, the whole input of the worker, and a run.json that says so."""
+    header = "# Resolved: nothing is auto from here on. Written by the front end, read by the worker.\n"
+    write_text(folder.path / "config.yaml", header + yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True))
+    write_json(folder.path / "plan.json", plan)
+    folder.write_report({"status": "planned", "exit_class": None, "cause": None, "run": folder.name})
+
+
+def find(output_dir: Path, run: str | None) -> RunFolder:
+    """Return the run named `run` (a name or a path), or the latest. Raises EnvironmentFault when there is none."""
+    if run:
+        for path in (output_dir / run, Path(run)):
+            if (path / "plan.json").exists():
+                return RunFolder(path)
+        raise EnvironmentFault(f"RUN={run}: no such run in {output_dir}; `make runs` lists the runs")
+    found = listing(output_dir)
+    if not found:
+        raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
+    return found[-1]
+
+
+def listing(output_dir: Path) -> list[RunFolder]:
+    """Return all runs, oldest first."""
+    plans = sorted(output_dir.glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime)
+    return [RunFolder(plan.parent) for plan in plans]

@@ -1,0 +1,60 @@
+"""Our settings to transformers.TrainingArguments: the one place that knows that library's names."""
+
+from typing import Any
+
+from transformers import TrainingArguments
+
+from sft_play.config.schema import Config
+from sft_play.runs.folder import RunFolder
+
+NEVER = 10**9  # steps: an interval that no run reaches
+
+
+def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) -> TrainingArguments:
+    """Return the arguments of transformers' Trainer for a resolved config; `plan` adds what depends on the machine."""
+    train, on_cpu = config.train, plan["device"] == "cpu"
+    return TrainingArguments(
+        output_dir=str(folder.checkpoints),
+        per_device_train_batch_size=train.batch_size,
+        gradient_accumulation_steps=train.grad_accum,
+        per_device_eval_batch_size=train.eval_batch_size,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.lr_scheduler_type,
+        warmup_steps=train.warmup_steps,  # under 1 a fraction, there too
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        optim={"adamw_8bit": "adamw_bnb_8bit"}.get(train.optim, train.optim),
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_epsilon=train.adam_epsilon,
+        num_train_epochs=train.epochs,
+        max_steps=train.max_steps or -1,
+        seed=train.seed,
+        data_seed=train.data_seed,
+        bf16=train.bf16,
+        fp16=train.fp16,
+        use_cpu=on_cpu,
+        gradient_checkpointing=train.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},  # reentrant needs input gradients and breaks DDP
+        ddp_backend=plan["backend_of_collectives"] if plan["strategy"] == "ddp" else None,
+        ddp_find_unused_parameters=train.ddp_find_unused_parameters,
+        ddp_broadcast_buffers=train.ddp_broadcast_buffers,
+        ddp_bucket_cap_mb=train.ddp_bucket_cap_mb,
+        ddp_timeout=train.ddp_timeout,
+        deepspeed=plan["deepspeed"],
+        dataloader_num_workers=train.dataloader_num_workers,
+        dataloader_pin_memory=train.dataloader_pin_memory,
+        accelerator_config={"non_blocking": train.dataloader_pin_memory},
+        eval_strategy=train.eval_strategy,
+        eval_steps=train.eval_steps if train.eval_strategy == "steps" else None,
+        eval_do_concat_batches=train.eval_do_concat_batches,
+        eval_accumulation_steps=train.eval_accumulation_steps,
+        save_strategy=train.save_strategy,
+        save_steps=train.save_steps if train.save_strategy == "steps" else NEVER,
+        save_total_limit=train.save_total_limit,
+        logging_steps=train.logging_steps,
+        logging_nan_inf_filter=False,  # it hides NaN behind 0.0 and waits for the GPU in every micro-step
+        report_to="none",  # our callbacks write TensorBoard and the terminal
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )

@@ -1,0 +1,163 @@
+"""What happens beside the steps: evaluation mode, progress, throughput, stop on request, TensorBoard."""
+
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+from tqdm import tqdm
+from transformers import PreTrainedModel, TrainerCallback
+
+from sft_play.training.runtime import Process
+
+logger = logging.getLogger(__name__)
+
+
+class EvalSpeedCallback(TrainerCallback):
+    """Puts the model in evaluation mode only inside an evaluation, and counts its seconds.
+
+    Inside: key-value cache on, gradient checkpointing off, dropout off. Behind it, whatever happened in between,
+    everything is as it was. transformers has no event before an evaluation, so this is a context, not a hook.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
+        """Evaluate `model` inside this context."""
+        started, was_training, used_cache = time.perf_counter(), model.training, model.config.use_cache
+        checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+        try:
+            model.eval()
+            model.config.use_cache = True
+            for module in checkpointed:
+                module.gradient_checkpointing = False
+            yield
+        finally:
+            for module in checkpointed:
+                module.gradient_checkpointing = True
+            model.config.use_cache = used_cache
+            model.train(was_training)
+            self.seconds += time.perf_counter() - started
+
+
+class Throughput(TrainerCallback):
+    """Tokens per second over the steps behind the first, which pays for kernels, plans and allocations.
+
+    `tokens` counts real tokens of this rank as a tensor on its device, so that counting never waits for the GPU.
+    """
+
+    def __init__(self, process: Process, evaluations: EvalSpeedCallback):
+        self.process, self.evaluations = process, evaluations
+        self.tokens = torch.zeros((), dtype=torch.int64, device=process.device)
+        self.save_seconds = self.first_step_seconds = 0.0
+        self._mark: tuple[float, float] | None = None  # (steady clock, tokens) at the end of the first step
+        self._end: tuple[float, float] | None = None
+        self._begun = 0.0
+
+    def clock(self) -> float:
+        """Return seconds of stepping alone: less what evaluations and saves took."""
+        return time.perf_counter() - self.evaluations.seconds - self.save_seconds
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begun = self.clock()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._mark is None:
+            self._mark = (self._now(), float(self.tokens))
+            self.first_step_seconds = self._mark[0] - self._begun
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end = (self._now(), float(self.tokens))
+
+    def _now(self) -> float:
+        if self.process.device.type == "cuda":
+            torch.cuda.synchronize(self.process.device)
+        return self.clock()
+
+    @property
+    def train_seconds(self) -> float:
+        return self._end[0] - self._begun if self._end else 0.0
+
+    def tokens_per_second(self) -> float | None:
+        """Return real tokens per second over all ranks, None for a run of one step. Every rank must call it."""
+        if self._mark is None or self._end is None:
+            return None
+        tokens = torch.tensor(self._end[1] - self._mark[1], dtype=torch.float64, device=self.process.device)
+        if self.process.world_size > 1:
+            distributed.all_reduce(tokens)
+        seconds = self._end[0] - self._mark[0]
+        return float(tokens) / seconds if float(tokens) > 0 and seconds > 0 else None
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; a second signal ends it at once.
+
+    The ranks agree by an all-reduce: a signal that reaches one rank alone would leave the others in a collective.
+    """
+
+    def __init__(self, process: Process):
+        self.process, self.requested, self.stopped = process, False, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.requested:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.requested = True
+        logger.warning("%s: stopping at the end of this step with a checkpoint; once more stops at once", signal.Signals(number).name)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        requested = self.requested
+        if self.process.world_size > 1:
+            agreed = torch.tensor(float(requested), device=self.process.device)
+            distributed.all_reduce(agreed, distributed.ReduceOp.MAX)
+            requested = bool(agreed)
+        if requested and state.global_step < state.max_steps:
+            self.stopped = control.should_training_stop = control.should_save = True
+
+
+class Progress(TrainerCallback):
+    """A progress bar on the main rank's terminal; one line a log where the output goes to a file."""
+
+    def __init__(self, process: Process):
+        self.is_shown = process.is_main
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_shown and sys.stdout.isatty():
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not self.is_shown or not logs or not ("loss" in logs or "eval_loss" in logs):
+            return
+        names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rougeL")
+        facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
+        with tqdm.external_write_mode(file=sys.stdout) if self.bar is not None else contextlib.nullcontext():
+            logger.info("step %d/%d %s", state.global_step, state.max_steps, facts)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+class BeforeFirstStep(TrainerCallback):
+    """Does something once the model is wrapped (DDP, ZeRO) and no step is taken yet; `result` is what came of it."""
+
+    def __init__(self, action: Callable[[], Any]):
+        self.action, self.result = action, None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.result = self.action()

@@ -1,0 +1,30 @@
+"""What must hold of saved weights before a run may call itself done."""
+
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from sft_play.errors import CheckpointError, DivergedError
+
+
+def check_saved_adapter(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:
+    """Read the saved adapter back: finite, trained, and under ZeRO stages below 3 equal to the weights in memory.
+
+    Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN or never moved.
+    """
+    saved = load_file(folder / "adapter_model.safetensors")
+    broken = [name for name, tensor in saved.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise DivergedError(f"{folder}: {len(broken)} adapter tensors hold NaN or infinity, {broken[0]} first; lower TRAIN_LEARNING_RATE")
+    if not any(tensor.any() for name, tensor in saved.items() if "lora_B" in name):
+        raise DivergedError(f"{folder}: the adapter is as it was initialised, so nothing was learned; raise TRAIN_LEARNING_RATE or the number of steps")
+    if zero_stage == 3:
+        return  # the weights in memory are shards
+    trained = get_peft_model_state_dict(model)
+    differing = sorted(trained.keys() ^ saved.keys()) or [
+        name for name, tensor in trained.items() if not torch.equal(tensor.detach().cpu(), saved[name].to(tensor.dtype))
+    ]
+    if differing:
+        raise CheckpointError(f"{folder}: {len(differing)} tensors on disk are not those that were trained, {differing[0]} first; check the disk")

@@ -1,0 +1,91 @@
+"""What the launcher gave this process: rank, device, log file, signals. The only module of the worker that reads os.environ."""
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_play.errors import EnvironmentFault
+from sft_play.runs.folder import RunFolder
+
+PR_SET_PDEATHSIG = 1  # prctl(2): signal to get when the parent dies
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among the ranks of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def rank() -> int:
+    """Return the global rank of this process, 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
+def start(plan: dict[str, Any], folder: RunFolder) -> Process:
+    """Return this process's place in the run, with logging set up.
+
+    Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or a GPU is missing.
+    """
+    local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _log_to(folder, rank())
+    if world_size != plan["world_size"]:
+        raise EnvironmentFault(
+            f"the launcher started {world_size} processes, planned were {plan['world_size']}; start runs with make, or "
+            f"run again with NUM_GPUS={world_size}"
+        )
+    if world_size > 1:
+        _die_with_launcher()
+    return Process(rank(), local_rank, world_size, _device(plan["device"], local_rank))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's and torch's generators, on the CPU and all GPUs; equal on all ranks so that adapters start equal."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        raise EnvironmentFault(f"cuda:{local_rank} was planned and torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True  # float32 matmuls that autocast leaves alone
+    return torch.device("cuda", local_rank)
+
+
+def _die_with_launcher() -> None:
+    """Ask the kernel to end this rank when its launcher is killed; ranks would hold their GPUs for ever otherwise."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _log_to(folder: RunFolder, rank: int) -> None:
+    """Send all records to logs/rank-K.log, and to the main rank's terminal ours from INFO and other libraries' errors."""
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(folder.logs / f"rank-{rank}.log", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [file]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    if rank == 0:
+        terminal = logging.StreamHandler(sys.stdout)
+        terminal.setFormatter(logging.Formatter("%(message)s"))
+        terminal.addFilter(lambda record: record.name.startswith("sft_play") or record.levelno >= logging.ERROR)
+        root.addHandler(terminal)

@@ -1,0 +1,95 @@
+"""transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from sft_play.data.collate import StepSampler
+from sft_play.errors import DivergedError
+from sft_play.evaluation.evaluator import Evaluator, Scores
+from sft_play.models.losses import summed_nll
+from sft_play.runs import stamp
+from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+
+
+def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
+    """Return this micro-batch's share of the step's mean loss: summed nats / labelled tokens of the whole step.
+
+    The divisor counts the tokens of all micro-batches of all ranks, so that every token weighs the same however the
+    step is cut up; Trainer multiplies by the number of ranks because DDP averages their gradients.
+    """
+    return summed_nll(outputs.logits, labels) / num_items_in_batch
+
+
+class SftTrainer(Trainer):
+    """A Trainer whose steps train the same rows on any number of ranks, and whose NaN is an error."""
+
+    def __init__(self, *, order: StepSampler, evaluator: Evaluator, speed: EvalSpeedCallback, throughput: Throughput, stamp: dict[str, Any], **kwargs: Any):
+        super().__init__(compute_loss_func=token_mean_loss, **kwargs)
+        self.order, self.evaluator, self.speed, self.throughput, self.stamp = order, evaluator, speed, throughput, stamp
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the loader of this rank's micro-batches: accelerate gives rank r every world_size-th of `order`."""
+        args = self.args
+        loader = DataLoader(
+            self.train_dataset,
+            batch_sampler=self.order,
+            collate_fn=self.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_num_workers > 0,
+        )
+        return self.accelerator.prepare(loader)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        # Trainer reaches the sampler through a wrapper that is missing when an epoch is resumed in its middle
+        self.order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(**kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
+        batches, labelled = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches:
+            self.throughput.tokens += batch["attention_mask"].sum()
+        return batches, labelled
+
+    def scores(self, evaluator: Evaluator) -> Scores:
+        """Return the scores of the model as it is now; the model is as before afterwards."""
+        with self.speed.evaluating(self.model):
+            return evaluator.score(self.model)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate on the validation rows, log and return `eval_…` metrics."""
+        metrics = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in self.scores(self.evaluator).as_metrics().items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, unless a value that steers training is no number. Raises: DivergedError, on every rank."""
+        for name in ("loss", "grad_norm"):
+            if name in logs and not math.isfinite(logs[name]) and not (self.args.fp16 and name == "grad_norm"):
+                raise DivergedError(
+                    f"{name}={logs[name]} at step {self.state.global_step}: the run has diverged; try TRAIN_LEARNING_RATE="
+                    f"{self.args.learning_rate / 10:g}, or TRAIN_RESUME_FROM an earlier checkpoint"
+                )
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        started = time.perf_counter()
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})  # last: its presence marks it complete
+        self.throughput.save_seconds += time.perf_counter() - started
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # without training_args.bin, which holds the hub token in clear
+        target = output_dir or self.args.output_dir
+        self.model.save_pretrained(target, state_dict=state_dict)
+        self.processing_class.save_pretrained(target)

@@ -1,0 +1,320 @@
+"""sft_play.plan.devices: NVML's answers are planted, because no test host need have a GPU; everything else is real."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pynvml
+import pytest
+
+from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
+from sft_play.plan.devices import GIB, Gpu, cpu_count, detect, host_memory, nvml_gpus, nvml_session, parse, visible_numbers
+
+UUIDS = ("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333")
+
+
+class FakeNvml:
+    """pynvml with planted answers: its constants and exceptions are the real module's."""
+
+    def __init__(self, *cards: SimpleNamespace, init_error: int | None = None, driver: str = "580.95.05", cuda: int = 13000) -> None:
+        self.cards, self.init_error, self.driver, self.cuda = cards, init_error, driver, cuda
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("nvml") and name[4:5].isupper():
+            return self._unanswered
+        return getattr(pynvml, name)
+
+    def _unanswered(self, *_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def nvmlInit(self) -> None:
+        if self.init_error is not None:
+            raise pynvml.NVMLError(self.init_error)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return self.driver
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return self.cuda
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> SimpleNamespace:
+        return self.cards[number]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> SimpleNamespace:
+        return next(handle for card in self.cards for handle in (card, *card.instances) if handle.uuid == uuid)
+
+    def nvmlDeviceGetUUID(self, handle: SimpleNamespace) -> str:
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: SimpleNamespace) -> str:
+        return handle.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: SimpleNamespace) -> list[int]:
+        return list(handle.capability)
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: SimpleNamespace) -> SimpleNamespace:
+        return next(card for card in self.cards if handle in card.instances)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: SimpleNamespace, version: int | None = None) -> SimpleNamespace:
+        if handle.memory_version == 0:
+            self._unanswered()
+        if version and handle.memory_version < 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return SimpleNamespace(total=handle.total, reserved=handle.reserved, free=handle.total - handle.reserved - handle.used)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: SimpleNamespace) -> SimpleNamespace:
+        if handle.busy is None:
+            self._unanswered()
+        return SimpleNamespace(gpu=handle.busy)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: SimpleNamespace) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes.items()]
+
+    def nvmlDeviceGetP2PStatus(self, first: SimpleNamespace, second: SimpleNamespace, question: int) -> int:
+        assert question == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return pynvml.NVML_P2P_STATUS_OK if second.uuid in first.nvlinked else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, first: SimpleNamespace, second: SimpleNamespace) -> int:
+        if first.level is None:
+            self._unanswered()
+        return first.level
+
+
+def card(uuid: str = "GPU-aaaa1111", **changes: Any) -> SimpleNamespace:
+    """An H200 as NVML describes it, 10 GiB of it in use."""
+    values = dict(name="NVIDIA H200", capability=(9, 0), total=140 * GIB, reserved=GIB, used=10 * GIB, memory_version=2)
+    values |= dict(busy=97, processes={}, nvlinked=(), level=pynvml.NVML_TOPOLOGY_SYSTEM, instances=[])
+    return SimpleNamespace(uuid=uuid, **(values | changes))
+
+
+def plant_cards(monkeypatch: pytest.MonkeyPatch, *cards: SimpleNamespace, **changes: Any) -> None:
+    """Put cards, or NVML's refusal, into this host."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*cards, **changes))
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch):
+    return functools.partial(plant_cards, monkeypatch)
+
+
+VISIBLE = {
+    "0,2": [0, 2],
+    "2,0": [2, 0],
+    " 1 , 2": [1, 2],
+    "": [],
+    "-1": [],
+    "1,-1,2": [1],
+    "0,3,1": [0],
+    "1a,2b": [1, 2],
+    "x": [],
+    "0,0": [],
+    "GPU-bbbb3333,GPU-aaaa1111": [2, 0],
+    "GPU-bbbb": [2],
+    "GPU-aaaa": [],  # the beginning of two
+    "GPU-bbbb,0": [2],
+    "0,GPU-bbbb": [0],
+    "GPU-cccc,GPU-bbbb": [],
+    "GPU-bbbb,GPU-bbbb3333": [],
+}
+
+
+def test_all_gpus_are_visible_where_the_variable_is_not_set():
+    assert visible_numbers(None, UUIDS) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("visible", "numbers"), VISIBLE.items())
+def test_visible_devices_are_read_as_cuda_reads_them(visible, numbers):
+    assert visible_numbers(visible, UUIDS) == numbers
+
+
+def test_visible_numbers_agree_with_torch(monkeypatch):
+    cuda = pytest.importorskip("torch").cuda
+    for visible in VISIBLE:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        listed = cuda._parse_visible_devices()
+        if listed and isinstance(listed[0], str):
+            listed = cuda._transform_uuid_to_ordinals(listed, list(UUIDS))
+        usable = [number if 0 <= number < len(UUIDS) else None for number in listed] + [None]
+        assert visible_numbers(visible, UUIDS) == usable[: usable.index(None)], visible
+
+
+def test_gpus_are_numbered_as_torch_numbers_them(plant):
+    plant(card(UUIDS[0]), card(UUIDS[1], name="NVIDIA L4", capability=(8, 9)), card(UUIDS[2]))
+    gpus, reason = nvml_gpus({"CUDA_VISIBLE_DEVICES": "2,1"})
+    assert [(gpu.index, gpu.uuid, gpu.capability) for gpu in gpus] == [(0, UUIDS[2], (9, 0)), (1, UUIDS[1], (8, 9))]
+    assert reason is None
+
+
+def test_total_memory_leaves_out_what_the_driver_keeps(plant):
+    plant(card())
+    (gpu,), _ = nvml_gpus({})
+    assert (gpu.total_bytes, gpu.free_bytes) == (139 * GIB, 129 * GIB)
+
+
+def test_an_old_driver_answers_with_the_first_version_of_the_memory_question(plant):
+    plant(card(memory_version=1))
+    (gpu,), _ = nvml_gpus({})
+    assert (gpu.total_bytes, gpu.free_bytes) == (140 * GIB, 129 * GIB)
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_hosts(plant):
+    plant(card(memory_version=0))
+    (gpu,), _ = nvml_gpus({})
+    assert gpu.total_bytes == host_memory().total_bytes
+
+
+def test_a_mig_instance_that_is_named_is_one_gpu(plant):
+    instance = card("MIG-1", name="NVIDIA H200 MIG 1g.18gb", total=18 * GIB, reserved=0, used=0, capability=None)
+    plant(card(instances=[instance]))
+    (gpu,), _ = nvml_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert gpu == Gpu(0, "NVIDIA H200 MIG 1g.18gb", 18 * GIB, 18 * GIB, (9, 0), "MIG-1")
+
+
+def test_auto_takes_the_gpus_where_there_are_some(plant):
+    plant(card(UUIDS[0]), card(UUIDS[1]))
+    hardware = detect("auto", {})
+    assert (hardware.kind, hardware.count, hardware.supports_bf16) == ("cuda", 2, True)
+
+
+def test_auto_takes_the_cpu_where_there_is_no_driver(plant):
+    plant(init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    hardware = detect("auto", {})
+    assert (hardware.kind, hardware.gpus, hardware.supports_bf16) == ("cpu", (), False)
+    assert hardware.cpu_count == cpu_count() >= 1
+    assert 0 < hardware.ram_available_bytes <= psutil.virtual_memory().total
+
+
+def test_cpu_does_not_ask_nvml(plant):
+    plant(card(), init_error=pynvml.NVML_ERROR_UNKNOWN)
+    assert detect("cpu", {}).kind == "cpu"
+
+
+def test_bf16_needs_every_gpu_to_support_it(plant):
+    plant(card(UUIDS[0]), card(UUIDS[1], name="Tesla T4", capability=(7, 5)))
+    assert not detect("cuda", {}).supports_bf16
+
+
+@pytest.mark.parametrize(
+    ("cards", "changes", "environ", "words"),
+    [
+        ([], {"init_error": pynvml.NVML_ERROR_LIBRARY_NOT_FOUND}, {}, "libnvidia-ml.so.1 not found"),
+        ([], {"init_error": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}, {}, "sudo modprobe nvidia"),
+        ([], {"init_error": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}, {}, "reboot"),
+        ([], {"init_error": pynvml.NVML_ERROR_GPU_IS_LOST}, {}, "GPU is lost"),
+        ([], {}, {}, "lists no GPU"),
+        ([card()], {}, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES=-1 hides every GPU of this host (1)"),
+    ],
+)
+def test_cuda_without_a_gpu_says_what_is_missing(plant, cards, changes, environ, words):
+    plant(*cards, **changes)
+    with pytest.raises(EnvironmentFault) as caught:
+        detect("cuda", environ)
+    assert caught.value.exit_class == ExitClass.ENVIRONMENT
+    assert words in str(caught.value)
+    assert "`make doctor`" in str(caught.value)
+
+
+def test_a_missing_pynvml_is_a_reason_and_no_crash(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # what import raises ImportError for
+    gpus, reason = nvml_gpus({})
+    assert gpus == ()
+    assert "nvidia-ml-py is not installed" in reason
+
+
+def test_an_error_inside_a_session_says_what_nvml_said(plant):
+    plant(card())
+    with pytest.raises(EnvironmentFault, match="Not Supported"), nvml_session() as nvml:
+        nvml.nvmlDeviceGetFanSpeed(None)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "name", "gib", "capability"),
+    [
+        ("2xH200", 2, "NVIDIA H200", 139.72, (9, 0)),
+        ("2xH100", 2, "NVIDIA H100 80GB HBM3", 79.1, (9, 0)),
+        ("8xA100-80", 8, "NVIDIA A100-SXM4-80GB", 79.14, (8, 0)),
+        ("8xa100-40gb", 8, "NVIDIA A100-SXM4-40GB", 39.38, (8, 0)),
+        ("4x4090", 4, "NVIDIA GeForce RTX 4090", 23.64, (8, 9)),
+        ("4 x RTX 4090", 4, "NVIDIA GeForce RTX 4090", 23.64, (8, 9)),
+        ("1xT4", 1, "Tesla T4", 14.56, (7, 5)),
+        ("2x24GiB", 2, "GPU of 24 GiB", 24, (8, 0)),
+        ("1x79.5gib", 1, "GPU of 79.5 GiB", 79.5, (8, 0)),
+    ],
+)
+def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
+    hardware = parse(words)
+    assert (hardware.kind, hardware.count) == ("cuda", count)
+    size_bytes = int(gib * GIB)
+    assert hardware.gpus == tuple(Gpu(index, name, size_bytes, size_bytes, capability) for index in range(count))
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("2xH20O", "did you mean 2xH200?"),
+        ("3xA100", "did you mean 3xA100-80 or 3xA100-40?"),
+        ("2x24GB", "did you mean 2x24GiB?"),
+        ("2xRadeon", "known are B200, H200"),
+        ("H200", "such as --gpus 2xH200"),
+        ("0xH200", "such as --gpus 2xH200"),
+        ("", "known are"),
+        ("99999xH200", "no GPU of that name"),
+    ],
+)
+def test_other_words_are_a_config_error_with_the_nearest(words, hint):
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert f"--gpus {words}" in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def _cgroup(folder: Path, limit: str, used_bytes: int, cache_bytes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used_bytes}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache_bytes}\n")
+
+
+def test_a_container_limit_bounds_the_ram(tmp_path):
+    (tmp_path / "self").write_text("0::/\n")
+    _cgroup(tmp_path / "fs", str(64 * 2**20), used_bytes=40 * 2**20, cache_bytes=16 * 2**20)
+    memory = host_memory(tmp_path / "fs", tmp_path / "self")
+    assert (memory.total_bytes, memory.available_bytes) == (64 * 2**20, 40 * 2**20)
+
+
+def test_the_tightest_of_nested_limits_counts(tmp_path):
+    (tmp_path / "self").write_text("0::/job/step\n")
+    _cgroup(tmp_path / "fs" / "job", str(2**20), used_bytes=0, cache_bytes=0)
+    _cgroup(tmp_path / "fs" / "job" / "step", "max", used_bytes=0, cache_bytes=0)
+    assert host_memory(tmp_path / "fs", tmp_path / "self").total_bytes == 2**20
+
+
+def test_version_1_cgroups_bound_the_ram_too(tmp_path):
+    (tmp_path / "self").write_text("5:cpu:/\n4:memory:/of/the/host\n0::/\n")
+    folder = tmp_path / "fs" / "memory"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("1048576\n")
+    (folder / "memory.usage_in_bytes").write_text("1000000\n")
+    (folder / "memory.stat").write_text("total_inactive_file 0\n")
+    memory = host_memory(tmp_path / "fs", tmp_path / "self")
+    assert (memory.total_bytes, memory.available_bytes) == (1048576, 48576)
+
+
+def test_without_a_limit_the_ram_is_the_hosts(tmp_path):
+    assert host_memory(tmp_path, tmp_path / "absent").total_bytes == psutil.virtual_memory().total
+
+
+def test_devices_and_monitor_load_neither_torch_nor_nvml_nor_psutil():
+    code = (
+        "import sys, sft_play.plan.devices, sft_play.monitor.gpus, sft_play.monitor.doctor, sft_play.monitor.tensorboard;"
+        "print(sorted({'torch', 'transformers', 'pynvml', 'psutil', 'tensorboard'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    assert result.stdout.strip() == "[]"
