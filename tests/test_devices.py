@@ -89,8 +89,8 @@ class FakeNvml:
 
 def card(uuid: str = "GPU-aaaa1111", **changes: Any) -> SimpleNamespace:
     """An H200 as NVML describes it, 10 GiB of it in use."""
-    values = dict(name="NVIDIA H200", capability=(9, 0), total=140 * GIB, reserved=GIB, used=10 * GIB, memory_version=2)
-    values |= dict(busy=97, processes={}, nvlinked=(), level=pynvml.NVML_TOPOLOGY_SYSTEM, instances=[])
+    values = {"name": "NVIDIA H200", "capability": (9, 0), "total": 140 * GIB, "reserved": GIB, "used": 10 * GIB, "memory_version": 2}
+    values |= {"busy": 97, "processes": {}, "nvlinked": (), "level": pynvml.NVML_TOPOLOGY_SYSTEM, "instances": []}
     return SimpleNamespace(uuid=uuid, **(values | changes))
 
 

@@ -132,14 +132,14 @@ def test_doctor_passes_a_host_that_has_its_pins(project, plant):
 def test_doctor_fails_when_a_pinned_package_is_missing(project):
     (project / "requirements.txt").write_text("no-such-package==1.0\n")
     findings = doctor.package_findings(project / "requirements.txt")
-    assert findings[1] == Finding("missing", "no-such-package", "not installed, the pin is ==1.0", "make install")
+    assert findings[1] == Finding("missing", "no-such-package", "not installed, the pin is ==1.0", "make -B install")
     assert doctor.exit_class(findings) == ExitClass.ENVIRONMENT == 13
 
 
 def test_another_version_than_the_pin_warns(project):
     (project / "requirements.txt").write_text("psutil==0.1\n")
     assert doctor.package_findings(project / "requirements.txt")[1:] == [
-        Finding("warn", "psutil", f"{metadata.version('psutil')}, the pin is ==0.1", "make install")
+        Finding("warn", "psutil", f"{metadata.version('psutil')}, the pin is ==0.1", "make -B install")
     ]
 
 
@@ -168,8 +168,8 @@ def test_the_unsloth_extra_is_optional(project):
     assert doctor.optional_findings(extra, True) == []
     extra.write_text("-r requirements.txt\nno-such-package==1\n")
     (finding,) = doctor.optional_findings(extra, True)
-    assert (finding.level, finding.found) == ("ok", "not installed; optional, `python -m pip install -r requirements-unsloth.txt` adds it")
-    extra.write_text("no-such-package==1\npsutil>0\n")
+    assert (finding.level, finding.found) == ("ok", "not installed; optional, `make install-unsloth` adds it")
+    extra.write_text("psutil>0\nno-such-package==1\n")
     assert [finding.level for finding in doctor.optional_findings(extra, True)] == ["ok", "warn"]
 
 
@@ -272,11 +272,13 @@ def test_little_disk_space_warns(project, monkeypatch):
     assert (finding.level, "TRAIN_OUTPUT_DIR" in finding.fix) == ("warn", True)
 
 
-def test_compilers_are_looked_for_on_the_given_path(tmp_path):
-    assert [finding.level for finding in doctor.compiler_findings({"PATH": str(tmp_path)})] == ["warn", "warn"]
-    for program in ("g++", "ninja"):
-        (tmp_path / program).touch(mode=0o755)
-    assert [finding.level for finding in doctor.compiler_findings({"PATH": str(tmp_path)})] == ["ok", "ok"]
+def test_compilers_are_looked_for_beside_python_and_on_path(tmp_path):
+    (tmp_path / "bin").mkdir()
+    environ, python = {"PATH": str(tmp_path)}, str(tmp_path / "bin" / "python")
+    assert [finding.level for finding in doctor.compiler_findings(environ, python)] == ["warn", "warn"]
+    (tmp_path / "g++").touch(mode=0o755)
+    (tmp_path / "bin" / "ninja").touch(mode=0o755)
+    assert [finding.level for finding in doctor.compiler_findings(environ, python)] == ["ok", "ok"]
 
 
 def test_the_report_puts_each_fix_below_its_finding():
@@ -332,8 +334,11 @@ def test_a_process_that_ignores_sigterm_is_killed(pid_file):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"ready\n"
         _record(pid_file, child.pid, psutil.Process(child.pid).create_time())
-        assert tensorboard.stop(pid_file, grace_seconds=0.1) == f"stopped the TensorBoard of /somewhere on port 6006 (pid {child.pid})"
-    assert not psutil.pid_exists(child.pid)
+        said = tensorboard.stop(pid_file, grace_seconds=0.1)
+        survived = psutil.pid_exists(child.pid)
+        child.kill()  # or a failure would hang here
+    assert said == f"stopped the TensorBoard of /somewhere on port 6006 (pid {child.pid})"
+    assert not survived
     assert not pid_file.exists()
 
 

@@ -80,9 +80,9 @@ def _refuse_bad_include(include: Located, name: str, child: Path, trail: tuple[P
         circle = " -> ".join(displayed(step) for step in (*trail[trail.index(child.resolve()) :], child.resolve()))
         raise ConfigError(f"{include.origin}: include={name} goes in a circle: {circle}; delete one of them")
     if not child.is_file():
-        beside = [file.name for file in sorted(child.parent.glob("*.y*ml"))]
-        near = difflib.get_close_matches(child.name, beside, n=1)
-        hint = f"did you mean {Path(name).parent / near[0]}?" if near else "write it relative to the including file"
+        beside = {file.stem: file.name for file in sorted(child.parent.glob("*.y*ml")) if file.resolve() not in trail}
+        near = difflib.get_close_matches(child.stem, beside, n=1)
+        hint = f"did you mean {Path(name).parent / beside[near[0]]}?" if near else "write it relative to the including file"
         raise ConfigError(f"{include.origin}: include={name}: no such file {displayed(child)}; {hint}")
 
 

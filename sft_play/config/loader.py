@@ -51,9 +51,7 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def load(
-    config_path: str | None = None, environ: Mapping[str, str] | None = None, overrides: Iterable[str] = (), target: Layer | None = None
-) -> LoadedConfig:
+def load(config_path: str | None = None, environ: Mapping[str, str] | None = None, overrides: Iterable[str] = (), target: Layer | None = None) -> LoadedConfig:
     """Return the merged config.
 
     `config_path` is a file, the name of one in configs/ ("tiny"), or None for the embedded default; `overrides` are

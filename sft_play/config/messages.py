@@ -93,7 +93,9 @@ def invalid(path: str, located: Located) -> str:
         return f"{located.origin}: {path}={typed} is a switch; {wanted_words}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{located.origin}: {path}={typed} is not finite; {wanted_words}"
-    return f"{located.origin}: {path}={typed or word('')} is not valid; {wanted_words}"
+    if value == "":
+        return f"{located.origin}: {path} is empty; {wanted_words}"
+    return f"{located.origin}: {path}={typed} is not valid; {wanted_words}"
 
 
 def wanted(path: str) -> str:

@@ -18,9 +18,7 @@ def markdown() -> str:
     built_in = defaults()
     parts = []
     for section, paths in groupby(settings(), key=lambda path: path.rpartition(".")[0]):
-        rows = [
-            (f"`{path}`", f"`{env_name(path)}`", f"`{word(built_in[path].value)}`", wanted(path), settings()[path].description) for path in paths
-        ]
+        rows = [(f"`{path}`", f"`{env_name(path)}`", f"`{word(built_in[path].value)}`", wanted(path), settings()[path].description) for path in paths]
         parts.append(f"## {section}\n\n{_table(('Setting', 'Variable', 'Default', 'Write', 'Meaning'), rows)}")
     rows = [(f"`{field.name.upper()}`", _shown_default(field.default), field.metadata["meaning"]) for field in fields(Invocation)]
     parts.append(f"## Variables that are no settings\n\n{_table(('Variable', 'Default', 'Meaning'), rows)}")

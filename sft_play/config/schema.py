@@ -75,12 +75,8 @@ class TrainSection(Section):
     )
     output_dir: str = Field("outputs", min_length=1, description="Folder that holds the run folders.")
     batch_size: PositiveInt | Auto = Field("auto", description="Rows of one micro-batch on each device; auto is chosen from a memory estimate.")
-    grad_accum: PositiveInt | Auto = Field(
-        "auto", description="Micro-batches per optimizer step; auto reaches train.effective_batch_size."
-    )
-    effective_batch_size: PositiveInt = Field(
-        32, description="Rows of one optimizer step over all devices, kept while batch_size or grad_accum is auto."
-    )
+    grad_accum: PositiveInt | Auto = Field("auto", description="Micro-batches per optimizer step; auto reaches train.effective_batch_size.")
+    effective_batch_size: PositiveInt = Field(32, description="Rows of one optimizer step over all devices, kept while batch_size or grad_accum is auto.")
     learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = Field(
         "cosine", description="Course of the learning rate after the warm-up."
@@ -115,10 +111,10 @@ class TrainSection(Section):
     generation_max_rows: PositiveInt | None = Field(128, description="Rows that an evaluation generates for, the first of the set; null is all.")
     eval_strategy: EventStrategy = Field("no", description="When to evaluate during training; before and after it happens in any case.")
     eval_steps: PositiveInt = Field(200, description="Optimizer steps between evaluations under eval_strategy: steps.")
-    eval_batch_size: PositiveInt | Auto = Field("auto", description="Rows of an evaluation batch on each device; auto is train.batch_size. Scores do not depend on it.")
-    eval_do_concat_batches: bool = Field(
-        False, description="Hold an evaluation's answers as one list rather than score them batch by batch; scores are equal."
+    eval_batch_size: PositiveInt | Auto = Field(
+        "auto", description="Rows of an evaluation batch on each device; auto is train.batch_size. Scores do not depend on it."
     )
+    eval_do_concat_batches: bool = Field(False, description="Hold an evaluation's answers as one list rather than score them batch by batch; scores are equal.")
     eval_accumulation_steps: PositiveInt | None = Field(
         None, description="Evaluation batches whose generated ids stay on the device before they move to the CPU; null moves each at once."
     )
@@ -132,12 +128,18 @@ class TrainSection(Section):
 
 class DataSection(Section):
     train_path: str | None = Field(
-        None, description="Training rows: a .jsonl or .json file of conversations (messages, question/answer, prompt/completion, instruction/output); null is the set that ships."
+        None,
+        description="Training rows: a .jsonl or .json file of conversations (messages, question/answer, prompt/completion, instruction/output); "
+        "null is the set that ships.",
     )
     val_path: str | None = Field(None, description="Rows to evaluate on while training; null holds out data.val_size of the training rows.")
     test_path: str | None = Field(None, description="Rows for the scores before and after training; null is the validation rows.")
-    val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(0.05, description="Fraction of the training rows that is held out where no val_path is given, at most 500 rows.")
-    too_long: Literal["drop", "error"] = Field("drop", description="What becomes of rows over model.max_seq_len tokens: drop counts and reports them, error stops the run.")
+    val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.05, description="Fraction of the training rows that is held out where no val_path is given, at most 500 rows."
+    )
+    too_long: Literal["drop", "error"] = Field(
+        "drop", description="What becomes of rows over model.max_seq_len tokens: drop counts and reports them, error stops the run."
+    )
     max_lost: Fraction = Field(0.05, description="Largest fraction of trained tokens that dropped rows may hold; more stops the run with class 11.")
     system_prompt: str | None = Field(None, description="System message put before conversations that bring none; null adds none.")
 

@@ -121,6 +121,8 @@ def _read_text(path: Path, shown: str) -> str:
 
 def _syntax_error(error: yaml.MarkedYAMLError, shown: str) -> str:
     mark = error.problem_mark or error.context_mark
+    if error.context == "while scanning a simple key":  # the key without a colon; the problem is found a line later
+        mark = error.context_mark
     sentence = " ".join(filter(None, (error.context, error.problem)))
     advice = next((f"; {words}" for fragment, words in ADVICE if fragment in sentence), "")
     return f"{shown}:{mark.line + 1 if mark else 1}: not valid YAML: {sentence}{advice}"

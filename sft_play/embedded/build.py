@@ -6,6 +6,7 @@ Legend: B batch, T tokens, V vocab.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -58,10 +59,11 @@ class PretrainConfig:
     layers: int = 6
     heads: int = 6
     kv_heads: int = 2
-    epochs: float = 12
-    batch_tokens: int = 12_288
+    epochs: int = 12
+    batch_tokens: int = 2048
     learning_rate: float = 3e-3
-    warmup_steps: int = 100
+    matrix_learning_rate: float = 5e-3
+    warmup_steps: int = 60
     weight_decay: float = 0.1
     seed: int = 11
     threads: int = 2
@@ -123,38 +125,59 @@ def new_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
     ))  # fmt: skip
 
 
-def pretrain(model: LlamaForCausalLM, rows: list[list[int]], config: PretrainConfig, log_every: int = 50) -> float:
-    """Train `model` in place on next-token prediction; return the mean loss in nats a token over the last tenth of the steps."""
+def make_optimizers(master: LlamaForCausalLM, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the layers and AdamW for the embeddings and norms."""
+    inner = [p for name, p in master.named_parameters() if p.dim() == 2 and "embed" not in name]
+    outer = [p for name, p in master.named_parameters() if p.dim() < 2 or "embed" in name]
+    return [
+        torch.optim.Muon(inner, lr=config.matrix_learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def rate_factor(step: int, steps: int, warmup_steps: int) -> float:
+    """Return the learning rate's factor: linear warm-up, then a cosine down to 2 %."""
+    return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+@torch.no_grad()
+def step_master(master: LlamaForCausalLM, worker: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Move the worker's bfloat16 gradients to the float32 master, step it and copy its weights back."""
+    for ours, theirs in zip(master.parameters(), worker.parameters(), strict=True):
+        ours.grad, theirs.grad = theirs.grad.float(), None
+    torch.nn.utils.clip_grad_norm_(master.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    for ours, theirs in zip(master.parameters(), worker.parameters(), strict=True):
+        theirs.copy_(ours)
+
+
+def pretrain(master: LlamaForCausalLM, rows: list[list[int]], config: PretrainConfig, log_every: int = 100) -> float:
+    """Train `master` in place on next-token prediction; return the mean loss in nats a token over the last `log_every` steps.
+
+    The forward and backward run in a bfloat16 copy: the step is bound by memory traffic, and half the bytes are 1.4 times the speed.
+    """
     torch.set_num_threads(config.threads)
+    pad_id = master.config.pad_token_id
+    worker = copy.deepcopy(master).to(torch.bfloat16)
+    worker.set_attn_implementation("eager")  # on short rows faster than sdpa on CPU
+    optimizers = make_optimizers(master, config)
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     rng = random.Random(config.seed)
-    pad_id = model.config.pad_token_id
-    steps = int(config.epochs * sum(1 for _ in batches(rows, pad_id, config.batch_tokens, random.Random(0))))
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+    plan = [batch for _ in range(config.epochs) for batch in batches(rows, pad_id, config.batch_tokens, rng)]
     losses: list[float] = []
     started = time.monotonic()
-    model.train()
-    while len(losses) < steps:
-        for ids, labels in batches(rows, pad_id, config.batch_tokens, rng):
-            step = len(losses)
-            if step >= steps:
-                break
-            scale = min(1.0, (step + 1) / config.warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate * scale
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(input_ids=ids, labels=labels).loss  # causal mask alone: padding is on the right and has no label
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.item())
-            if step % log_every == 0:
-                print(f"pretrain step={step} of={steps} loss={losses[-1]:.4f} seconds={time.monotonic() - started:.0f}", flush=True)
-    tail = losses[-max(1, steps // 10) :]
-    return sum(tail) / len(tail)
+    for step, (ids, labels) in enumerate(plan):
+        for group, peak in groups:
+            group["lr"] = peak * rate_factor(step, len(plan), config.warmup_steps)
+        loss = worker(input_ids=ids, labels=labels).loss  # causal mask alone: padding is on the right and has no label
+        loss.backward()
+        step_master(master, worker, optimizers)
+        losses.append(loss.item())
+        if step % log_every == log_every - 1:
+            mean = sum(losses[-log_every:]) / log_every
+            print(f"pretrain step={step + 1} of={len(plan)} loss={mean:.4f} seconds={time.monotonic() - started:.0f}", flush=True)
+    return sum(losses[-log_every:]) / min(log_every, len(losses))
 
 
 @torch.no_grad()
@@ -196,6 +219,8 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
     def fill(staging: Path) -> None:
         model.to(torch.bfloat16).save_pretrained(staging)
         tokenizer.save_pretrained(staging)
+        for path in staging.iterdir():
+            path.chmod(0o644)
 
     write_atomically(folder, fill)
 

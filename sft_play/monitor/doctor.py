@@ -22,6 +22,7 @@ Level = Literal["ok", "warn", "missing"]
 
 PYTHONS = ((3, 11), (3, 12))
 TORCH_RANGE = ">=2.11,<2.14"  # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
+INSTALL = "make -B install"  # -B: its stamp file is newer than a package that was changed by hand
 TORCH_FIX = "python -m pip install 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/cu130"
 LOW_DISK_BYTES = 2 * 12 * 10**9  # two checkpoints in full mode of 1 B weights: 4 bytes a weight, 8 for Adam's two moments
 SHOWN_VARIABLES = re.compile(r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_\w+|GLOO_\w+|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|HF_HUB_OFFLINE")
@@ -84,7 +85,7 @@ def report_lines(findings: list[Finding]) -> list[str]:
 def python_finding(version: tuple[int, int]) -> Finding:
     """Compare the interpreter with the versions that the pins are resolved for."""
     level: Level = "ok" if version in PYTHONS else "warn" if version > PYTHONS[-1] else "missing"
-    fix = "" if level == "ok" else "install Python 3.11 or 3.12, delete .venv, then `make install`"
+    fix = "" if level == "ok" else "install Python 3.11 or 3.12, then rm -r .venv && make install PYTHON=python3.12"
     return Finding(level, "python", f"{version[0]}.{version[1]} at {sys.executable}", fix)
 
 
@@ -92,18 +93,18 @@ def package_findings(requirements: Path) -> list[Finding]:
     """Compare the installed packages with the pins: one finding for all that agree, one for each that does not."""
     if not requirements.exists():
         return [Finding("missing", "packages", f"{requirements.name}: no such file in {requirements.parent}", f"git checkout {requirements.name}")]
-    differing, agreeing = _compare(requirements, "make install")
+    differing, agreeing = _compare(requirements, INSTALL)
     return [Finding("ok", "packages", f"{agreeing} installed as {requirements.name} pins them"), *differing]
 
 
 def optional_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
-    """Report the Unsloth extra; none of it installed is fine, part of it or another version is a warning."""
+    """Report the Unsloth extra: without the package that its first line names it is not there, which is fine; half of it is not."""
     if not requirements.exists():
         return []
-    install = f"python -m pip install -r {requirements.name}"
-    differing, agreeing = _compare(requirements, install)
-    if agreeing == 0 and all(finding.level == "missing" for finding in differing):
-        return [Finding("ok", "unsloth", "not installed; optional" + (f", `{install}` adds it" if has_gpu else ", and of use on a GPU only"))]
+    differing, agreeing = _compare(requirements, "make install-unsloth")
+    _, first_line = next(_requirement_lines(requirements), (0, ""))
+    if any(finding.level == "missing" and re.match(rf"{finding.subject}\b", first_line) for finding in differing):
+        return [Finding("ok", "unsloth", "not installed; optional, " + ("`make install-unsloth` adds it" if has_gpu else "of use on a GPU only"))]
     warnings = [Finding("warn", finding.subject, finding.found, finding.fix) for finding in differing]
     return [Finding("ok", "unsloth", f"{agreeing} installed as {requirements.name} pins them"), *warnings]
 
@@ -179,11 +180,11 @@ def torch_findings(build: TorchBuild | None, gpus: tuple[Gpu, ...], nvidia: Driv
     from packaging.specifiers import SpecifierSet
 
     if build is None:
-        yield Finding("missing", "torch", "not installed", TORCH_FIX if gpus else "make install")
+        yield Finding("missing", "torch", "not installed", TORCH_FIX if gpus else INSTALL)
         return
     kind = f"built for CUDA {_dotted(build.cuda)}" if build.cuda else "a CPU build"
     if not SpecifierSet(TORCH_RANGE).contains(build.version, prereleases=True):
-        yield Finding("warn", "torch", f"{build.version}, {kind}; tested are {TORCH_RANGE}", TORCH_FIX if gpus else "make install")
+        yield Finding("warn", "torch", f"{build.version}, {kind}; tested are {TORCH_RANGE}", TORCH_FIX if gpus else INSTALL)
     elif gpus and not build.cuda:
         yield Finding("warn", "torch", f"{build.version}, {kind}: it cannot use the {len(gpus)} GPU(s) of this host", TORCH_FIX)
     else:
@@ -238,12 +239,12 @@ def disk_finding(output_dir: Path) -> Finding:
     return Finding("warn", "disk", found, fix) if free_bytes < LOW_DISK_BYTES else Finding("ok", "disk", found)
 
 
-def compiler_findings(environ: Mapping[str, str]) -> list[Finding]:
-    """Report g++ and ninja: DeepSpeed compiles an operator when it is first used."""
-    fixes = {"g++": "sudo apt-get install g++", "ninja": "source .venv/bin/activate, or python -m pip install ninja"}
+def compiler_findings(environ: Mapping[str, str], python: str = sys.executable) -> list[Finding]:
+    """Report g++ and ninja: DeepSpeed compiles an operator when it is first used, with the programs beside Python or on PATH."""
+    search = os.pathsep.join([os.path.dirname(python), environ.get("PATH", os.defpath)])
     findings = []
-    for program, fix in fixes.items():
-        path = shutil.which(program, path=environ.get("PATH", os.defpath))
+    for program, fix in {"g++": "sudo apt-get install g++", "ninja": INSTALL}.items():
+        path = shutil.which(program, path=search)
         if path:
             findings.append(Finding("ok", program, path))
         else:

@@ -182,10 +182,7 @@ def _python_lines() -> list[str]:
     # a process that is another user's answers None
     pythons = [info for info in found if (info["name"] or "").startswith("python") and info["memory_info"]]
     pythons.sort(key=lambda info: -info["memory_info"].rss)
-    return [
-        f"  pid {info['pid']} {_program(info['name'], info['cmdline'] or [])}: {_gib(info['memory_info'].rss)} GiB"
-        for info in pythons[:PROCESSES_SHOWN]
-    ]
+    return [f"  pid {info['pid']} {_program(info['name'], info['cmdline'] or [])}: {_gib(info['memory_info'].rss)} GiB" for info in pythons[:PROCESSES_SHOWN]]
 
 
 def _program(name: str, command: list[str]) -> str:

@@ -165,7 +165,7 @@ def _end(pid: int, grace_seconds: float) -> None:
         family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
-    for send in (psutil.Process.terminate,):
+    for send in (psutil.Process.terminate, psutil.Process.kill):
         for member in family:
             try:
                 send(member)

@@ -180,8 +180,7 @@ def nvml_session() -> Iterator[ModuleType]:
 
 def _cure(nvml: ModuleType, error: Exception) -> str:
     cures = {
-        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver here (libnvidia-ml.so.1 not found); "
-        "install the driver, or start the container with --gpus all",
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver here (libnvidia-ml.so.1 not found); install the driver, or start the container with --gpus all",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed but not loaded; try `sudo modprobe nvidia`, or reboot",
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while the old one runs; reboot",
         nvml.NVML_ERROR_NO_PERMISSION: "no permission to open the NVIDIA driver; see `ls -l /dev/nvidia*`",

@@ -59,7 +59,7 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
         )  # fmt: skip
     else:
         which = ("--include", f"localhost:{','.join(ranks.visible)}") if ranks.device == "cuda" else ("--num_gpus", str(ranks.per_node))
-        argv = (sys.executable, "-m", "deepspeed.launcher.runner", *which, "--master_port", str(port), "--no_local_rank", *script)
+        argv = (sys.executable, "-m", "deepspeed.launcher.runner", *which, "--master_port", str(port), "--no_local_rank", "--quiet", *script)
     return Launch(argv, _environment(ranks, environ))
 
 
@@ -120,7 +120,8 @@ def _environment(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
             env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ["NCCL_ASYNC_ERROR_HANDLING"]  # the name that torch reads
     else:
         env["CUDA_VISIBLE_DEVICES"] = ""
-        env["ACCELERATE_USE_CPU"] = "true"
+        env["ACCELERATE_USE_CPU"] = str(ranks.strategy != "deepspeed").lower()  # accelerate takes it for "no DeepSpeed"
+        env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait slowed generation 60-fold beside another busy program
         env["DS_ACCELERATOR"] = "cpu"
     env = {name: value for name, value in env.items() if name not in environ or name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU", "DS_ACCELERATOR")}
     if bin_folder not in environ.get("PATH", "").split(os.pathsep):

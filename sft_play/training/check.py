@@ -1,4 +1,4 @@
-"""What must hold of saved weights before a run may call itself done."""
+"""What must hold before a run may go on, and of its weights before it may call itself done."""
 
 from pathlib import Path
 
@@ -6,7 +6,15 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from sft_play.errors import CheckpointError, DivergedError
+from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
+
+
+def check_engine(model: torch.nn.Module, strategy: str) -> None:
+    """Raise EnvironmentFault unless the wrapped model is what the strategy calls for; libraries fall back without a word."""
+    wrapped = type(model).__name__
+    expected = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}.get(strategy)
+    if expected and wrapped != expected or not expected and wrapped in ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine"):
+        raise EnvironmentFault(f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor")
 
 
 def check_saved_adapter(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:

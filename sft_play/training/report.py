@@ -57,7 +57,9 @@ class Report:
         already = self.folder.read_report().get("status")
         if already in ("planned", "running"):  # the first rank to fail has the cause; the others fail because of it
             self.finish("failed", exit_class, cause, force=True)
-        logger.error("rank %d: exit class %d (%s)", self.rank, exit_class, exit_class.name.lower(), exc_info=None if isinstance(error, SftPlayError) else (kind, error, trace))
+        # rank 0 prints to the terminal, the others to their log file; the launcher prints what is no error of ours
+        where = None if isinstance(error, SftPlayError) else (kind, error, trace)
+        logger.error("%s\nexit class %d (%s), rank %d, %s", cause, exit_class, exit_class.name.lower(), self.rank, self.folder.path, exc_info=where)
 
     def update(self, **facts: Any) -> None:
         """Add facts and write them down."""

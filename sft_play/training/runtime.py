@@ -7,9 +7,11 @@ import random
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from sft_play.errors import EnvironmentFault
 from sft_play.runs.folder import RunFolder
@@ -51,6 +53,20 @@ def start(plan: dict[str, Any], folder: RunFolder) -> Process:
     if world_size > 1:
         _die_with_launcher()
     return Process(rank(), local_rank, world_size, _device(plan["device"], local_rank))
+
+
+def join_group(plan: dict[str, Any], timeout_seconds: int) -> None:
+    """Start the process group of the planned backend; a collective that takes longer than `timeout_seconds` fails.
+
+    Told to accelerate in so many words: by itself Trainer drops the timeout on a CPU, and starts DDP in DeepSpeed's place there.
+    """
+    if plan["strategy"] == "single":
+        return
+    uses_deepspeed = plan["strategy"] == "deepspeed"
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
+    PartialState(
+        cpu=plan["device"] == "cpu" and not uses_deepspeed, backend=plan["backend_of_collectives"], timeout=timedelta(seconds=timeout_seconds)
+    )
 
 
 def seed_everything(seed: int) -> None:

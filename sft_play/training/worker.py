@@ -29,7 +29,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.callbacks import BeforeFirstStep, EvalSpeedCallback, Progress, StopOnSignal, Throughput
-from sft_play.training.check import check_saved_adapter
+from sft_play.training.check import check_engine, check_saved_adapter
 from sft_play.training.report import Report, peak_bytes
 from sft_play.training.runtime import Process
 from sft_play.training.summary import summary_lines
@@ -53,7 +53,8 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     _log_data(data)
     clock.lap("data")
 
-    # The arguments start the process group, and under ZeRO-3 weights are partitioned while they load: so they come first.
+    # Before the weights: under ZeRO-3 they are partitioned over the group while they load, as the arguments say.
+    runtime.join_group(plan, config.train.ddp_timeout)
     arguments = training_arguments(config, plan, folder)
     made_of = make_stamp(config, plan, data, tokenizer)
     checkpoint = checkpoint_to_resume(config, made_of)
@@ -76,9 +77,10 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
         stamp=made_of,
     )
     judge = evaluator_of(data.test, tokenizer, config, plan, process)
+    wrapped = BeforeFirstStep(lambda: check_engine(trainer.model_wrapped, plan["strategy"]))
     before = BeforeFirstStep(lambda: _judged(trainer, judge, "before", folder, data, report))
     trainer.remove_callback(PrinterCallback)
-    for callback in (speed, before, throughput, stop, Progress(process), *tensorboard(folder, process)):
+    for callback in (speed, wrapped, before, throughput, stop, Progress(process), *tensorboard(folder, process)):
         trainer.add_callback(callback)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -99,6 +101,7 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     }
     report.update(
         global_step=trainer.state.global_step,
+        engine=type(trainer.model_wrapped).__name__,
         tokens_per_second=throughput.tokens_per_second(),
         peak_bytes={**report.facts["peak_bytes"], "measured": _largest_peak(process)},
         loss=[{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry],

@@ -1,0 +1,106 @@
+# SFT-Play. `make help` lists the targets; CONTRIBUTING.md says how it is built.
+# Values of variables reach Python by the environment: no recipe names one, so no shell ever reads a user's value.
+# A value on the command line is taken literally: $(shell ...) inside it is text.
+$(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(v)))),$(eval override $(v) := $$(value $(v)))$(eval export $(v))))
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# PY=python3 uses an environment of your own, as it is, and installs nothing.
+PYTHON ?= python3
+PY ?= .venv/bin/python
+export PYTHON
+ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
+SFT := $(PY) -m sft_play
+
+.PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan data-check \
+  train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
+  tensorboard tb-stop runs eval infer chat merge embedded test test-fast test-gpu lint clean
+
+help: ## list the targets and variables
+	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
+	@printf '\nVariables: CONFIG RUN NUM_GPUS DEEPSPEED_CONFIG TB_PORT DEVICE=cpu|cuda NNODES NODE_RANK MASTER_ADDR MASTER_PORT GPUS,\nand every setting as SECTION_KEY: make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
+
+## Setup
+install: $(ENV) ## make .venv with the pinned packages (the other targets do it too)
+install-unsloth: $(ENV) ## add the unsloth backend, on a GPU host
+	$(PY) -m pip install -q -r requirements-unsloth.txt
+setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
+	@$(SFT) setup-accelerate
+gpu-info: $(ENV) ## GPUs, memory, links, and what runs here
+	@$(SFT) gpu-info
+memory-check: $(ENV) ## memory and load of each GPU now, and who holds it
+	@$(SFT) memory-check
+doctor: $(ENV) ## versions, GPUs, NCCL, compilers, disk: what is missing and the command that fixes it
+	@$(SFT) doctor
+
+## Config and data
+config: $(ENV) ## the merged settings, each with its origin
+	@$(SFT) config
+plan: $(ENV) ## batch, memory and command of a run, here or on GPUS=2xH200
+	@$(SFT) plan
+data-check: $(ENV) ## read and render every row, and account for each
+	@$(SFT) data-check
+
+## Train
+train: $(ENV) ## fine-tune CONFIG, by default the tiny model on the rows that ship
+	@$(SFT) train
+train-tb: $(ENV) ## the same with TensorBoard
+	@$(SFT) train --tensorboard
+train-bnb: $(ENV) ## with transformers, PEFT and bitsandbytes (default CONFIG=configs/run_bnb.yaml)
+	@$(SFT) train --backend bnb
+train-bnb-tb: $(ENV) ## the same with TensorBoard
+	@$(SFT) train --backend bnb --tensorboard
+train-unsloth: $(ENV) ## with Unsloth, on a GPU (default CONFIG=configs/run_unsloth.yaml)
+	@$(SFT) train --backend unsloth
+train-unsloth-tb: $(ENV) ## the same with TensorBoard
+	@$(SFT) train --backend unsloth --tensorboard
+train-distributed: $(ENV) ## data-parallel on all GPUs or NUM_GPUS, through accelerate
+	@$(SFT) train --distributed
+train-distributed-tb: $(ENV) ## the same with TensorBoard
+	@$(SFT) train --distributed --tensorboard
+train-deepspeed: $(ENV) ## ZeRO on all GPUs or NUM_GPUS, configured by DEEPSPEED_CONFIG
+	@$(SFT) train --distributed --deepspeed
+train-deepspeed-tb: $(ENV) ## the same with TensorBoard
+	@$(SFT) train --distributed --deepspeed --tensorboard
+
+## Watch and use
+tensorboard: $(ENV) ## TensorBoard over all runs, on the loopback interface
+	@$(SFT) tensorboard
+tb-stop: $(ENV) ## stop the TensorBoard that was started here
+	@$(SFT) tb-stop
+runs: $(ENV) ## the runs with status and scores
+	@$(SFT) runs
+eval: $(ENV) ## score RUN, by default the latest, on its test rows
+	@$(SFT) eval
+infer: $(ENV) ## answer PROMPT, or the lines of standard input, with RUN
+	@$(SFT) infer
+chat: $(ENV) ## talk to RUN
+	@$(SFT) chat
+merge: $(ENV) ## merge RUN's adapter into its base model
+	@$(SFT) merge
+
+## Work on SFT-Play
+embedded: $(ENV) ## rebuild the tiny model and its rows (about 20 minutes)
+	$(PY) scripts/build_embedded.py
+test: $(ENV) ## all tests that need no GPU
+	@$(PY) -m pytest -m "not gpu"
+test-fast: $(ENV) ## the fast tests alone
+	@$(PY) -m pytest -m "not gpu and not slow"
+test-gpu: $(ENV) ## the tests that need a GPU
+	@$(PY) -m pytest -m gpu
+lint: $(ENV) ## ruff: rules and format
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+clean: ## remove caches; runs and .venv stay
+	rm -rf .pytest_cache .ruff_cache; find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# torch goes in first: DeepSpeed is built against it, and its ops are compiled when a run needs them.
+.venv/.installed: requirements.txt requirements-build.txt requirements.lock
+	@"$$PYTHON" -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 12) else f"Python {sys.version.split()[0]}: SFT-Play needs 3.11 or 3.12; set PYTHON=python3.12")'
+	@echo "installing into .venv (a few minutes, once)"
+	@test -x .venv/bin/python || "$$PYTHON" -m venv .venv
+	@.venv/bin/python -m pip install -q -r requirements-build.txt -c requirements.lock
+	@DS_BUILD_OPS=0 .venv/bin/python -m pip install -q --no-build-isolation -r requirements.txt
+	@touch $@

@@ -1,0 +1,313 @@
+"""Layers and their precedence, the configs that ship, the blocks that the guides print, what `make config` shows."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft_play.config import present, reference
+from sft_play.config.layers import displayed
+from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, env_name, environment, load, nested, settings
+from sft_play.config.schema import Config
+from sft_play.config.yaml_source import Located, read_mapping
+from sft_play.errors import ConfigError, ExitClass
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PRINTED = FIXTURES / "printed_configs"
+EMPTY = str(FIXTURES / "empty.yaml")
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, so that origins read `a.yaml:1`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def value(loaded: LoadedConfig, path: str) -> object:
+    node: object = loaded.config
+    for name in path.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def test_each_layer_overrides_the_one_before_and_names_itself(folder: Path) -> None:
+    path = "train.logging_steps"
+    assert (value(load(EMPTY), path), load(EMPTY).origin[path]) == (10, "built-in default")
+    (folder / "low.yaml").write_text("train:\n  logging_steps: 1\n")
+    (folder / "high.yaml").write_text("train:\n  logging_steps: 2\n")
+    (folder / "a.yaml").write_text("include: [low.yaml, high.yaml]\n")
+    assert load("a.yaml").origin[path] == "high.yaml:2"
+    (folder / "a.yaml").write_text("train:\n\n  logging_steps: 3\ninclude: [low.yaml, high.yaml]\n")
+    loaded = load("a.yaml")
+    assert (value(loaded, path), loaded.origin[path]) == (3, "a.yaml:3")
+    environ = {"TRAIN_LOGGING_STEPS": "4"}
+    loaded = load("a.yaml", environ)
+    assert (value(loaded, path), loaded.origin[path]) == (4, "environment TRAIN_LOGGING_STEPS")
+    target = {path: Located(5, "make train-x")}
+    loaded = load("a.yaml", environ, target=target)
+    assert (value(loaded, path), loaded.origin[path]) == (5, "make train-x")
+    loaded = load("a.yaml", environ, [f"{path}=6"], target)
+    assert (value(loaded, path), loaded.origin[path]) == (6, f"--set {path}")
+
+
+def test_the_base_config_lies_under_every_file(folder: Path) -> None:
+    (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
+    loaded = load("a.yaml")
+    assert loaded.origin["tuning.mode"].startswith(f"{displayed(BASE)}:")
+    assert loaded.config.train.epochs == 2
+
+
+def test_is_set_tells_the_user_from_the_defaults_wherever_the_command_runs(folder: Path) -> None:
+    (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
+    loaded = load("a.yaml", {"TRAIN_SEED": "1"})
+    assert [loaded.is_set(path) for path in ("train.epochs", "train.seed", "tuning.mode", "train.optim")] == [True, True, False, False]
+
+
+def test_described_shows_value_and_origin() -> None:
+    assert load(EMPTY, {"TRAIN_BF16": "true"}).described("train.bf16") == "train.bf16=true (environment TRAIN_BF16)"
+
+
+def test_a_preset_is_found_by_its_name_from_any_folder(folder: Path) -> None:
+    assert not list(folder.iterdir())
+    assert load("small").source == CONFIGS / "small.yaml"
+
+
+def test_includes_are_relative_to_the_including_file_and_count_once(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "common.yaml").write_text("train: {epochs: 1, seed: 1}\n")
+    (folder / "sub" / "left.yaml").write_text("include: common.yaml\ntrain: {epochs: 2}\n")
+    (folder / "sub" / "right.yaml").write_text("include: ../sub/common.yaml\ntrain: {save_steps: 7}\n")
+    (folder / "a.yaml").write_text("include:\n  - sub/left.yaml\n  - sub/right.yaml\n")
+    train = load("a.yaml").config.train
+    assert (train.epochs, train.seed, train.save_steps) == (2, 1, 7)  # right's second reading of common does not undo left
+
+
+def test_merge_keys_and_anchors_keep_the_line_where_a_value_stands(folder: Path) -> None:
+    (folder / "a.yaml").write_text("train: &t\n  epochs: 2\n  seed: 3\n")
+    assert load("a.yaml").origin["train.seed"] == "a.yaml:3"
+    (folder / "b.yaml").write_text("<<: {train: {epochs: 2}, data: {val_size: 0.1}}\ntrain: {seed: 3}\n")
+    loaded = load("b.yaml")
+    assert (loaded.config.data.val_size, loaded.config.train.seed, loaded.config.train.epochs) == (0.1, 3, 1)
+
+
+def test_of_several_merged_mappings_the_first_wins(folder: Path) -> None:
+    (folder / "a.yaml").write_text("train:\n  <<: [{seed: 1}, {seed: 2, epochs: 4}]\n  save_steps: 9\n")
+    train = load("a.yaml").config.train
+    assert (train.seed, train.epochs, train.save_steps) == (1, 4, 9)
+
+
+def test_an_anchor_with_a_merge_key_may_be_used_twice(folder: Path) -> None:
+    text = "a: &a\n  x: 1\nb: &b\n  <<: *a\n  x: 2\nc: *b\nd: *b\n"
+    (folder / "a.yaml").write_text(text)
+    mapping = read_mapping(Path("a.yaml"))
+    assert [mapping[name].value["x"].value for name in "abcd"] == [1, 2, 2, 2]
+
+
+def test_aliases_that_multiply_are_read_in_no_time(folder: Path) -> None:
+    lines = ["x0: &x0 [1]"] + [f"x{n}: &x{n} {{{', '.join(f'k{i}: *x{n - 1}' for i in range(9))}}}" for n in range(1, 30)]
+    (folder / "a.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="unknown setting 'x0'"):
+        load("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "wanted"),
+    [
+        ("train: {learning_rate: 2e-4}", "train.learning_rate", 2e-4),
+        ("train: {learning_rate: 1E-4}", "train.learning_rate", 1e-4),
+        ("train: {learning_rate: .5}", "train.learning_rate", 0.5),
+        ("train: {batch_size: 010}", "train.batch_size", 10),
+        ("train: {batch_size: '4'}", "train.batch_size", 4),
+        ("train: {max_steps: 1e3}", "train.max_steps", 1000),
+        ("train: {bf16: no}", "train.bf16", False),
+        ("train: {bf16: off}", "train.bf16", False),
+        ("train: {bf16: yes}", "train.bf16", True),
+        ("train: {eval_strategy: no}", "train.eval_strategy", "no"),
+        ("train: {eval_strategy: false}", "train.eval_strategy", "no"),
+        ("train: {run_name: 2024-01-01}", "train.run_name", "2024-01-01"),
+        ("train: {run_name: yes}", "train.run_name", "yes"),
+        ('model: {revision: "4"}', "model.revision", "4"),
+        ("model: {revision: null}", "model.revision", None),
+        ("model: {revision: }", "model.revision", None),
+        ("train:", "train.seed", 42),
+        ("train: ~\nmodel:\n", "train.seed", 42),
+        ("include:\ntrain: {seed: 1}", "train.seed", 1),
+        ("", "train.seed", 42),
+        ("# only a comment\n", "train.seed", 42),
+        ("\ufefftrain: {seed: 1}", "train.seed", 1),
+        ("train:\r\n  seed: 1\r\n  epochs: 2\r\n", "train.epochs", 2.0),
+        ("tuning: {lora: {target_modules: [q_proj, v_proj]}}", "tuning.lora.target_modules", ["q_proj", "v_proj"]),
+    ],
+)
+def test_yaml_means_what_it_says(folder: Path, text: str, path: str, wanted: object) -> None:
+    (folder / "a.yaml").write_bytes(text.encode())
+    got = value(load("a.yaml"), path)
+    assert (got, type(got)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("TRAIN_BATCH_SIZE", "1", 1),
+        ("TRAIN_BATCH_SIZE", "auto", "auto"),
+        ("TRAIN_BATCH_SIZE", " 4 ", 4),
+        ("TRAIN_BATCH_SIZE", "010", 10),
+        ("TRAIN_LEARNING_RATE", "1e-4", 1e-4),
+        ("TRAIN_DATALOADER_NUM_WORKERS", "8", 8),
+        ("TRAIN_DATALOADER_PIN_MEMORY", "true", True),
+        ("TRAIN_GRADIENT_CHECKPOINTING", "false", False),
+        ("TRAIN_GRADIENT_CHECKPOINTING", "False", False),
+        ("TRAIN_GRADIENT_CHECKPOINTING", "0", False),
+        ("TRAIN_EVAL_STRATEGY", "no", "no"),
+        ("TRAIN_MAX_STEPS", "null", None),
+        ("TRAIN_MAX_STEPS", "", None),
+        ("TRAIN_MAX_STEPS", "  ", None),
+        ("TRAIN_RUN_NAME", "2024", "2024"),
+        ("MODEL_REVISION", "1.10", "1.10"),
+        ("MODEL_REVISION", "1e5", "1e5"),
+        ("MODEL_REVISION", "none", None),
+        ("MODEL_NAME", "true", "true"),
+        ("MODEL_NAME", "null", "null"),
+        ("MODEL_NAME", "a: b # c", "a: b # c"),
+        ("MODEL_MAX_SEQ_LEN", "1024", 1024),
+        ("TUNING_LORA_R", "32", 32),
+        ("TUNING_LORA_TARGET_MODULES", "all-linear", "all-linear"),
+        ("TUNING_LORA_TARGET_MODULES", "q_proj", ["q_proj"]),
+        ("TUNING_LORA_TARGET_MODULES", "q_proj, v_proj,", ["q_proj", "v_proj"]),
+        ("TUNING_LORA_TARGET_MODULES", '["q_proj", v_proj]', ["q_proj", "v_proj"]),
+    ],
+)
+def test_a_variable_is_read_by_the_type_of_its_setting(name: str, text: str, wanted: object) -> None:
+    path = next(path for path in settings() if env_name(path) == name)
+    got = value(load(EMPTY, {name: text}), path)
+    assert (got, type(got)) == (wanted, type(wanted))
+
+
+def test_overrides_are_read_like_variables_and_may_hold_equals_signs() -> None:
+    loaded = load(EMPTY, overrides=["data.system_prompt=a=b", "train.max_steps=null", "train.batch_size=2"])
+    assert (loaded.config.data.system_prompt, loaded.config.train.max_steps, loaded.config.train.batch_size) == ("a=b", None, 2)
+
+
+def test_the_environment_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_SEED", "7")
+    copy = environment()
+    copy["TRAIN_SEED"] = "8"
+    assert environment()["TRAIN_SEED"] == "7"
+
+
+def test_a_bare_load_does_not_look_at_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_SEED", "7")
+    assert load(EMPTY).config.train.seed == 42
+
+
+def test_nested_turns_dotted_names_into_a_tree() -> None:
+    assert nested({"train.seed": 1, "tuning.lora.r": 2, "tuning.mode": "lora"}) == {"train": {"seed": 1}, "tuning": {"lora": {"r": 2}, "mode": "lora"}}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_config_that_ships_loads_and_opens_with_its_command(name: str) -> None:
+    load(f"{CONFIGS / name}.yaml")
+    if name != "base":
+        assert (CONFIGS / f"{name}.yaml").read_text().startswith("# make ")
+
+
+def leaves(name: str) -> dict[str, object]:
+    """The settings that one file sets, by dotted name."""
+    found: dict[str, object] = {}
+
+    def visit(node: dict[str, Located], prefix: str) -> None:
+        for key, located in node.items():
+            if isinstance(located.value, dict):
+                visit(located.value, f"{prefix}{key}.")
+            else:
+                found[f"{prefix}{key}"] = located.value
+
+    visit(read_mapping(Path(name)), "")
+    return found
+
+
+@pytest.mark.parametrize("name", ["multi_gpu_config", "evaluation", "rtx4090_sli", "a100_pair", "h200_quad"])
+def test_a_printed_block_loads_exactly_as_it_stands(name: str) -> None:
+    loaded = load(str(PRINTED / f"{name}.yaml"))
+    for path, wanted in leaves(PRINTED / f"{name}.yaml").items():
+        assert value(loaded, path) == wanted
+        assert loaded.is_set(path)
+
+
+@pytest.mark.parametrize("name", ["multi_gpu_config", "rtx4090_sli", "a100_pair", "h200_quad"])
+def test_a_shipped_config_has_every_value_of_its_printed_block(name: str) -> None:
+    shipped = leaves(CONFIGS / f"{name}.yaml")
+    assert leaves(PRINTED / f"{name}.yaml").items() <= shipped.items()
+    assert set(shipped) - set(leaves(PRINTED / f"{name}.yaml")) <= {"tuning.mode"}
+
+
+def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_lines(folder: Path) -> None:
+    text = (PRINTED / "size_scaling.yaml").read_text()
+    loaded = []
+    for number, block in enumerate(re.split(r"\n\n", text)):
+        (folder / f"{number}.yaml").write_text(block)
+        train = load(f"{number}.yaml").config.train
+        loaded.append((train.batch_size, train.grad_accum))
+    assert loaded == [(4, 4), (8, 4), (16, 2)]
+    (folder / "all.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load("all.yaml")
+    assert str(error.value).splitlines() == [
+        "all.yaml:9: key 'model' is given twice, first on line 2; keep one of them",
+        "all.yaml:11: key 'train' is given twice, first on line 4; keep one of them",
+        "all.yaml:16: key 'model' is given twice, first on line 2; keep one of them",
+        "all.yaml:18: key 'train' is given twice, first on line 4; keep one of them",
+    ]
+
+
+def test_every_setting_has_a_sentence_and_a_variable_of_its_own() -> None:
+    for path, field in settings().items():
+        assert field.description and field.description.endswith("."), path
+        assert 15 < len(field.description) < 200, path
+    names = [env_name(path) for path in settings()]
+    assert len(set(names)) == len(names)
+
+
+def test_config_errors_carry_their_exit_class() -> None:
+    with pytest.raises(ConfigError) as error:
+        load("no-such-config.yaml")
+    assert error.value.exit_class is ExitClass.CONFIG
+
+
+def test_json_holds_every_value_and_every_origin_as_plain_data() -> None:
+    loaded = load("multi_gpu_config", {"TRAIN_BATCH_SIZE": "2"})
+    shown = json.loads(json.dumps(present.as_json(loaded)))
+    assert shown["values"]["train"]["batch_size"] == 2
+    assert shown["origin"]["train.batch_size"] == "environment TRAIN_BATCH_SIZE"
+    assert set(shown["origin"]) == set(settings())
+    assert Config.model_validate(shown["values"]) == loaded.config
+
+
+def test_lines_are_aligned_and_name_origins() -> None:
+    lines = present.as_lines(load("multi_gpu_config", {"DATA_SYSTEM_PROMPT": "x" * 200}))
+    assert len(lines) == len(settings())
+    assert len({line.index(" = ") for line in lines}) == 1
+    assert next(line for line in lines if line.startswith("train.ddp_bucket_cap_mb ")).split() == [
+        "train.ddp_bucket_cap_mb", "=", "200", "#", f"{displayed(CONFIGS / 'multi_gpu_config.yaml')}:26",
+    ]  # fmt: skip
+    assert "x" * 200 in "\n".join(lines)
+
+
+def test_the_page_has_the_tables_that_the_schema_makes() -> None:
+    text = reference.PAGE.read_text(encoding="utf-8")
+    assert text == reference.page(text), "run `python -m sft_play.config.reference`"
+
+
+def test_the_config_room_loads_no_torch() -> None:
+    code = (
+        "import sys, sft_play.config.present, sft_play.config.reference, sft_play.config.deepspeed as d, sft_play.config.loader as l;"
+        "l.load('tiny', l.environment()); d.read('configs/deepspeed_zero3.json');"
+        "print([name for name in ('torch', 'transformers', 'deepspeed', 'accelerate', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,148 @@
+"""Random configs: what is written is read back, and what is resolved adds up."""
+
+import json
+import random
+import string
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sft_play.config import deepspeed, jsonc, rules, yaml_source
+from sft_play.config.loader import LoadedConfig, load, nested, settings
+from sft_play.config.schema import Config, kinds
+from sft_play.errors import ConfigError
+
+# texts that a YAML reader could take for something else
+ODD_TEXTS = [
+    "no", "on", "Yes", "y", "null", "~", "NULL", "true", "auto", "010", "0x1f", "1_000", "1:30", "1e-4", "-.5", ".inf", "2024-01-01", "4",
+    "=", "<<", "a: b", "a #b", "# a", "- a", "* a", "&a", "!a", "{a", "[a", "'", '"', "%a", "@a", "`a", " a ", "é\u2028", "a\nb\n", "a\tb", "\\n", "?", ":",
+]  # fmt: skip
+SEEDS = range(60)
+
+
+def random_text(dice: random.Random) -> str:
+    return dice.choice([*ODD_TEXTS, "".join(dice.choices(string.printable.strip(), k=dice.randint(1, 12)))])
+
+
+def plain_text(dice: random.Random) -> str:
+    return "x" + "".join(dice.choices(string.ascii_letters + " ./-_", k=dice.randint(0, 12))).rstrip()
+
+
+def random_value(path: str, dice: random.Random, text: typing.Callable[[random.Random], str]) -> object:
+    """A valid value of a setting, by its type; texts come from `text`."""
+    if path == "train.run_name":
+        return dice.choice([None, "a", "1e-4", "no", "2024-01-01", "010"]) if text is random_text else "a-1"
+    kind = dice.choice(sorted(kinds(settings()[path].annotation), key=str))
+    if typing.get_args(kind):
+        return dice.choice(typing.get_args(kind))
+    if kind is list:
+        return [text(dice) for _ in range(dice.randint(1, 3))]
+    if kind is float:
+        return dice.choice([1e-05, 5e-324, 0.25, 0.1 + 0.2, 1 / 3]) if path == "data.val_size" or "adam_beta" in path else dice.choice([1e-05, 0.5, 2 / 3])
+    return {int: dice.randint(1, 10**6), bool: dice.random() < 0.5, str: text(dice), type(None): None}[kind]
+
+
+def random_config(seed: int, text: typing.Callable[[random.Random], str]) -> Config:
+    """A valid config that breaks no rule."""
+    dice = random.Random(seed)
+    while True:
+        values = {path: random_value(path, dice, text) for path in settings()}
+        if values["data.val_size"] == 5e-324:
+            values["data.val_size"] = 0.25
+        config = Config.model_validate(nested(values))
+        if not rules.broken(config, str):
+            return config
+
+
+def reloaded(path: Path, text: str) -> LoadedConfig:
+    path.write_text(text, encoding="utf-8")
+    return load(str(path))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dumped_config_is_read_back_equal(tmp_path: Path, seed: int) -> None:
+    config = random_config(seed, random_text)
+    text = yaml_source.dump(config.model_dump())
+    loaded = reloaded(tmp_path / "a.yaml", text)
+    assert loaded.config == config
+    assert all(origin.split(":")[0].endswith("a.yaml") for origin in loaded.origin.values())
+    assert Config.model_validate(yaml.safe_load(text)) == config
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_config_that_pyyaml_dumped_is_read_back_equal(tmp_path: Path, seed: int) -> None:
+    config = random_config(seed, plain_text)
+    assert reloaded(tmp_path / "a.yaml", yaml.safe_dump(config.model_dump())).config == config
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_config_given_as_overrides_equals_the_same_as_a_file(tmp_path: Path, seed: int) -> None:
+    config = random_config(seed, plain_text)
+    entries = [f"{path}={_spelled(config, path)}" for path in settings()]
+    (tmp_path / "empty.yaml").touch()
+    assert load(str(tmp_path / "empty.yaml"), overrides=entries).config == config
+
+
+def _spelled(config: Config, path: str) -> str:
+    node: object = config
+    for name in path.split("."):
+        node = getattr(node, name)
+    return ",".join(node) if isinstance(node, list) else "null" if node is None else str(node)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_truncated_yaml_is_refused_with_a_sentence_or_read(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    text = yaml_source.dump(random_config(seed, random_text).model_dump())
+    at = dice.randrange(len(text))
+    broken = dice.choice([text[:at], text[:at] + dice.choice("\t:{}[]&*!'\"#-\x00\ufffe") + text[at:]])
+    try:
+        reloaded(tmp_path / "a.yaml", broken)
+    except ConfigError as error:
+        assert "a.yaml:" in str(error) or "(built-in" in str(error)
+
+
+def random_json(dice: random.Random, depth: int = 0) -> object:
+    kind = dice.randrange(8 if depth < 3 else 6)
+    if kind == 6:
+        return [random_json(dice, depth + 1) for _ in range(dice.randint(0, 4))]
+    if kind == 7:
+        return {random_text(dice): random_json(dice, depth + 1) for _ in range(dice.randint(0, 4))}
+    return [None, True, dice.randint(-9, 10**9), dice.uniform(-1e9, 1e-9), "// a /* b */ ,}", random_text(dice)][kind]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_json_with_scattered_comments_means_the_same(seed: int) -> None:
+    dice = random.Random(seed)
+    value = random_json(dice)
+    lines = json.dumps(value, indent=2, ensure_ascii=dice.random() < 0.5).split("\n")
+    text = "\n".join(dice.choice([f"{line} // }}]", f"/* {{ \n */{line}", line]) for line in lines)
+    assert jsonc.parse(text, "a.json").value == value
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_resolved_json_adds_up_and_resolves_to_itself(seed: int) -> None:
+    dice = random.Random(seed)
+    micro, accum, world, stage = dice.randint(1, 64), dice.randint(1, 64), dice.randint(1, 64), dice.randint(0, 3)
+    bf16 = dice.random() < 0.5
+    run = {
+        "micro_batch": micro,
+        "grad_accum": accum,
+        "world_size": world,
+        "bf16": bf16,
+        "fp16": not bf16 and dice.random() < 0.5,
+        "max_grad_norm": dice.choice([0.0, 1.0]),
+    }
+    optional = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": accum, "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
+        "zero_optimization": {"stage": stage, "cpu_offload": stage > 0, "reduce_bucket_size": "auto"},
+    }  # fmt: skip
+    raw = {key: value for key, value in optional.items() if dice.random() < 0.7}
+    resolved = deepspeed.resolve(raw, **run)
+    assert resolved["train_batch_size"] == micro * accum * world
+    assert "auto" not in json.dumps(resolved)
+    assert deepspeed.resolve(resolved, **run) == resolved
+    assert deepspeed.offloads(resolved) == deepspeed.offloads(raw)

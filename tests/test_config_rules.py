@@ -1,0 +1,47 @@
+"""Every rule between settings, broken and kept."""
+
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.loader import load
+from sft_play.config.rules import RULES, Rule
+from sft_play.errors import ConfigError
+
+EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
+NO_16_BITS = ["train.bf16=false", "train.fp16=false"]
+
+# settings that break the rule, settings beside it that do not; in the order of RULES
+CASES = [
+    (["tuning.backend=unsloth", *NO_16_BITS], ["tuning.backend=bnb", *NO_16_BITS]),
+    (["train.warmup_steps=20", "train.max_steps=10"], ["train.warmup_steps=10", "train.max_steps=10"]),
+    (["train.warmup_steps=1.5"], ["train.warmup_steps=0.5"]),
+    (
+        ["tuning.mode=full", "tuning.backend=unsloth", "train.optim=paged_adamw_8bit"],
+        ["tuning.mode=full", "tuning.backend=bnb", "train.optim=paged_adamw_8bit"],
+    ),
+    (["model.dtype=float16", "tuning.mode=full"], ["model.dtype=float16", "tuning.mode=lora"]),
+    (["tuning.lora.target_modules=[]"], ["tuning.lora.target_modules=[]", "tuning.mode=full"]),
+    (["model.attn_implementation=flash_attention_2", *NO_16_BITS], ["model.attn_implementation=flash_attention_2", "train.bf16=false"]),
+    (["train.generation_max_new_tokens=64", "model.max_seq_len=64"], ["train.generation_max_new_tokens=64", "model.max_seq_len=65"]),
+]
+
+
+@pytest.mark.parametrize(("rule", "broken"), list(zip(RULES, [broken for broken, _ in CASES], strict=True)))
+def test_a_broken_rule_shows_values_origins_and_advice(rule: Rule, broken: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(EMPTY, None, broken)
+    (line,) = str(error.value).splitlines()
+    assert line.endswith(f": {rule.advice}")
+    for name in rule.names:
+        assert f"{name}=" in line
+    assert f"(--set {rule.names[0]})" in line
+
+
+@pytest.mark.parametrize("kept", [kept for _, kept in CASES])
+def test_the_case_beside_it_is_allowed(kept: list[str]) -> None:
+    load(EMPTY, None, kept)
+
+
+def test_generation_may_be_longer_than_rows_when_nothing_is_generated() -> None:
+    load(EMPTY, None, ["train.predict_with_generate=false", "train.generation_max_new_tokens=64", "model.max_seq_len=64"])
