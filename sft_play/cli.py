@@ -12,7 +12,13 @@ from sft_play import commands
 from sft_play.config import loader
 from sft_play.errors import SftPlayError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help="Supervised fine-tuning, from a YAML file to a checked adapter.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Supervised fine-tuning, from a YAML file to a checked adapter.",
+)
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="Config file, or a name in configs/; default CONFIG, else the embedded default.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="A setting, such as train.batch_size=4; may be repeated, wins over everything.")]

@@ -139,7 +139,7 @@ def new_run(call: Call, loaded: LoadedConfig, plan: Plan) -> run_folders.RunFold
 def setup_accelerate(call: Call) -> list[str]:
     """Write the project's accelerate file for this machine, without a question; the same call writes the same file."""
     hardware = devices.detect(call.invocation.device, call.environ)
-    loaded, plan = make_plan(call, distributed=True, use_deepspeed=False)
+    _, plan = make_plan(call, distributed=True, use_deepspeed=False)
     config = launch.accelerate_config(plan.ranks, mixed_precision(plan))
     header = "Written by make setup-accelerate for this machine; NUM_GPUS=N make setup-accelerate changes the number."
     launch.write_accelerate_config(ACCELERATE_FILE, config, header)
@@ -154,7 +154,7 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
     from sft_play.monitor import tensorboard
 
     started = tensorboard.start(logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call))
-    return f"tensorboard {started.url} (make tb-stop ends it)"
+    return f"{started.message}; make tb-stop ends it"
 
 
 def pid_file(call: Call) -> Path:
@@ -181,7 +181,8 @@ def run_line(folder: run_folders.RunFolder, width: int) -> str:
         status = "died"  # killed before it could say so
     mode = f"{report.get('mode', '-')}/{report.get('backend', '-')}"
     cause = str(report.get("cause") or "").splitlines()
-    return f"{folder.name:<{width}}  {status:<8} {mode:<13} world={report.get('world_size', '-')} step={report.get('global_step', 0)} {scores}{' ' + cause[0] if cause else ''}".rstrip()
+    facts = f"world={report.get('world_size', '-')} step={report.get('global_step', 0)} {scores} {cause[0] if cause else ''}"
+    return f"{folder.name:<{width}}  {status:<8} {mode:<13} {facts}".rstrip()
 
 
 def is_alive(report: Mapping[str, Any]) -> bool:

@@ -80,9 +80,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     special = [AddedToken(text, special=True, normalized=False) for text in (PAD, END, *MARKERS)]
     bpe.train_from_iterator(
         documents,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False),
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD, eos_token=END, extra_special_tokens=list(MARKERS), model_max_length=CONTEXT_TOKENS,

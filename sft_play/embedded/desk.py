@@ -21,6 +21,20 @@ Turn = tuple[str, str]
 
 
 @dataclass(frozen=True)
+class Note:
+    """A record and the template in which the user wrote it down."""
+
+    record: Record
+    template: str
+
+    @property
+    def text(self) -> str:
+        """Return the note as the user gives it."""
+        text = self.record.say(self.template)
+        return text if text.endswith(".") else f"{text}."
+
+
+@dataclass(frozen=True)
 class Conversation:
     """Turns of (request, answer) about one source; `system` is the system prompt or None."""
 
@@ -32,9 +46,7 @@ class Conversation:
     def messages(self) -> list[dict[str, str]]:
         """Return the rows' "messages" value."""
         start = [{"role": "system", "content": self.system}] if self.system else []
-        return start + [
-            {"role": role, "content": text} for turn in self.turns for role, text in zip(("user", "assistant"), turn, strict=True)
-        ]
+        return start + [{"role": role, "content": text} for turn in self.turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def draw_person(split: str, rng: random.Random) -> str:
@@ -51,78 +63,78 @@ def some_fields(record: Record, rng: random.Random) -> list[str]:
     return rng.sample(list(record.kind.fields), rng.randint(2, 3))
 
 
-def ask(record: Record, template: str, rng: random.Random) -> Turn:
+def ask(note: Note, rng: random.Random) -> Turn:
     """Return a question about one field and the sentence that answers it."""
-    field = rng.choice(list(record.kind.fields))
-    return record.question(field, rng), record.answer(field)
+    field = rng.choice(list(note.record.kind.fields))
+    return note.record.question(field, rng), note.record.answer(field)
 
 
-def as_json(record: Record, template: str, rng: random.Random) -> Turn:
+def as_json(note: Note, rng: random.Random) -> Turn:
     """Return the request for JSON with some fields."""
-    fields = some_fields(record, rng)
+    fields = some_fields(note.record, rng)
     words = world.join_words(fields)
     request = rng.choice((f"Write the note as JSON with {words}.", f"Turn the note into JSON with the keys {words}."))
-    return request, record.as_json(fields)
+    return request, note.record.as_json(fields)
 
 
-def as_row(record: Record, template: str, rng: random.Random) -> Turn:
+def as_row(note: Note, rng: random.Random) -> Turn:
     """Return the request for a table row with some fields."""
-    fields = some_fields(record, rng)
+    fields = some_fields(note.record, rng)
     words = world.join_words(fields)
     request = rng.choice((f"Write the note as a table row with {words}.", f"Make a table row with {words}."))
-    return request, record.as_row(fields)
+    return request, note.record.as_row(fields)
 
 
-def as_form(record: Record, template: str, rng: random.Random) -> Turn:
+def as_form(note: Note, rng: random.Random) -> Turn:
     """Return the request for a form with some fields."""
-    fields = some_fields(record, rng)
+    fields = some_fields(note.record, rng)
     words = world.join_words(fields)
     request = rng.choice((f"Fill in a form with {words}.", f"Put the note into a form with {words}."))
-    return request, record.as_form(fields)
+    return request, note.record.as_form(fields)
 
 
-def summarise(record: Record, template: str, rng: random.Random) -> Turn:
+def summarise(note: Note, rng: random.Random) -> Turn:
     """Return the request for one short sentence."""
     request = rng.choice(("Shorten the note to one sentence.", "Sum up the note in one short sentence."))
-    return request, record.say(record.kind.summary)
+    return request, note.record.say(note.record.kind.summary)
 
 
-def head(record: Record, template: str, rng: random.Random) -> Turn:
+def head(note: Note, rng: random.Random) -> Turn:
     """Return the request for a subject line."""
     request = rng.choice(("Write a subject line for the note.", "Give the note a subject line."))
-    return request, world.upper_first(record.say(record.kind.subject))
+    return request, world.upper_first(note.record.say(note.record.kind.subject))
 
 
-def change(record: Record, template: str, rng: random.Random) -> Turn:
+def change(note: Note, rng: random.Random) -> Turn:
     """Return the request for another value and the note as it reads then."""
-    field = record.kind.changeable
+    field = note.record.kind.changeable
     value = draw_value(field, rng)
-    while value == record.by_name[field] or value in record.by_name.values():
+    while value == note.record.by_name[field] or value in note.record.by_name.values():
         value = draw_value(field, rng)
     request = rng.choice((f"Change the {field} to {value} and write the note again.", f"Write the note again with {value} as the {field}."))
-    return request, record.replace(field, value).say(template)
+    return request, note.record.replace(field, value).say(note.template)
 
 
-def surname_first(record: Record, template: str, rng: random.Random) -> Turn:
+def surname_first(note: Note, rng: random.Random) -> Turn:
     """Return the request for the person's name as an index has it."""
-    first, last = record.person.split()
-    role = record.kind.person
+    first, last = note.record.person.split()
+    role = note.record.kind.person
     return rng.choice((f"Write the name of the {role} with the surname first.", f"Give the {role} as surname, first name.")), f"{last}, {first}"
 
 
-def be_polite(record: Record, template: str, rng: random.Random) -> Turn:
+def be_polite(note: Note, rng: random.Random) -> Turn:
     """Return the request for a polite message."""
     request = rng.choice(("Turn the note into a polite message.", "Write a polite message from the note."))
-    return request, record.say(record.kind.polite)
+    return request, note.record.say(note.record.kind.polite)
 
 
-def reply(record: Record, template: str, rng: random.Random) -> Turn:
+def reply(note: Note, rng: random.Random) -> Turn:
     """Return the request for a friendly reply of two sentences."""
-    first = record.person.split()[0]
-    return rng.choice((f"Write a friendly reply to {first}.", f"Answer {first} in two friendly sentences.")), record.reply()
+    first = note.record.person.split()[0]
+    return rng.choice((f"Write a friendly reply to {first}.", f"Answer {first} in two friendly sentences.")), note.record.reply()
 
 
-Operation = Callable[[Record, str, random.Random], Turn]
+Operation = Callable[[Note, random.Random], Turn]
 OPERATIONS: tuple[Operation, ...] = (ask, as_json, as_row, as_form, summarise, head, change, surname_first, be_polite, reply)
 
 
@@ -140,17 +152,16 @@ def follow(request: str, rng: random.Random) -> str:
 def note_conversation(operation: Operation, split: str, rng: random.Random) -> Conversation:
     """Return one to three requests about a note, the first of them `operation`."""
     record = draw_record(rng, person=draw_person(split, rng))
-    template = record.kind.terse if operation is be_polite else rng.choice(record.kind.notes)
-    source = record.say(template) + ("." if operation is be_polite else "")
+    note = Note(record, record.kind.terse if operation is be_polite else rng.choice(record.kind.notes))
     count = 1 if rng.random() < 0.6 else rng.choice((2, 2, 3))
     later = [op for op in OPERATIONS if op not in (operation, ask) and not (op is change and operation is be_polite)]
     operations = [operation, *rng.sample([*later, ask, ask], count - 1)]
     turns = []
     for op in operations:
-        request, answer = op(record, template, rng)
+        request, answer = op(note, rng)
         if all(request != earlier for earlier, _ in turns):
-            turns.append((combine(request, source, rng) if not turns else follow(request, rng), answer))
-    return with_system(Conversation(operation.__name__, source, tuple(turns)), record, operation, rng)
+            turns.append((combine(request, note.text, rng) if not turns else follow(request, rng), answer))
+    return with_system(Conversation(operation.__name__, note.text, tuple(turns)), record, operation, rng)
 
 
 def with_system(talk: Conversation, record: Record, operation: Operation, rng: random.Random) -> Conversation:
@@ -176,39 +187,39 @@ def quiz(kind: str, passage: str, turns: list[Turn], rng: random.Random) -> Conv
     return Conversation(kind, passage, ((first, kept[0][1]), *kept[1:]))
 
 
-def place_quiz(split: str, rng: random.Random) -> Conversation:
+def place_quiz(rng: random.Random) -> Conversation:
     """Return questions about where things are."""
     places = facts.draw_places(rng, rng.randint(3, 4))
     return quiz("place", places.passage(), [(places.question(t, rng), places.answer(t)) for t in rng.sample(list(places.spots), 3)], rng)
 
 
-def job_quiz(split: str, rng: random.Random) -> Conversation:
+def job_quiz(rng: random.Random) -> Conversation:
     """Return questions about who works where."""
     jobs = facts.draw_jobs(rng, rng.randint(3, 4))
     return quiz("job", jobs.passage(), [(jobs.question(n, rng.random() < 0.5), jobs.answer(n)) for n in rng.sample(list(jobs.places), 3)], rng)
 
 
-def price_quiz(split: str, rng: random.Random) -> Conversation:
+def price_quiz(rng: random.Random) -> Conversation:
     """Return questions about a price list."""
     prices = facts.draw_prices(rng, rng.randint(3, 5))
     return quiz("price", f"Prices: {prices.listing()}.", [(prices.question(n, rng), prices.answer(n)) for n in rng.sample(list(prices.euros), 3)], rng)
 
 
-def hours_quiz(split: str, rng: random.Random) -> Conversation:
+def hours_quiz(rng: random.Random) -> Conversation:
     """Return questions about opening hours."""
     hours = facts.draw_hours(rng, rng.randint(2, 3))
     asked = [(place, rng.random() < 0.5) for place in rng.sample(list(hours.times), 2)]
     return quiz("hours", hours.passage(), [(hours.question(*each), hours.answer(*each)) for each in asked], rng)
 
 
-def guest_quiz(split: str, rng: random.Random) -> Conversation:
+def guest_quiz(rng: random.Random) -> Conversation:
     """Return questions about who is on a list."""
     guests = facts.draw_guests(rng, rng.randint(3, 5))
     asked = [rng.choice(guests.names if rng.random() < 0.5 else guests.absent) for _ in range(3)]
     return quiz("guest", guests.passage(), [(guests.question(n, rng), guests.answer(n)) for n in asked], rng)
 
 
-def list_request(split: str, rng: random.Random) -> Conversation:
+def list_request(rng: random.Random) -> Conversation:
     """Return a sentence of things to be made a list."""
     things = facts.draw_things(rng, rng.randint(2, 5))
     source = rng.choice(("Please send {}.", "We need {}.", "The customer wants {}.", "Bring {} to the shop.")).format(things.sentence())
@@ -219,7 +230,7 @@ def list_request(split: str, rng: random.Random) -> Conversation:
     return Conversation("list", source, tuple(turns))
 
 
-def date_request(split: str, rng: random.Random) -> Conversation:
+def date_request(rng: random.Random) -> Conversation:
     """Return two events of which the earlier one is asked for."""
     pair = facts.draw_pair(rng)
     request = rng.choice((
@@ -230,7 +241,7 @@ def date_request(split: str, rng: random.Random) -> Conversation:
     return Conversation("date", pair.both(), ((request, pair.answer()),))
 
 
-def route_request(split: str, rng: random.Random) -> Conversation:
+def route_request(rng: random.Random) -> Conversation:
     """Return a message that has to be passed to the right desk."""
     message = facts.draw_message(rng)
     question = rng.choice(("Which desk should take this?", "Which desk is this for?", "Who should answer this message?"))
@@ -245,7 +256,7 @@ def conversation(index: int, split: str, rng: random.Random) -> Conversation:
     """Return one conversation for `split`; `index` picks what it opens with, so that every split holds every kind evenly."""
     makers = (*OPERATIONS, ask, be_polite, *FACT_MAKERS)
     maker = makers[index % len(makers)]
-    return maker(split, rng) if maker in FACT_MAKERS else note_conversation(maker, split, rng)
+    return maker(rng) if maker in FACT_MAKERS else note_conversation(maker, split, rng)
 
 
 def conversations(seed: int = DESK_SEED) -> dict[str, list[Conversation]]:

@@ -135,10 +135,7 @@ class Evaluator:
         """This rank's (row indices, left-padded prompts), longest first; every rank has equally many."""
         prompts = [render_prompt(row.prompt, self.tokenizer) for row in self.split.rows[: self.generated_rows]]
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-        return [
-            (indices, _left_padded([prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id))
-            for indices in self._share(order)
-        ]
+        return [(indices, _left_padded([prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id)) for indices in self._share(order)]
 
     def _share(self, order: list[int]) -> list[list[int]]:
         """Cut `order` into batches and take this rank's; missing batches are one filler `~index` each."""

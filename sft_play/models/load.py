@@ -31,15 +31,15 @@ class Placement:
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a chat template and a pad token. Raises EnvironmentFault when it cannot be had."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"model.name={config.model.name}: no tokenizer could be loaded: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise EnvironmentFault(f"model.name={config.model.name}: its tokenizer has no fast version, which finding the answers' tokens needs")
     if tokenizer.eos_token_id is None:
-        raise EnvironmentFault(f"model.name={config.model.name}: its tokenizer names no eos_token, so an answer could not end; add one to tokenizer_config.json")
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: its tokenizer names no eos_token, so an answer could not end; add one to tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked out everywhere; the id only has to exist
     tokenizer.chat_template = template_of(tokenizer)  # saved with the adapter: use renders as training did

@@ -69,16 +69,16 @@ def _effective(wanted: Wanted) -> int:
     unit = world * (batch if isinstance(batch, int) else 1) * (accum if isinstance(accum, int) else 1)
     if isinstance(batch, int) and isinstance(accum, int):
         if wanted.is_effective_set and unit != wanted.effective_batch:
-            raise ConfigError(f"{_arithmetic(batch, world, accum)} = {unit}, but train.effective_batch_size={wanted.effective_batch}; set one of the three to auto")
+            raise ConfigError(
+                f"{_arithmetic(batch, world, accum)} = {unit}, but train.effective_batch_size={wanted.effective_batch}; set one of the three to auto"
+            )
         return unit
     if wanted.effective_batch % unit == 0:
         return wanted.effective_batch
     below, above = wanted.effective_batch // unit * unit, -(-wanted.effective_batch // unit) * unit
     if wanted.is_effective_set:
         options = " or ".join(f"TRAIN_EFFECTIVE_BATCH_SIZE={value}" for value in (below, above) if value)
-        raise ConfigError(
-            f"train.effective_batch_size={wanted.effective_batch} is no multiple of {_arithmetic(batch, world, accum)}; set {options}"
-        )
+        raise ConfigError(f"train.effective_batch_size={wanted.effective_batch} is no multiple of {_arithmetic(batch, world, accum)}; set {options}")
     return above
 
 

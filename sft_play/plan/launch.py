@@ -50,7 +50,16 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
     if ranks.strategy == "single":
         argv = (sys.executable, *script)
     elif ranks.strategy == "ddp":
-        argv = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run_folder / "accelerate.yaml"), "--main_process_port", str(port), *script)
+        argv = (
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(run_folder / "accelerate.yaml"),
+            "--main_process_port",
+            str(port),
+            *script,
+        )
     elif ranks.nodes > 1 or not all(entry.isdigit() for entry in ranks.visible):
         # deepspeed's launcher reaches other nodes by ssh and knows GPUs by number alone; torchrun starts the same worker
         argv = (

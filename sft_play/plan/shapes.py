@@ -72,7 +72,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
             is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         )
     except KeyError as error:
-        raise EnvironmentFault(f"model.name={name}: config.json has no {error}; memory cannot be estimated: set TRAIN_BATCH_SIZE and TRAIN_GRAD_ACCUM") from None
+        raise EnvironmentFault(
+            f"model.name={name}: config.json has no {error}; memory cannot be estimated: set TRAIN_BATCH_SIZE and TRAIN_GRAD_ACCUM"
+        ) from None
 
 
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:

@@ -75,8 +75,7 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
             (output_dir / run_name).mkdir()
         except FileExistsError:
             raise ConfigError(
-                f"RUN={run_name}: {output_dir / run_name} exists already; choose another name, "
-                f"or go on from it with TRAIN_RESUME_FROM={output_dir / run_name}"
+                f"RUN={run_name}: {output_dir / run_name} exists already; choose another name, or go on from it with TRAIN_RESUME_FROM={output_dir / run_name}"
             ) from None
         return RunFolder(output_dir / run_name)
     name = base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -154,10 +154,10 @@ class Progress(TrainerCallback):
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Does something once the model is wrapped (DDP, ZeRO) and no step is taken yet; `result` is what came of it."""
+    """Does something once the model is wrapped (DDP, ZeRO) and no step is taken yet."""
 
-    def __init__(self, action: Callable[[], Any]):
-        self.action, self.result = action, None
+    def __init__(self, action: Callable[[], None]):
+        self.action = action
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.result = self.action()
+        self.action()

@@ -12,8 +12,8 @@ from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
 def check_engine(model: torch.nn.Module, strategy: str) -> None:
     """Raise EnvironmentFault unless the wrapped model is what the strategy calls for; libraries fall back without a word."""
     wrapped = type(model).__name__
-    expected = {"ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}.get(strategy)
-    if expected and wrapped != expected or not expected and wrapped in ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine"):
+    engines = {"single": None, "ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
+    if engines[strategy] != (wrapped if wrapped in (*engines.values(), "DataParallel") else None):
         raise EnvironmentFault(f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor")
 
 

@@ -47,8 +47,7 @@ def start(plan: dict[str, Any], folder: RunFolder) -> Process:
     _log_to(folder, rank())
     if world_size != plan["world_size"]:
         raise EnvironmentFault(
-            f"the launcher started {world_size} processes, planned were {plan['world_size']}; start runs with make, or "
-            f"run again with NUM_GPUS={world_size}"
+            f"the launcher started {world_size} processes, planned were {plan['world_size']}; start runs with make, or run again with NUM_GPUS={world_size}"
         )
     if world_size > 1:
         _die_with_launcher()
@@ -64,9 +63,7 @@ def join_group(plan: dict[str, Any], timeout_seconds: int) -> None:
         return
     uses_deepspeed = plan["strategy"] == "deepspeed"
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
-    PartialState(
-        cpu=plan["device"] == "cpu" and not uses_deepspeed, backend=plan["backend_of_collectives"], timeout=timedelta(seconds=timeout_seconds)
-    )
+    PartialState(cpu=plan["device"] == "cpu" and not uses_deepspeed, backend=plan["backend_of_collectives"], timeout=timedelta(seconds=timeout_seconds))
 
 
 def seed_everything(seed: int) -> None:
@@ -79,7 +76,9 @@ def _device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
-        raise EnvironmentFault(f"cuda:{local_rank} was planned and torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu")
+        raise EnvironmentFault(
+            f"cuda:{local_rank} was planned and torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu"
+        )
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True  # float32 matmuls that autocast leaves alone
     return torch.device("cuda", local_rank)

@@ -1,36 +1,50 @@
-"""What a person reads when a run ends. Pure: facts in, lines out."""
+"""What a person reads when a run ends. Facts in, lines out."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sft_play.data.rows import Row
-from sft_play.evaluation.evaluator import Scores
 from sft_play.runs.folder import RunFolder
+from sft_play.training.judge import Judge
 
 SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
 
 
-def summary_lines(facts: dict[str, Any], rows: Sequence[Row], before: Scores, after: Scores, folder: RunFolder, weights: Path) -> list[str]:
+def summary_lines(facts: dict[str, Any], judge: Judge, folder: RunFolder, weights: Path) -> list[str]:
     """Return the closing screen: scores before and after, sample answers, speed, and what to type next."""
+    name = folder.name
+    return [
+        *score_lines(judge),
+        "",
+        fact_line(facts),
+        f"weights  {weights}",
+        f"run      {folder.path}  (run.json, eval/, logs/, tb/)",
+        str(facts["cause"]) if facts["cause"] else f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}",
+    ]
+
+
+def score_lines(judge: Judge) -> list[str]:
+    """Return the table of scores and three rows with the answers before and after; nothing where a run was stopped."""
+    before, after = judge.found.get("before"), judge.found.get("after")
+    if before is None or after is None:
+        return []
     lines = ["", f"{'held-out rows':<16}{'before':>10}{'after':>10}", f"{'loss':<16}{before.eval_loss:>10.4f}{after.eval_loss:>10.4f}"]
     if before.rouge_l is not None and after.rouge_l is not None:
         lines.append(f"{'ROUGE-L':<16}{before.rouge_l:>10.3f}{after.rouge_l:>10.3f}")
     for number in sample_indices(len(after.answers)):
-        lines += ["", *_sample(rows[number], before.answers[number], after.answers[number])]
+        lines += ["", *_sample(judge.rows[number], before.answers[number], after.answers[number])]
+    return lines
+
+
+def fact_line(facts: dict[str, Any]) -> str:
+    """Return the run's end as one greppable line."""
     seconds, speed = facts["seconds"], facts["tokens_per_second"]
     peak = facts["peak_bytes"]["measured"] / 2**30
-    lines += [
-        "",
+    return (
         f"{facts['status']} steps={facts['global_step']} train_seconds={seconds['train']:.1f} total_seconds={seconds['total']:.1f} "
-        f"tokens_per_second={f'{speed:.0f}' if speed else 'n/a'} peak={peak:.2f}GiB world={facts['world_size']} device={facts['device']}",
-        f"weights  {weights}",
-        f"run      {folder.path}  (run.json, eval/before.jsonl, eval/after.jsonl, logs/)",
-    ]
-    if facts["cause"]:
-        lines.append(str(facts["cause"]))
-    return lines
+        f"tokens_per_second={f'{speed:.0f}' if speed else 'n/a'} peak={peak:.2f}GiB world={facts['world_size']} device={facts['device']}"
+    )
 
 
 def sample_indices(count: int) -> list[int]:
@@ -39,7 +53,8 @@ def sample_indices(count: int) -> list[int]:
 
 
 def _sample(row: Row, before: str, after: str) -> list[str]:
-    parts = (("prompt", row.prompt[-1].content), ("expected", row.answer), ("before", before), ("after", after))
+    earlier = "[...] " if sum(turn.role == "user" for turn in row.prompt) > 1 else ""
+    parts = (("prompt", earlier + row.prompt[-1].content), ("expected", row.answer), ("before", before), ("after", after))
     return [f"{name:<9}{_short(text)}" for name, text in parts]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
-from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as hf_logging
 
@@ -20,16 +20,16 @@ from sft_play.data.collate import PadCollator, StepSampler, TrainRows
 from sft_play.data.prepare import PreparedData, Split, prepare
 from sft_play.data.render import template_of
 from sft_play.errors import ExitClass
-from sft_play.evaluation.evaluator import Evaluator, Ranks, Scores
+from sft_play.evaluation.evaluator import Evaluator, Ranks
 from sft_play.models.load import Placement, load_model, load_tokenizer
 from sft_play.models.lora import trainable_parameters
 from sft_play.runs import stamp
-from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.callbacks import BeforeFirstStep, EvalSpeedCallback, Progress, StopOnSignal, Throughput
 from sft_play.training.check import check_engine, check_saved_adapter
+from sft_play.training.judge import Judge
 from sft_play.training.report import Report, peak_bytes
 from sft_play.training.runtime import Process
 from sft_play.training.summary import summary_lines
@@ -41,16 +41,14 @@ logger = logging.getLogger(__name__)
 def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Process, report: Report) -> None:
     """Train, evaluate before and after, save and check; what happened is in `report`."""
     clock = Clock(report)
-    hf_logging.disable_default_handler()  # transformers' records go where ours go
-    hf_logging.enable_propagation()
-    hf_logging.disable_progress_bar()
+    send_transformers_records_to_our_log()
     runtime.seed_everything(config.train.seed)
     stop = StopOnSignal(process)
 
     tokenizer = load_tokenizer(config)
     data = prepare(config, tokenizer)
     report.update(data={name: ledger.as_json() for name, ledger in data.ledger.items()})
-    _log_data(data)
+    log_data(data, process)
     clock.lap("data")
 
     # Before the weights: under ZeRO-3 they are partitioned over the group while they load, as the arguments say.
@@ -59,60 +57,34 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     made_of = make_stamp(config, plan, data, tokenizer)
     checkpoint = checkpoint_to_resume(config, made_of)
     model = load_model(config, Placement(process.device, compute_dtype(config), plan["zero_stage"]))
-    _log_model(model, config, process, plan)
+    log_model(model, config, process, plan)
     clock.lap("load")
 
-    speed = EvalSpeedCallback()
-    throughput = Throughput(process, speed)
-    trainer = SftTrainer(
-        model=model,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=TrainRows(data.train),
-        data_collator=PadCollator(tokenizer.pad_token_id),
-        order=step_order(config, plan, data),
-        evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
-        speed=speed,
-        throughput=throughput,
-        stamp=made_of,
-    )
-    judge = evaluator_of(data.test, tokenizer, config, plan, process)
-    wrapped = BeforeFirstStep(lambda: check_engine(trainer.model_wrapped, plan["strategy"]))
-    before = BeforeFirstStep(lambda: _judged(trainer, judge, "before", folder, data, report))
-    trainer.remove_callback(PrinterCallback)
-    for callback in (speed, wrapped, before, throughput, stop, Progress(process), *tensorboard(folder, process)):
+    trainer = build_trainer(config, plan, process, tokenizer, data, model, arguments, made_of)
+    judge = Judge(trainer, evaluator_of(data.test, tokenizer, config, plan, process), folder, report)
+
+    def before_the_first_step() -> None:
+        check_engine(trainer.model_wrapped, plan["strategy"])
+        judge.score("before")
+
+    for callback in (
+        BeforeFirstStep(before_the_first_step),
+        trainer.throughput,  # starts its clock behind the scores
+        stop,
+        Progress(process),
+        *tensorboard(folder, process),
+    ):
         trainer.add_callback(callback)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     clock.lap("training")
-    after = _judged(trainer, judge, "after", folder, data, report)
-    weights = folder.weights(config.tuning.mode)
-    trainer.save_model(str(weights))
-    if process.is_main:
-        if config.tuning.mode != "full":
-            check_saved_adapter(weights, trainer.model, zero_stage=plan["zero_stage"])
-        stamp.write(weights, {**made_of, "global_step": trainer.state.global_step})
+    if not stop.stopped:
+        judge.score("after")
+    weights = save_checked(trainer, config, plan, folder, process)
     clock.lap("save")
-
-    report.facts["seconds"] |= {
-        "train": round(throughput.train_seconds, 3),
-        "first_step": round(throughput.first_step_seconds, 3),
-        "evaluate": round(speed.seconds, 3),
-    }
-    report.update(
-        global_step=trainer.state.global_step,
-        engine=type(trainer.model_wrapped).__name__,
-        tokens_per_second=throughput.tokens_per_second(),
-        peak_bytes={**report.facts["peak_bytes"], "measured": _largest_peak(process)},
-        loss=[{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry],
-    )
-    if stop.stopped:
-        report.finish("stopped", ExitClass.STOPPED, f"stopped at step {trainer.state.global_step}; go on with TRAIN_RESUME_FROM={folder.path}")
-    else:
-        report.finish("done", ExitClass.DONE)
+    close(report, trainer, process, stop, folder)
     if process.is_main:
-        for line in summary_lines(report.facts, data.test.rows, before.result, after, folder, weights):
-            logger.info("%s", line)
+        logger.info("%s", "\n".join(summary_lines(report.facts, judge, folder, weights)))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -135,11 +107,34 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
 
-def step_order(config: Config, plan: dict[str, Any], data: PreparedData) -> StepSampler:
-    """Return the order of training rows, equal for every number of ranks."""
-    train = config.train
-    seed = train.seed if train.data_seed is None else train.data_seed
-    return StepSampler(len(data.train), train.batch_size, plan["effective_batch"], seed)
+def build_trainer(
+    config: Config,
+    plan: dict[str, Any],
+    process: Process,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
+    model: torch.nn.Module,
+    arguments: TrainingArguments,
+    made_of: dict[str, Any],
+) -> SftTrainer:
+    """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
+    seed = config.train.seed if config.train.data_seed is None else config.train.data_seed
+    speed = EvalSpeedCallback()
+    trainer = SftTrainer(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        train_dataset=TrainRows(data.train),
+        data_collator=PadCollator(tokenizer.pad_token_id),
+        order=StepSampler(len(data.train), config.train.batch_size, plan["effective_batch"], seed),
+        evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
+        speed=speed,
+        throughput=Throughput(process, speed),
+        stamp=made_of,
+        callbacks=[speed],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def evaluator_of(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config, plan: dict[str, Any], process: Process) -> Evaluator:
@@ -172,48 +167,71 @@ def checkpoint_to_resume(config: Config, made_of: dict[str, Any]) -> Path | None
     return checkpoint
 
 
+def save_checked(trainer: SftTrainer, config: Config, plan: dict[str, Any], folder: RunFolder, process: Process) -> Path:
+    """Save adapter/ or model/, read it back, stamp it, and return it. Raises CheckpointError, DivergedError."""
+    weights = folder.weights(config.tuning.mode)
+    trainer.save_model(str(weights))  # a collective under ZeRO-3; one rank writes
+    if process.is_main:
+        if config.tuning.mode != "full":
+            check_saved_adapter(weights, trainer.model, plan["zero_stage"])
+        stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
+    return weights
+
+
 def tensorboard(folder: RunFolder, process: Process) -> list[TensorBoardCallback]:
     """Return the callback that writes scalars to tb/, on the main rank alone."""
     return [TensorBoardCallback(SummaryWriter(log_dir=str(folder.tensorboard)))] if process.is_main else []
 
 
-def _judged(trainer: SftTrainer, judge: Evaluator, when: str, folder: RunFolder, data: PreparedData, report: Report) -> Scores:
-    """Score the test rows, write the answers to eval/<when>.jsonl, and log one line."""
-    scores = trainer.scores(judge)
-    rows = data.test.rows[: len(scores.answers)]
-    lines = [
-        json.dumps({"origin": row.origin, "prompt": [vars(turn) for turn in row.prompt], "expected": row.answer, "answer": answer}, ensure_ascii=False)
-        for row, answer in zip(rows, scores.answers, strict=True)
-    ]
-    if report.rank == 0:
-        write_text(folder.evaluation / f"{when}.jsonl", "\n".join(lines) + "\n" if lines else "")
-    report.facts["metrics"][when] = scores.as_metrics()
-    report.update(global_step=trainer.state.global_step)
-    rouge = "" if scores.rouge_l is None else f" rougeL={scores.rouge_l:.3f} answers={len(scores.answers)}"
-    if report.rank == 0:
-        logger.info("%s eval_loss=%.4f%s rows=%d", when, scores.eval_loss, rouge, len(data.test))
-    return scores
+def close(report: Report, trainer: SftTrainer, process: Process, stop: StopOnSignal, folder: RunFolder) -> None:
+    """Complete run.json: times, speed, peak memory, losses, and how the run ended. Every rank must call it."""
+    throughput, step = trainer.throughput, trainer.state.global_step
+    report.facts["seconds"] |= {
+        "train": round(throughput.train_seconds, 3),
+        "first_step": round(throughput.first_step_seconds, 3),
+        "evaluate": round(trainer.speed.seconds, 3),
+    }
+    report.facts["peak_bytes"]["measured"] = largest_peak(process)
+    report.update(
+        global_step=step,
+        engine=type(trainer.model_wrapped).__name__,
+        tokens_per_second=throughput.tokens_per_second(),
+        loss=[{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry],
+    )
+    if stop.stopped:
+        report.finish("stopped", ExitClass.STOPPED, f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}")
+    else:
+        report.finish("done", ExitClass.DONE)
 
 
-def _largest_peak(process: Process) -> int:
+def largest_peak(process: Process) -> int:
+    """Return the largest peak memory of all ranks, in bytes."""
     peak = torch.tensor(peak_bytes(process.device), dtype=torch.int64, device=process.device)
     if process.world_size > 1:
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
     return int(peak)
 
 
-def _log_data(data: PreparedData) -> None:
-    if runtime.rank() == 0:
-        for name, ledger in data.ledger.items():
-            facts = " ".join(f"{reason}={count}" for reason, count in ledger.dropped.items()) or "dropped=0"
-            logger.info("data %s rows=%d used=%d %s tokens=%d trained=%d", name, ledger.rows_in, ledger.rows_used, facts, ledger.tokens, ledger.trained_tokens)
+def send_transformers_records_to_our_log() -> None:
+    """Let transformers log where we log, to logs/rank-K.log, and draw no bars of its own."""
+    hf_logging.disable_default_handler()
+    hf_logging.enable_propagation()
+    hf_logging.disable_progress_bar()
 
 
-def _log_model(model: torch.nn.Module, config: Config, process: Process, plan: dict[str, Any]) -> None:
+def log_data(data: PreparedData, process: Process) -> None:
+    """Log a line a split: rows, what was dropped and why, tokens."""
+    for name, ledger in data.ledger.items() if process.is_main else ():
+        dropped = " ".join(f"{reason}={count}" for reason, count in ledger.dropped.items()) or "dropped=0"
+        logger.info("data %s rows=%d used=%d %s tokens=%d trained=%d", name, ledger.rows_in, ledger.rows_used, dropped, ledger.tokens, ledger.trained_tokens)
+
+
+def log_model(model: torch.nn.Module, config: Config, process: Process, plan: dict[str, Any]) -> None:
+    """Log what is trained, and once, truthfully, by how many ranks on what."""
+    if not process.is_main:
+        return
     trainable, total = trainable_parameters(model)
-    if process.is_main:
-        logger.info(
-            "model %s mode=%s backend=%s parameters=%.2fM trainable=%.2fM (%.2f%%)",
-            config.model.name, config.tuning.mode, config.tuning.backend, total / 1e6, trainable / 1e6, 100 * trainable / total,
-        )  # fmt: skip
-        logger.info("ranks world=%d strategy=%s device=%s compute=%s", process.world_size, plan["strategy"], process.device.type, str(compute_dtype(config)).removeprefix("torch."))
+    share = f"parameters={total / 1e6:.2f}M trainable={trainable / 1e6:.2f}M ({trainable / total:.2%})"
+    logger.info("model %s mode=%s backend=%s %s", config.model.name, config.tuning.mode, config.tuning.backend, share)
+    dtype = str(compute_dtype(config)).removeprefix("torch.")
+    logger.info("ranks world=%d strategy=%s device=%s compute=%s", process.world_size, plan["strategy"], process.device.type, dtype)

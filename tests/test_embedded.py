@@ -1,0 +1,141 @@
+"""The embedded default: its files are what the generator makes, its answers are right, its model has learned its text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from sft_play.embedded import build, corpus, desk, facts, records, world
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+MODEL = DATA / "tiny_llama"
+SPLITS = ("train", "val", "test")
+MAX_ROW_TOKENS = 160
+MAX_BYTES = 8_000_000
+
+
+def read_rows(split: str) -> list[list[dict[str, str]]]:
+    lines = (DATA / "desk" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["messages"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def talks() -> dict[str, list[desk.Conversation]]:
+    return desk.conversations()
+
+
+def test_files_are_what_the_generator_makes() -> None:
+    for name, text in build.data_files().items():
+        assert (DATA / name).read_bytes() == text.encode(), f"{name} differs; run scripts/build_embedded.py --only data"
+
+
+def test_everything_shipped_is_at_most_8_megabytes() -> None:
+    folders = (DATA / "tiny_llama", DATA / "corpus", DATA / "desk")
+    assert sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) <= MAX_BYTES
+
+
+def test_splits_share_no_source_no_prompt_and_no_full_name(talks: dict[str, list[desk.Conversation]]) -> None:
+    sources = [talk.source for split in SPLITS for talk in talks[split]]
+    assert len(sources) == len(set(sources))
+    prompts = [json.dumps(row[:-1]) for split in SPLITS for row in read_rows(split)]
+    assert len(prompts) == len(set(prompts))
+    trained = " ".join(message["content"] for row in read_rows("train") for message in row)
+    names = {f"{first} {last}" for first in world.FIRST_NAMES for last in world.SURNAMES}
+    for split in ("val", "test"):
+        held_out = " ".join(message["content"] for row in read_rows(split) for message in row)
+        assert not [name for name in names if name in held_out and name in trained]
+
+
+def test_every_split_holds_every_kind_and_enough_turns(talks: dict[str, list[desk.Conversation]]) -> None:
+    kinds = {talk.kind for talk in talks["train"]}
+    assert len(kinds) >= 8
+    assert len(talks["train"]) >= 1000 and len(talks["val"]) == len(talks["test"]) == 100
+    for split in SPLITS:
+        assert {talk.kind for talk in talks[split]} == kinds
+        assert sum(len(talk.turns) > 1 for talk in talks[split]) >= 0.25 * len(talks[split])
+        assert any(talk.system for talk in talks[split])
+
+
+def test_every_conversation_renders_with_its_prompt_as_a_prefix(tokenizer: PreTrainedTokenizerFast) -> None:
+    for messages in (row for split in SPLITS for row in read_rows(split)):
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        ids, prompt_ids = tokenizer(text)["input_ids"], tokenizer(prompt)["input_ids"]
+        assert text == f"{prompt}{messages[-1]['content']}<|end|>"
+        assert ids[: len(prompt_ids)] == prompt_ids
+        assert ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
+        assert len(ids) <= MAX_ROW_TOKENS
+
+
+def test_the_assistant_mask_covers_the_answers_and_their_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = next(row for row in read_rows("train") if len(row) > 3 and row[0]["role"] == "system")
+    out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [i for i, on in zip(out["input_ids"], out["assistant_masks"], strict=True) if on]
+    answers = [message["content"] + "<|end|>" for message in messages if message["role"] == "assistant"]
+    assert tokenizer.decode(trained) == "".join(answers)
+
+
+def test_the_template_refuses_an_unknown_role(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(Exception, match="role tool is unknown"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+@pytest.mark.parametrize("text", ["Zoë Müller, K-417", "日本語 and \U0001f642", "tabs\tand\n\n  spaces ", "Ωμέγα\x00"])
+def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_base_model_has_learned_its_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    stream = corpus.documents(seed=corpus.CORPUS_SEED + 1)
+    losses, tokens = 0.0, 0
+    for ids in build.encode_documents(tokenizer, [next(stream) for _ in range(40)]):
+        row = torch.tensor([ids])  # (1, T)
+        with torch.no_grad():
+            losses += model(input_ids=row, labels=row).loss.item() * (len(ids) - 1)
+        tokens += len(ids) - 1
+    assert losses / tokens < 0.25 * math.log(model.config.vocab_size)
+
+
+def test_the_model_fits_four_bit_blocks_and_ties_its_embeddings() -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    assert config["hidden_size"] % 64 == config["intermediate_size"] % 64 == 0
+    assert config["tie_word_embeddings"] and config["model_type"] == "llama"
+
+
+def test_no_document_holds_a_role_marker_or_an_empty_line() -> None:
+    text = (DATA / "corpus" / "town.txt").read_text(encoding="utf-8")
+    assert "<|" not in text
+    assert "\n\n\n" not in text
+    assert len(corpus.split_documents(text)) > 1000
+
+
+def test_answers_follow_from_the_facts() -> None:
+    pair = facts.Pair((("the fair", world.Date(6, 17)), ("the race", world.Date(3, 4))))
+    assert pair.answer() == "The race on 4 March comes first."
+    guests = facts.Guests("the fair", "Monday", ("Ada", "Leo"), ("Mei",))
+    assert (guests.answer("Leo"), guests.answer("Mei")) == ("Yes, Leo is on the list.", "No, Mei is not on the list.")
+    things = facts.Things(((1, "mug"), (3, "shelf"), (2, "box")))
+    assert things.sentence() == "a mug, three shelves and two boxes"
+    loan = records.Record(records.LOAN, (("reader", "Ada Bell"), ("book", "The Quiet Harbour"), ("date", "4 March")))
+    assert loan.as_json(["date", "reader"]) == '{"date": "4 March", "reader": "Ada Bell"}'
+    assert loan.replace("date", "5 May").answer("date") == "The book is due on 5 May."
+
+
+def test_the_package_imports_nothing_else_of_sft_play() -> None:
+    for path in Path(build.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert all(name.startswith("sft_play.embedded") or not name.startswith("sft_play") for name in names), path
