@@ -24,5 +24,4 @@ def check_lines(ledger: dict[str, Any]) -> list[str]:
 
 
 def _facts(ledger: Ledger) -> dict[str, Any]:
-    lost = ledger.lost_trained_tokens / max(1, ledger.lost_trained_tokens + ledger.trained_tokens)
-    return {**ledger.as_json(), "lost_fraction": round(lost, 6)}
+    return {**ledger.as_json(), "lost_fraction": round(ledger.lost_fraction, 6)}

@@ -49,7 +49,7 @@ class StepSampler(Sampler[list[int]]):
         return -(-self.rows // self.effective_batch) * (self.effective_batch // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
         order = torch.randperm(self.rows, generator=generator).tolist()
         order += [~order[0]] * (-len(order) % self.effective_batch)  # fillers
         for start in range(0, len(order), self.batch_size):

@@ -36,6 +36,11 @@ class Ledger:
     lost_trained_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def lost_fraction(self) -> float:
+        """Trained tokens of dropped rows / trained tokens of all rows."""
+        return self.lost_trained_tokens / max(1, self.lost_trained_tokens + self.trained_tokens)
+
     def as_json(self) -> dict[str, Any]:
         return {**{name: value for name, value in vars(self).items() if name != "dropped"}, "dropped": dict(self.dropped)}
 
@@ -62,11 +67,12 @@ def prepare(config: Config, tokenizer: Any) -> PreparedData:
     else:
         train_rows, validation_rows = hold_out(train_rows, data.val_size, seed, data.train_path)
     ledger = {"train": Ledger(), "validation": Ledger()}
-    train = _render_all(train_rows, config, tokenizer, ledger["train"])
-    validation = test = _render_all(validation_rows, config, tokenizer, ledger["validation"])
+    train = _render_all(train_rows, data.train_path, config, tokenizer, ledger["train"])
+    validation = test = _render_all(validation_rows, data.val_path or data.train_path, config, tokenizer, ledger["validation"])
     if data.test_path:
         ledger["test"] = Ledger()
-        test = _render_all(read_rows(Path(data.test_path), data.system_prompt), config, tokenizer, ledger["test"])
+        test_rows = read_rows(Path(data.test_path), data.system_prompt)
+        test = _render_all(test_rows, data.test_path, config, tokenizer, ledger["test"])
     files = tuple(Path(path) for path in (data.train_path, data.val_path, data.test_path) if path)
     return PreparedData(train, validation, test, ledger, files)
 
@@ -80,10 +86,11 @@ def hold_out(rows: list[Row], fraction: float, seed: int, path: str) -> tuple[li
     return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
 
 
-def _render_all(rows: list[Row], config: Config, tokenizer: Any, ledger: Ledger) -> Split:
+def _render_all(rows: list[Row], path: str, config: Config, tokenizer: Any, ledger: Ledger) -> Split:
     """Render rows and account for each; a row that cannot be proven stops the run by name."""
     limit = config.model.max_seq_len
-    kept, rendered, unproven, long = [], [], [], []
+    kept, rendered, unproven = [], [], []
+    long: dict[str, int] = {}  # tokens of a row by its origin
     for row in rows:
         ledger.rows_in += 1
         try:
@@ -94,7 +101,7 @@ def _render_all(rows: list[Row], config: Config, tokenizer: Any, ledger: Ledger)
         if len(result.ids) > limit:
             ledger.dropped["too_long"] += 1
             ledger.lost_trained_tokens += result.trained_tokens
-            long.append(f"{row.origin}: {len(result.ids)} tokens, model.max_seq_len is {limit}")
+            long[row.origin] = len(result.ids)
         elif result.trained_tokens == 0:
             ledger.dropped["nothing_to_train"] += 1
         else:
@@ -103,20 +110,20 @@ def _render_all(rows: list[Row], config: Config, tokenizer: Any, ledger: Ledger)
             ledger.tokens += len(result.ids)
             ledger.trained_tokens += result.trained_tokens
     ledger.rows_used = len(kept)
-    _refuse(unproven, long, ledger, config)
+    _refuse(path, unproven, long, ledger, config)
     return Split(kept, rendered)
 
 
-def _refuse(unproven: list[str], long: list[str], ledger: Ledger, config: Config) -> None:
+def _refuse(path: str, unproven: list[str], long: dict[str, int], ledger: Ledger, config: Config) -> None:
     if unproven:
         raise DataError("\n".join(unproven[:SHOWN]) + f"\n{len(unproven)} rows cannot be rendered so that their answers are known")
+    named = [f"{origin}: {tokens} tokens, model.max_seq_len is {config.model.max_seq_len}" for origin, tokens in list(long.items())[:SHOWN]]
+    longest = max(long.values(), default=0)
     if long and config.data.too_long == "error":
-        raise DataError("\n".join(long[:SHOWN]) + "\ndata.too_long=error; raise MODEL_MAX_SEQ_LEN or set DATA_TOO_LONG=drop")
-    lost = ledger.lost_trained_tokens / max(1, ledger.lost_trained_tokens + ledger.trained_tokens)
-    if lost > config.data.max_lost:
-        raise DataError(
-            "\n".join(long[:SHOWN]) + f"\n{ledger.dropped['too_long']} of {ledger.rows_in} rows are too long and hold {lost:.1%} of the trained tokens; "
-            f"data.max_lost={config.data.max_lost:.0%}; raise MODEL_MAX_SEQ_LEN, or DATA_MAX_LOST to go on without them"
-        )
+        raise DataError("\n".join([*named, f"data.too_long=error; set MODEL_MAX_SEQ_LEN={longest}, or DATA_TOO_LONG=drop"]))
+    if ledger.lost_fraction > config.data.max_lost:
+        held = f"{len(long)} of {ledger.rows_in} rows are too long and hold {ledger.lost_fraction:.1%} of the trained tokens"
+        advice = f"data.max_lost={config.data.max_lost}; set MODEL_MAX_SEQ_LEN={longest}, or raise DATA_MAX_LOST to go on without them"
+        raise DataError("\n".join([*named, f"{held}; {advice}"]))
     if ledger.rows_used == 0:
-        raise DataError(f"no row is left of {ledger.rows_in}: {dict(ledger.dropped)}")
+        raise DataError(f"{path}: the chat template leaves nothing to train on in any of {ledger.rows_in} rows; see tokenizer.chat_template of the model")

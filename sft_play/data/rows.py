@@ -10,6 +10,7 @@ from sft_play.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 5  # bad rows named in an error
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def read_rows(path: Path, system_prompt: str | None = None) -> list[Row]:
         more = f"\n... and {len(bad) - SHOWN} more bad rows" if len(bad) > SHOWN else ""
         raise DataError("\n".join(bad[:SHOWN]) + more)
     if not rows:
-        raise DataError(f"{path}: no rows; a row is a JSON object such as {{\"question\": \"...\", \"answer\": \"...\"}}")
+        raise DataError(f'{path}: no rows; a row is a JSON object such as {{"question": "...", "answer": "..."}}')
     return rows
 
 
@@ -66,11 +67,13 @@ def _records(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     if path.suffix not in (".jsonl", ".json"):
         raise DataError(f"{path}: a data file ends in .jsonl (one JSON object a line) or .json (a list of them)")
     try:
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     except (FileNotFoundError, IsADirectoryError):
         raise DataError(f"{path}: no such data file; set DATA_TRAIN_PATH, DATA_VAL_PATH or DATA_TEST_PATH to one that is there") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; check who may read it") from None
     if path.suffix == ".jsonl":
-        for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        for number, line in enumerate(data.split(b"\n"), start=1):
             if line.strip():
                 yield f"{path}:{number}", lambda line=line: _json(line)
         return
@@ -91,6 +94,10 @@ def _json(data: bytes) -> Any:
         raise _BadRow(f"not UTF-8 at byte {error.start} of the row") from None
     except json.JSONDecodeError as error:
         raise _BadRow(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise _BadRow("not valid JSON: nested too deeply") from None
+    except ValueError:  # int() of thousands of digits
+        raise _BadRow("not valid JSON: a number has too many digits") from None
 
 
 def _conversation(record: Any) -> tuple[Message, ...]:
@@ -100,9 +107,9 @@ def _conversation(record: Any) -> tuple[Message, ...]:
     if "messages" in record:
         return _messages(record["messages"])
     if "instruction" in record and "output" in record:
-        given = _text(record, "input") if record.get("input") else ""
-        question = "\n\n".join(part for part in (_text(record, "instruction"), given) if part)
-        return Message("user", question), Message("assistant", _text(record, "output"))
+        is_blank = record.get("input") is None or str(record["input"]).strip() == ""  # most rows of such sets have no input
+        question = [_text(record, "instruction"), *([] if is_blank else [_text(record, "input")])]
+        return Message("user", "\n\n".join(question)), Message("assistant", _text(record, "output"))
     for question, answer in (("question", "answer"), ("prompt", "completion")):
         if question in record and answer in record:
             return Message("user", _text(record, question)), Message("assistant", _text(record, answer))
@@ -148,6 +155,6 @@ def _text(record: dict[str, Any], key: str, where: str = "") -> str:
 
 
 def _with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
-    if system_prompt is None or messages[0].role == "system":
+    if not system_prompt or messages[0].role == "system":
         return messages
     return Message("system", system_prompt), *messages

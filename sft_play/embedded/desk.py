@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.embedded import facts, world
-from sft_play.embedded.records import Record, draw_record, draw_value
+from sft_play.embedded.records import Record, draw_change, draw_record
 
 DESK_SEED = 7
 SPLIT_ROWS = {"train": 1200, "val": 100, "test": 100}
@@ -108,9 +108,7 @@ def head(note: Note, rng: random.Random) -> Turn:
 def change(note: Note, rng: random.Random) -> Turn:
     """Return the request for another value and the note as it reads then."""
     field = note.record.kind.changeable
-    value = draw_value(field, rng)
-    while value == note.record.by_name[field] or value in note.record.by_name.values():
-        value = draw_value(field, rng)
+    value = draw_change(note.record, rng)
     request = rng.choice((f"Change the {field} to {value} and write the note again.", f"Write the note again with {value} as the {field}."))
     return request, note.record.replace(field, value).say(note.template)
 

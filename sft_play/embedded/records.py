@@ -272,7 +272,7 @@ KINDS = (BOOKING, ORDER, LOAN, REPAIR, TRIP, CALL, PARCEL, LESSON)
 
 
 def draw_value(field: str, rng: random.Random) -> str:
-    """Return a fresh value for any field but a person's or `item`."""
+    """Return a value for any field that is no person, no item and no end of a trip."""
     draws = {
         "room": lambda: f"{rng.choice(world.TREES)} Room",
         "day": lambda: world.day(rng),
@@ -288,6 +288,14 @@ def draw_value(field: str, rng: random.Random) -> str:
         "subject": lambda: rng.choice(world.SUBJECTS),
     }
     return draws[field]()
+
+
+def draw_change(record: Record, rng: random.Random) -> str:
+    """Return a value for the record's changeable field that the record does not hold yet."""
+    while True:
+        value = draw_value(record.kind.changeable, rng)
+        if value not in record.by_name.values():
+            return value
 
 
 def draw_record(rng: random.Random, kind: Kind | None = None, person: str | None = None) -> Record:

@@ -10,37 +10,36 @@ from sft_play.embedded import facts, world
 def shelf_story(rng: random.Random) -> str:
     """Return where a few things are kept, and who asked for which."""
     places = facts.draw_places(rng, rng.randint(3, 5))
-    clerk, other = rng.sample(world.FIRST_NAMES, 2)
-    lines = [f"{clerk} showed {other} around the {world.house(rng)}.", places.passage()]
-    for thing in rng.sample(list(places.spots), 2):
+    clerk = rng.choice(world.FIRST_NAMES)
+    lines = [f"{clerk} showed a visitor around the {world.house(rng)}.", places.passage()]
+    for thing in rng.sample(list(places.spots), 3):
         question, answer = places.question(thing, rng), places.answer(thing)
-        lines.append(rng.choice((f'"{question}" asked {other}. "{answer}" said {clerk}.', f'"{question}" {answer}', answer)))
+        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)))
     return " ".join(lines)
 
 
 def work_story(rng: random.Random) -> str:
     """Return who works where, and a question or two about it."""
     jobs = facts.draw_jobs(rng, rng.randint(3, 4))
-    other = rng.choice(world.FIRST_NAMES)
     lines = [jobs.passage()]
-    for name in rng.sample(list(jobs.places), 2):
+    for name in rng.sample(list(jobs.places), 3):
         by_name = rng.random() < 0.5
         question, answer = jobs.question(name, by_name), jobs.answer(name)
-        lines.append(rng.choice((f'"{question}" asked {other}. "{answer}"', f'"{question}" {answer}', f"{answer}")))
+        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', f"{answer}")))
     return " ".join(lines)
 
 
 def price_story(rng: random.Random) -> str:
     """Return a price list, and what somebody paid."""
     prices = facts.draw_prices(rng, rng.randint(3, 5))
-    clerk, other = rng.sample(world.FIRST_NAMES, 2)
+    buyer = rng.choice(world.FIRST_NAMES)
     lines = [f"The prices at the {world.house(rng)}: {prices.listing()}."]
-    for noun in rng.sample(list(prices.euros), 2):
+    for noun in rng.sample(list(prices.euros), 3):
         question, answer = prices.question(noun, rng), prices.answer(noun)
         lines.append(rng.choice((
-            f'"{question}" asked {other}. "{answer}" said {clerk}.',
+            f'"{question}" asked {buyer}. "{answer}"',
             f'"{question}" {answer}',
-            f"{other} paid {prices.euros[noun]} euros for the {noun}. {answer}",
+            f"{buyer} paid {prices.euros[noun]} euros for the {noun}. {answer}",
         )))  # fmt: skip
     return " ".join(lines)
 
@@ -48,12 +47,11 @@ def price_story(rng: random.Random) -> str:
 def hours_story(rng: random.Random) -> str:
     """Return when a few places open and close, and a question or two about it."""
     hours = facts.draw_hours(rng, rng.randint(2, 3))
-    other = rng.choice(world.FIRST_NAMES)
     lines = [hours.passage()]
     for place in rng.sample(list(hours.times), 2):
         opens = rng.random() < 0.5
         question, answer = hours.question(place, opens), hours.answer(place, opens)
-        lines.append(rng.choice((f'"{question}" asked {other}. "{answer}"', f'"{question}" {answer}', answer)))
+        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)))
     return " ".join(lines)
 
 
@@ -72,11 +70,10 @@ def list_story(rng: random.Random) -> str:
 def guest_story(rng: random.Random) -> str:
     """Return a list of names, who is on it and who is not."""
     guests = facts.draw_guests(rng, rng.randint(3, 5))
-    other = rng.choice(world.FIRST_NAMES)
     lines = [guests.passage()]
     for name in rng.sample([*guests.names, *guests.absent], 3):
         question, answer = guests.question(name, rng), guests.answer(name)
-        lines.append(rng.choice((f'"{question}" asked {other}. "{answer}"', f'"{question}" {answer}', answer)))
+        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)))
     return " ".join(lines)
 
 
@@ -118,6 +115,7 @@ def route_story(rng: random.Random) -> str:
     for _ in range(rng.randint(2, 3)):
         message = facts.draw_message(rng)
         lines.append(rng.choice((
+            f"{message.name} wrote: {message.text} {message.answer()}",
             f"{message.name} wrote: {message.text} {message.answer()}",
             f'"{message.text}" wrote {message.name}, and {clerk} passed it to the {message.desk} desk.',
             f'"{message.text}" "{message.answer()}" said {clerk}.',

@@ -3,6 +3,7 @@
 Rows are rendered, sorted and collated once and reused by every evaluation. Legend: B rows of a batch, T tokens.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows
 from sft_play.data.prepare import Split
 from sft_play.data.render import render_prompt, stop_ids
+from sft_play.errors import DivergedError
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.models.losses import labelled_tokens, summed_nll
 
@@ -45,6 +47,11 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    compute_dtype: torch.dtype = torch.float32  # of matmuls: that of training
+
+    def computing(self) -> torch.autocast:
+        """Return the context to run the model in; accelerate's own reaches a forward pass but not peft's generate."""
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32)
 
 
 class Evaluator:
@@ -63,6 +70,10 @@ class Evaluator:
 
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which the caller has put in evaluation mode."""
+        with self.ranks.computing():
+            return self._score(model)
+
+    def _score(self, model: torch.nn.Module) -> Scores:
         started = time.perf_counter()
         loss = self.loss(model)
         loss_seconds = time.perf_counter() - started
@@ -75,7 +86,10 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
-        """Return the mean negative log-likelihood in nats: summed over all labelled tokens of all ranks, divided once."""
+        """Return the mean negative log-likelihood in nats: summed over all labelled tokens of all ranks, divided once.
+
+        Raises: DivergedError, on every rank, when it is no number.
+        """
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # nats, tokens
         for batch in self._loss_batches:
             batch = {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
@@ -85,6 +99,8 @@ class Evaluator:
         if self.ranks.world_size > 1:
             distributed.all_reduce(total)
         nats, tokens = total.tolist()
+        if not math.isfinite(nats):
+            raise DivergedError(f"eval_loss={nats} over {tokens:.0f} tokens: the weights give no finite loss; train anew with a lower TRAIN_LEARNING_RATE")
         return nats / tokens
 
     @torch.no_grad()

@@ -1,12 +1,15 @@
 """The weights of a run, put to use: load them with what they were trained with, score, answer, chat."""
 
+import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
 from sft_play.data.prepare import prepare
@@ -27,7 +30,7 @@ class Loaded:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     config: Config
-    device: torch.device
+    ranks: Ranks  # this process alone
 
 
 def load_run(folder: RunFolder, device: str) -> Loaded:
@@ -39,17 +42,20 @@ def load_run(folder: RunFolder, device: str) -> Loaded:
         raise CheckpointError(f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a finished one with RUN=, make runs lists them")
     stamp.refuse_mismatch(weights, stamp.wanted(config))
     target = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    tokenizer = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"name": str(weights)})}))
-    model = _full_model(weights, config, target) if config.tuning.mode == "full" else _with_adapter(weights, config, target)
+    trained = at(config, weights)
+    tokenizer = load_tokenizer(trained)
+    placement = Placement(target, _compute_dtype(config, target), zero_stage=0)
+    with quiet():
+        model = load_base(trained, placement) if config.tuning.mode == "full" else with_adapter(load_base(config, placement), weights)
     model.eval()
-    return Loaded(model, tokenizer, config, target)
+    return Loaded(model, tokenizer, config, Ranks(0, 1, target, placement.compute_dtype))
 
 
 def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     """Score a run's weights on its test rows again, write eval/again.json, and return the lines to print."""
     loaded = load_run(folder, device)
     data = prepare(loaded.config, loaded.tokenizer)
-    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, Ranks(0, 1, loaded.device)).score(loaded.model)
+    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, loaded.ranks).score(loaded.model)
     metrics = scores.as_metrics()
     write_json(folder.evaluation / "again.json", metrics)
     rouge = "" if scores.rouge_l is None else f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
@@ -58,15 +64,18 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
 
 def answer(loaded: Loaded, messages: Sequence[Message]) -> str:
     """Return the model's next turn, by the settings of the run's evaluation."""
-    ids = torch.tensor([render_prompt(messages, loaded.tokenizer)], device=loaded.device)  # (1, T)
+    ids = torch.tensor([render_prompt(messages, loaded.tokenizer)], device=loaded.ranks.device)  # (1, T)
     train = loaded.config.train
-    with torch.no_grad():
+    with torch.no_grad(), loaded.ranks.computing():
         generated = loaded.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=train.generation_max_new_tokens,
             num_beams=train.generation_num_beams,
             do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
             eos_token_id=sorted(stop_ids(loaded.tokenizer)),
             pad_token_id=loaded.tokenizer.pad_token_id,
             use_cache=True,
@@ -99,23 +108,40 @@ def _asked() -> str:
         return ""
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep other libraries' bars and warnings out of a conversation while they load; errors are shown."""
+    hf_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def _system(loaded: Loaded) -> list[Message]:
     prompt = loaded.config.data.system_prompt
     return [Message("system", prompt)] if prompt else []
 
 
-def _placement(config: Config, device: torch.device) -> Placement:
-    half = torch.bfloat16 if config.train.bf16 else torch.float16
-    is_half = device.type == "cuda" and (config.train.bf16 or config.train.fp16)
-    return Placement(device, half if is_half else torch.float32, zero_stage=0)
+def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the type of matmuls: the run's own on a GPU, float32 on a CPU, which is slower in 16 bits."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
 
-def _with_adapter(weights: Path, config: Config, device: torch.device) -> PreTrainedModel:
+def at(config: Config, weights: Path) -> Config:
+    """Return the config of a run with its own folder of weights for the base model."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(weights), "revision": None})})
+
+
+def with_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
+    """Return the base with the adapter that lies in `weights`. Raises CheckpointError when it cannot be read."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load_base(config, _placement(config, device)), weights)
-
-
-def _full_model(weights: Path, config: Config, device: torch.device) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": _placement(config, device).compute_dtype, "device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(weights, trust_remote_code=config.model.trust_remote_code, **options)
+    try:
+        return PeftModel.from_pretrained(base, weights)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in checkpoints/") from error

@@ -1,6 +1,7 @@
 """bitsandbytes: 4-bit base weights, on GPUs and on CPUs."""
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig
 
 from sft_play.config.schema import Config
@@ -18,3 +19,14 @@ def quantization(config: Config, placement) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=placement.compute_dtype,
         bnb_4bit_quant_storage=placement.compute_dtype if placement.zero_stage == 3 else torch.uint8,
     )
+
+
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights for inference when the model is evaluated on a CPU with AVX512-BF16.
+
+    It never packs them back, and its product with packed weights has no gradient: training behind an evaluation would go
+    on with gradients that are wrong by their own size, and with scales rounded to bfloat16.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False

@@ -3,20 +3,17 @@
 The only room that knows a backend; everything behind it sees a transformers model.
 """
 
-import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
 from sft_play.data.render import template_of
 from sft_play.errors import EnvironmentFault
 from sft_play.models import bnb, lora
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a chat template and a pad token. Raises EnvironmentFault when it cannot be had."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # ImportError: a package that the tokenizer's file format needs
         raise EnvironmentFault(f"model.name={config.model.name}: no tokenizer could be loaded: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise EnvironmentFault(f"model.name={config.model.name}: its tokenizer has no fast version, which finding the answers' tokens needs")
@@ -61,9 +58,13 @@ def load_model(config: Config, placement: Placement) -> PreTrainedModel:
     return lora.add_adapters(model, config)
 
 
-def load_base(config: Config, placement: Placement) -> PreTrainedModel:
-    """Return the base weights on this rank's device (ZeRO-3: partitioned), frozen nowhere yet."""
-    options: dict[str, Any] = {"dtype": weight_dtype(config, placement.compute_dtype)}
+def load_base(config: Config, placement: Placement, dtype: torch.dtype | Literal["auto"] | None = None) -> PreTrainedModel:
+    """Return the base weights on this rank's device (ZeRO-3: partitioned), frozen nowhere yet.
+
+    `dtype` is the type of unquantised weights: None is what training uses, "auto" is the one they are stored in.
+    Raises: EnvironmentFault when the weights cannot be had, or some of them are not in the file.
+    """
+    options: dict[str, Any] = {"dtype": dtype or weight_dtype(config, placement.compute_dtype), "output_loading_info": True}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = bnb.quantization(config, placement)
     if placement.zero_stage < 3:
@@ -71,11 +72,16 @@ def load_base(config: Config, placement: Placement) -> PreTrainedModel:
     if config.model.attn_implementation != "auto":
         options["attn_implementation"] = config.model.attn_implementation
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code, **options
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EnvironmentFault(f"model.name={config.model.name}: the weights could not be loaded: {_first_line(error)}") from error
+    if loaded["missing_keys"]:  # transformers would fill them with random numbers and go on
+        missing = sorted(loaded["missing_keys"])
+        raise EnvironmentFault(f"model.name={config.model.name}: {len(missing)} tensors are not in its weight files, {missing[0]} first; get the model again")
+    if config.tuning.mode == "qlora":
+        bnb.keep_differentiable(model)
     return model
 
 
@@ -85,11 +91,6 @@ def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:
         return getattr(torch, config.model.dtype)
     # full: bfloat16 has 8 bits of mantissa, and an update of 1e-5 of a weight would be rounded away
     return torch.float32 if config.tuning.mode == "full" else compute_dtype
-
-
-def is_local(config: Config) -> bool:
-    """Return whether model.name is a folder rather than a hub id."""
-    return Path(config.model.name).is_dir()
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
@@ -32,10 +33,11 @@ def add_adapters(model: PreTrainedModel, config: Config) -> PeftModel:
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    unknown = [target for target in targets if target.rpartition(".")[2] not in linears]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linears)]  # PEFT's rule
     if unknown:
-        raise ConfigError(f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; it has {', '.join(sorted(linears))}")
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+        raise ConfigError(f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; it has {known}")
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from sft_play.runs.files import write_text
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # a launcher's to set; left in a shell they would place a single process
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,21 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
     if ranks.strategy == "single":
         argv = (sys.executable, *script)
     elif ranks.strategy == "ddp":
-        argv = (
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(run_folder / "accelerate.yaml"),
-            "--main_process_port",
-            str(port),
-            *script,
-        )
+        config = str(run_folder / "accelerate.yaml")
+        argv = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", str(port), *script)
     elif ranks.nodes > 1 or not all(entry.isdigit() for entry in ranks.visible):
         # deepspeed's launcher reaches other nodes by ssh and knows GPUs by number alone; torchrun starts the same worker
         argv = (
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank), "--nproc_per_node", str(ranks.per_node),
+            sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank), "--nproc_per_node", str(ranks.per_node),
             "--master_addr", ranks.master_addr, "--master_port", str(port), *script,
         )  # fmt: skip
     else:
         which = ("--include", f"localhost:{','.join(ranks.visible)}") if ranks.device == "cuda" else ("--num_gpus", str(ranks.per_node))
-        argv = (sys.executable, "-m", "deepspeed.launcher.runner", *which, "--master_port", str(port), "--no_local_rank", "--quiet", *script)
+        argv = (
+            sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull,  # not the cluster's /job/hostfile, if there is one
+            *which, "--master_port", str(port), "--no_local_rank", "--quiet", *script,
+        )  # fmt: skip
     return Launch(argv, _environment(ranks, environ))
 
 
@@ -100,8 +97,9 @@ def write_accelerate_config(path: Path, config: Mapping[str, object], header: st
 
 def execute(launch: Launch, environ: Mapping[str, str]) -> None:
     """Replace this process with the launcher. Raises EnvironmentFault when it cannot be started."""
+    kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     try:
-        os.execvpe(launch.argv[0], list(launch.argv), {**environ, **launch.env})
+        os.execvpe(launch.argv[0], list(launch.argv), {**kept, **launch.env})
     except OSError as error:
         raise EnvironmentFault(f"{launch.argv[0]} cannot be started: {error.strerror}; try make install") from None
 
@@ -139,6 +137,9 @@ def _environment(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible_entries(visible: str | None, count: int) -> tuple[str, ...]:
-    """Return what CUDA_VISIBLE_DEVICES must say for the first `count` of the GPUs that it shows now."""
-    entries: Sequence[str] = [str(index) for index in range(count)] if not visible else [entry.strip() for entry in visible.split(",")]
-    return tuple(entries[:count])
+    """Return what CUDA_VISIBLE_DEVICES must say for the first `count` of the GPUs that it shows now.
+
+    Where it names fewer than `count`, the plan is for another machine's GPUs, which count from 0.
+    """
+    entries = [entry.strip() for entry in visible.split(",")] if visible else []
+    return tuple(entries[:count]) if len(entries) >= count else tuple(map(str, range(count)))

@@ -10,7 +10,8 @@ from sft_play.plan.shapes import ModelShape
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
-ADAM_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "paged_adamw_32bit": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2, "sgd": 0}
+ADAM_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "paged_adamw_32bit": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2, "sgd": 0}  # over float32
+TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
 LOGIT_BYTES = 12  # a token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 GPU_CONTEXT_BYTES = int(0.6 * 2**30)  # CUDA context, cuBLAS workspaces
 CPU_CONTEXT_BYTES = int(0.8 * 2**30)  # Python with torch and transformers loaded
@@ -66,14 +67,16 @@ def step_bytes(shape: ModelShape, step: StepShape) -> StepBytes:
     by_stage = [step.world_size if step.zero_stage >= stage else 1 for stage in (1, 2, 3)]
     # DeepSpeed keeps a float32 master copy beside 16-bit weights
     master = 4 * trainable if step.zero_stage and step.compute_bytes == 2 else 0
-    optimizer = (ADAM_BYTES[step.optim] * trainable + master) // by_stage[0]
     trained_bytes = step.weight_bytes if step.mode == "full" else 4
-    autocast_copy = 2 * trainable if step.mode == "full" and step.weight_bytes == 4 and step.compute_bytes == 2 else 0
+    state_bytes = 2 * trained_bytes if step.optim in TORCH_ADAM and not step.zero_stage else ADAM_BYTES[step.optim]
+    optimizer = (state_bytes * trainable + master) // by_stage[0]
+    # autocast keeps a 16-bit copy of float32 weights; DeepSpeed turns the weights themselves to 16 bits
+    autocast_copy = 2 * trainable if step.mode == "full" and step.weight_bytes == 4 and step.compute_bytes == 2 and not step.zero_stage else 0
     return StepBytes(
         weights=base_weight_bytes(shape, step) // by_stage[2] + autocast_copy,
         adapters=0 if step.mode == "full" else 4 * trainable // by_stage[2],
         gradients=trained_bytes * trainable // by_stage[1],
-        optimizer=0 if step.offload else optimizer,
+        optimizer=0 if step.offload and step.is_gpu else optimizer,  # without a GPU it only moves within the host's memory
         activations=tokens * activation_bytes_per_token(shape, step),
         logits=tokens * shape.vocab * LOGIT_BYTES,
         buckets=OFFLOAD_BUCKET_BYTES if step.zero_stage else trained_bytes * trainable if step.world_size > 1 else 0,

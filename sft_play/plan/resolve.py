@@ -9,8 +9,8 @@ from typing import Any
 from sft_play.config import deepspeed
 from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
-from sft_play.config.schema import Config, DataSection
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.config.schema import Config, DataSection, env_name
+from sft_play.errors import ConfigError, DataError, EnvironmentFault
 from sft_play.plan import batch, memory
 from sft_play.plan.devices import Hardware
 from sft_play.plan.launch import Ranks, visible_entries
@@ -21,6 +21,7 @@ RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does n
 ZERO2 = PROJECT_ROOT / "configs" / "deepspeed_zero2.json"
 NCCL_SECONDS = 1800
 SHIPPED_DATA = PROJECT_ROOT / "data" / "desk"
+OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # accelerate puts DeepSpeed's CPU Adam in the place of any other too, without a word
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,20 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     """Return the plan of a run.
 
     `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO. Raises: EnvironmentFault for more
-    processes than GPUs, a missing backend or model; ConfigError for numbers that contradict; OutOfMemory when nothing fits.
+    processes than GPUs, a missing backend or model; ConfigError for numbers that contradict; DataError for a missing data file;
+    OutOfMemory when nothing fits.
     """
     ranks = plan_ranks(invocation, hardware, environ, distributed, use_deepspeed)
     config = loaded.config
     _require_backend(config, hardware)
-    shape = load_shape(config.model.name, config.model.revision, environ)
+    _require_data(loaded)
     raw, source = _read_deepspeed(invocation) if use_deepspeed else (None, None)
+    shape = load_shape(config.model.name, config.model.revision, environ)
     bf16, fp16, notes = choose_precision(loaded, hardware, deepspeed.precision(raw) if raw else None)
     stage = deepspeed.zero_stage(raw) if raw else 0
-    _refuse_combinations(config, stage, ranks)
-    step = _step_shape(config, ranks, bf16 or fp16, stage, bool(raw) and deepspeed.offloads(raw)[0])
+    offload = bool(raw) and deepspeed.offloads(raw)[0]
+    _refuse_combinations(loaded, stage, offload, ranks)
+    step = _step_shape(config, ranks, bf16 or fp16, stage, offload)
     budget = _budget(hardware, ranks)
 
     def peak(batch_size: int, checkpointing: bool) -> int:
@@ -91,11 +95,7 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
 
     chosen = batch.choose(_wanted(loaded, ranks), peak, budget, "a GPU" if ranks.device == "cuda" else "this host for each process")
     estimate = _bytes(shape, step, chosen.batch_size, chosen.gradient_checkpointing)
-    if estimate.predicted_peak > budget:
-        notes.append(
-            f"train.batch_size={chosen.batch_size} is estimated to need {estimate.predicted_peak / GIB:.1f} GiB and {budget / GIB:.1f} GiB are there; "
-            "TRAIN_BATCH_SIZE=auto chooses one that fits"
-        )
+    notes += _batch_notes(loaded, chosen, ranks, estimate.predicted_peak, budget)
     resolved = _resolved(config, chosen, bf16, fp16, ranks, environ)
     engine = None
     if raw is not None:
@@ -113,14 +113,45 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     return Plan(resolved, ranks, chosen, estimate, budget, engine, source, tuple(notes))
 
 
+def _batch_notes(loaded: LoadedConfig, chosen: batch.Chosen, ranks: Ranks, peak_bytes: int, budget_bytes: int) -> list[str]:
+    """Say where the step needs more than there is, and where it is not the effective batch of the config."""
+    train, notes = loaded.config.train, []
+    if peak_bytes > budget_bytes:
+        notes.append(
+            f"train.batch_size={chosen.batch_size} is estimated to need {peak_bytes / GIB:.1f} GiB and {budget_bytes / GIB:.1f} GiB are there; "
+            "TRAIN_BATCH_SIZE=auto chooses one that fits"
+        )
+    if chosen.effective_batch != train.effective_batch_size and "auto" in (train.batch_size, train.grad_accum):
+        notes.append(
+            f"{loaded.described('train.effective_batch_size')} becomes {chosen.effective_batch}: train.batch_size={chosen.batch_size} x "
+            f"world={ranks.world_size} x train.grad_accum={chosen.grad_accum}; TRAIN_EFFECTIVE_BATCH_SIZE={chosen.effective_batch} says so"
+        )
+    return notes
+
+
 def plan_ranks(invocation: Invocation, hardware: Hardware, environ: Mapping[str, str], distributed: bool, use_deepspeed: bool) -> Ranks:
-    """Return how many processes run where. Raises EnvironmentFault when NUM_GPUS is more than there are."""
+    """Return how many processes run where.
+
+    Raises: EnvironmentFault when NUM_GPUS is more than there are, or a cluster counts on more processes than are asked for; ConfigError
+    for several machines without an address to meet at.
+    """
+    if invocation.nnodes > 1 and not environ.get("MASTER_ADDR", "").strip():
+        raise ConfigError(
+            f"NNODES={invocation.nnodes} without MASTER_ADDR: every machine would wait for the others at its own {invocation.master_addr}; "
+            "set MASTER_ADDR to the address of machine 0 (127.0.0.1 where all NNODES are this host)"
+        )
     is_cuda = hardware.kind == "cuda"
     per_node = invocation.num_gpus or (hardware.count if is_cuda and distributed else 1)
     if is_cuda and per_node > hardware.count:
         raise EnvironmentFault(f"NUM_GPUS={per_node}: this host has {hardware.count} usable GPUs; set NUM_GPUS={hardware.count}, or see make gpu-info")
     world = per_node * invocation.nnodes
     strategy = "deepspeed" if use_deepspeed else "ddp" if world > 1 else "single"
+    if strategy == "single" and environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
+        # each of a cluster's machines would train by itself
+        raise EnvironmentFault(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, by a cluster or a launcher, and this run is one process; "
+            "set NNODES, NODE_RANK and MASTER_ADDR for several machines, or unset WORLD_SIZE"
+        )
     return Ranks(
         strategy=strategy,
         device=hardware.kind,
@@ -145,10 +176,11 @@ def choose_precision(loaded: LoadedConfig, hardware: Hardware, asked: str | None
         bf16, fp16 = asked == "bf16", asked == "fp16"
     else:
         bf16 = train.bf16 is True or (train.bf16 == "auto" and hardware.supports_bf16 and train.fp16 is not True)
-        fp16 = train.fp16 is True or (train.fp16 == "auto" and has_gpu and not bf16 and train.bf16 == "auto")
+        fp16 = train.fp16 is True or (train.fp16 == "auto" and has_gpu and not hardware.supports_bf16 and not bf16)
     if bf16 and has_gpu and not hardware.supports_bf16:
-        notes.append("train.bf16=true, but a GPU here has no bfloat16 (capability under 8.0): computing in float16; TRAIN_FP16=true TRAIN_BF16=false says so")
-        bf16, fp16 = False, True
+        bf16, fp16 = False, train.fp16 is not False
+        name, says = ("float16", "TRAIN_FP16=true TRAIN_BF16=false") if fp16 else ("float32", "TRAIN_BF16=false")
+        notes.append(f"train.bf16=true, but a GPU here has no bfloat16 (capability under 8.0): computing in {name}; {says} says so")
     if bf16 and fp16:
         notes.append("train.bf16 and train.fp16 are both true: computing in bfloat16; TRAIN_FP16=false says so")
         fp16 = False
@@ -171,12 +203,28 @@ def _require_backend(config: Config, hardware: Hardware) -> None:
         raise EnvironmentFault("tuning.backend=unsloth: unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb")
 
 
+def _require_data(loaded: LoadedConfig) -> None:
+    """Refuse a data file that is not there before a run folder is made."""
+    named = resolve_paths(loaded.config.data)
+    for setting in ("train_path", "val_path", "test_path"):
+        path = getattr(named, setting)
+        if path is not None and not Path(path).is_file():
+            name = f"data.{setting}"
+            raise DataError(f"{name}={path} ({loaded.origin[name]}): no such file; set {env_name(name)} to a .jsonl or .json file that is there")
+
+
 def _read_deepspeed(invocation: Invocation) -> tuple[dict[str, Any], str]:
     path = Path(invocation.deepspeed_config) if invocation.deepspeed_config else ZERO2
     return deepspeed.read(path), str(path)
 
 
-def _refuse_combinations(config: Config, stage: int, ranks: Ranks) -> None:
+def _refuse_combinations(loaded: LoadedConfig, stage: int, offload: bool, ranks: Ranks) -> None:
+    config = loaded.config
+    if offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
+        raise ConfigError(
+            f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW on the CPU; set TRAIN_OPTIM=adamw_torch, "
+            "or delete offload_optimizer from the DeepSpeed JSON"
+        )
     if stage == 3 and config.tuning.mode == "qlora" and ranks.device == "cpu":
         raise ConfigError("ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or DEEPSPEED_CONFIG=configs/deepspeed_zero2.json")
     if stage and config.tuning.backend == "unsloth":
@@ -267,6 +315,6 @@ def resolve_paths(data: DataSection) -> DataSection:
 def _nccl_timeout(environ: Mapping[str, str]) -> int:
     """NCCL_TIMEOUT in seconds: a name that people set and no library reads."""
     text = environ.get("NCCL_TIMEOUT") or str(NCCL_SECONDS)
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"NCCL_TIMEOUT={text}: write whole seconds, such as NCCL_TIMEOUT={NCCL_SECONDS}")
     return int(text)

@@ -9,6 +9,9 @@ from typing import Any
 from sft_play.errors import EnvironmentFault
 
 KNOWN = Path(__file__).parent / "known_shapes.json"
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings")
+TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their config.json on the hub does not say it; the class does
 
 
 @dataclass(frozen=True)
@@ -59,54 +62,69 @@ class ModelShape:
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape that a transformers config.json describes. Raises EnvironmentFault naming the key that it lacks."""
     text = config.get("text_config") or config  # multimodal models nest their language model
+    if any(text.get(key) is None for key in REQUIRED):
+        text = _completed(config)
+    missing = [key for key in REQUIRED if text.get(key) is None]
+    if missing:
+        raise EnvironmentFault(f"model.name={name}: its config.json names no {', '.join(missing)}; is it a language model? Set MODEL_NAME to one that is")
+    heads = text["num_attention_heads"]
+    tied_by_default = text.get("model_type") in TIED_BY_DEFAULT
+    return ModelShape(
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
+        layers=text["num_hidden_layers"],
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))),
+    )
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's class knows and its config.json leaves out (Gemma 3) or names otherwise (GPT-2); {} where there is no such class."""
+    from transformers import AutoConfig  # seconds, so only for such files
+
     try:
-        heads = text["num_attention_heads"]
-        return ModelShape(
-            vocab=text["vocab_size"],
-            hidden=text["hidden_size"],
-            intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
-            layers=text["num_hidden_layers"],
-            heads=heads,
-            kv_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-            is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        )
-    except KeyError as error:
-        raise EnvironmentFault(
-            f"model.name={name}: config.json has no {error}; memory cannot be estimated: set TRAIN_BATCH_SIZE and TRAIN_GRAD_ACCUM"
-        ) from None
+        text = AutoConfig.for_model(**config).get_text_config()
+    except (TypeError, ValueError, KeyError):  # no model_type, or one that transformers does not have
+        return {}
+    return {key: getattr(text, key, None) for key in (*REQUIRED, *OPTIONAL)}
 
 
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
-    """Return the shape of a local model, one in the hub's cache, one that is known by name, or one on the hub.
+    """Return the shape of a local model, one that is known by name, one in the hub's cache, or one on the hub.
 
     Raises: EnvironmentFault when it can be had nowhere.
     """
     local = Path(name)
     if local.is_dir():
         return shape_of(_read(local / "config.json", name), name)
+    known = json.loads(KNOWN.read_text(encoding="utf-8"))
+    if name in known:  # before the cache: the plan of a shipped config is the same everywhere
+        return shape_of(known[name], name)
     cached = _cached(name, revision, environ)
     if cached is not None:
         return shape_of(_read(cached, name), name)
-    known = json.loads(KNOWN.read_text(encoding="utf-8"))
-    if name in known:
-        return shape_of(known[name], name)
     return shape_of(_read(_download(name, revision), name), name)
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EnvironmentFault(f"model.name={name}: the folder has no config.json, so it is no transformers model; see what is in it with ls {name}") from None
     except ValueError as error:
-        raise EnvironmentFault(f"{path}: not valid JSON: {error}") from None
+        raise EnvironmentFault(f"{path}: not valid JSON: {error}; download the model again") from None
+    if not isinstance(config, dict):
+        raise EnvironmentFault(f"{path}: holds {type(config).__name__} rather than an object; download the model again")
+    return config
 
 
 def _cached(name: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
     """The config.json in huggingface_hub's cache, found without importing it (half a second)."""
-    home = Path(environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
-    repo = Path(environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{name.replace('/', '--')}"
+    home = Path(environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
+    repo = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{name.replace('/', '--')}"
     reference = repo / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else revision or ""
     path = repo / "snapshots" / commit / "config.json"

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,16 @@ from typing import Any
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with `text`: temporary file, fsync, rename. A reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # made by open, so that who may read it is the umask's to say
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only the owner reads
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 

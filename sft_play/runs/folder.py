@@ -1,13 +1,16 @@
 """The run folder: what is on disk of one run, and the only path between the front end and the worker. Loads no torch."""
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from sft_play.config.schema import Config
+from sft_play.config import yaml_source
+from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json, write_text
 
@@ -43,13 +46,18 @@ class RunFolder:
         return self.path / ("model" if mode == "full" else "adapter")
 
     def read_config(self) -> Config:
-        """Return the resolved config. Raises EnvironmentFault when this is no run folder."""
-        return Config.model_validate(yaml.safe_load(self._read("config.yaml")))
+        """Return the resolved config. Raises EnvironmentFault when this is no run folder, or one of another version."""
+        try:
+            return Config.model_validate(yaml.safe_load(self._read("config.yaml")))
+        except (yaml.YAMLError, ValidationError) as error:
+            raise EnvironmentFault(f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written by another version: train anew") from None
 
     def read_plan(self) -> dict[str, Any]:
         """Return plan.json. Raises EnvironmentFault when this is no run folder."""
-        self._read("plan.json")
-        return read_json(self.path / "plan.json")
+        try:
+            return json.loads(self._read("plan.json"))
+        except ValueError as error:
+            raise EnvironmentFault(f"{self.path / 'plan.json'}: cannot be read ({error}); train anew") from None
 
     def read_report(self) -> dict[str, Any]:
         """Return run.json, or {} where the worker has not written one."""
@@ -68,7 +76,9 @@ class RunFolder:
 
 
 def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
-    """Make a new run folder, `<stem>-<time>` where the run has no name. Raises ConfigError when the name is taken."""
+    """Make a new run folder, `<stem>-<time>` where the run has no name. Raises ConfigError when the name is taken or no name."""
+    if run_name:
+        _refuse_bad_name(run_name)
     output_dir.mkdir(parents=True, exist_ok=True)
     if run_name:
         try:
@@ -90,8 +100,8 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
 
 def fill(folder: RunFolder, config: Config, plan: dict[str, Any]) -> None:
     """Write config.yaml and plan.json, the whole input of the worker, and a run.json that says so."""
-    header = "# Resolved: nothing is auto from here on. Written by the front end, read by the worker.\n"
-    write_text(folder.path / "config.yaml", header + yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True))
+    header = "# Resolved: batch, precision and paths are no longer auto. Written by the front end, read by the worker.\n"
+    write_text(folder.path / "config.yaml", header + yaml_source.dump(config.model_dump()))
     write_json(folder.path / "plan.json", plan)
     folder.write_report({"status": "planned", "exit_class": None, "cause": None, "run": folder.name})
 
@@ -113,3 +123,18 @@ def listing(output_dir: Path) -> list[RunFolder]:
     """Return all runs, oldest first."""
     plans = sorted(output_dir.glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime)
     return [RunFolder(plan.parent) for plan in plans]
+
+
+def _refuse_bad_name(run_name: str) -> None:
+    """RUN= reaches this unchecked, and `../x` or `a/b` would leave the output folder."""
+    try:
+        TrainSection(run_name=run_name)
+    except ValidationError:
+        raise ConfigError(f"RUN={run_name} is no name for a run's folder; write {settings()['train.run_name'].json_schema_extra['write']}") from None
+
+
+def _first_fault(error: yaml.YAMLError | ValidationError) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+    return str(error).splitlines()[0]

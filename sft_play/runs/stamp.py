@@ -18,7 +18,7 @@ SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "unsloth")
 # What a resume must agree on. World size and strategy may change: optimizer state is checked by the trainer.
-BINDING = ("backend", "mode", "quantisation", "base_model", "base_digest", "adapter", "template_digest")
+BINDING = ("backend", "mode", "quantisation", "base_model", "base_revision", "base_digest", "adapter", "template_digest")
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +42,7 @@ def wanted(config: Config) -> dict[str, Any]:
         "base_model": config.model.name,
         "base_revision": config.model.revision,
         "base_digest": digest_of_model(Path(config.model.name)) if Path(config.model.name).is_dir() else None,
-        "adapter": None if config.tuning.mode == "full" else {**lora.model_dump(exclude={"dropout"}), "dropout": lora.dropout},
+        "adapter": None if config.tuning.mode == "full" else lora.model_dump(),
         "seed": config.train.seed,
         "data_seed": config.train.data_seed,
     }
@@ -64,11 +64,15 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(stamp: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return a sentence for each binding fact in which two stamps differ; facts that either side lacks are skipped."""
+    """Return a sentence for each binding fact in which two stamps differ; facts that either side lacks are skipped.
+
+    Two local bases of one digest are the same base, wherever they lie.
+    """
+    is_moved = stamp.get("base_digest") is not None and stamp.get("base_digest") == other.get("base_digest")
     return [
         f"{name}: the checkpoint has {_short(stamp[name])}, this run {_short(other[name])}"
         for name in BINDING
-        if name in stamp and name in other and stamp[name] != other[name]
+        if name in stamp and name in other and stamp[name] != other[name] and not (name == "base_model" and is_moved)
     ]
 
 

@@ -17,6 +17,8 @@ from sft_play.training.runtime import Process
 
 logger = logging.getLogger(__name__)
 
+GRACE_SECONDS = 5.0  # launchers pass a signal on that the terminal has given to their ranks already: within this it is the same one
+
 
 class EvalSpeedCallback(TrainerCallback):
     """Puts the model in evaluation mode only inside an evaluation, and counts its seconds.
@@ -31,7 +33,8 @@ class EvalSpeedCallback(TrainerCallback):
     @contextlib.contextmanager
     def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
         """Evaluate `model` inside this context."""
-        started, was_training, used_cache = time.perf_counter(), model.training, model.config.use_cache
+        started, used_cache = time.perf_counter(), model.config.use_cache
+        was_training = {module: module.training for module in model.modules()}
         checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
         try:
             model.eval()
@@ -43,7 +46,8 @@ class EvalSpeedCallback(TrainerCallback):
             for module in checkpointed:
                 module.gradient_checkpointing = True
             model.config.use_cache = used_cache
-            model.train(was_training)
+            for module, mode in was_training.items():
+                module.training = mode
             self.seconds += time.perf_counter() - started
 
 
@@ -97,22 +101,32 @@ class Throughput(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; a second signal ends it at once.
+    """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; one that comes seconds later ends it at once.
 
     The ranks agree by an all-reduce: a signal that reaches one rank alone would leave the others in a collective.
     """
 
     def __init__(self, process: Process):
-        self.process, self.requested, self.stopped = process, False, False
+        self.process, self.stopped = process, False
+        self._requested_at: float | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
+    @property
+    def requested(self) -> bool:
+        """Whether this rank got a signal."""
+        return self._requested_at is not None
+
     def _note(self, number: int, frame: Any) -> None:
-        if self.requested:
+        now = time.monotonic()
+        if self._requested_at is None:
+            self._requested_at = now
+            logger.warning(
+                "%s: stopping at the end of this step with a checkpoint; once more after %.0f seconds stops at once", signal.Signals(number).name, GRACE_SECONDS
+            )
+        elif now - self._requested_at > GRACE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.requested = True
-        logger.warning("%s: stopping at the end of this step with a checkpoint; once more stops at once", signal.Signals(number).name)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         requested = self.requested
@@ -121,7 +135,12 @@ class StopOnSignal(TrainerCallback):
             distributed.all_reduce(agreed, distributed.ReduceOp.MAX)
             requested = bool(agreed)
         if requested and state.global_step < state.max_steps:
-            self.stopped = control.should_training_stop = control.should_save = True
+            self.stopped = control.should_training_stop = control.should_save = control.should_log = True
+            control.should_evaluate = False  # whoever stops a run waits, and launchers kill after 30 seconds
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stopped:  # Trainer ends the epoch that a stop cuts short, and would evaluate and save once more
+            control.should_save = control.should_evaluate = False
 
 
 class Progress(TrainerCallback):

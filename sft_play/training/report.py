@@ -3,7 +3,9 @@
 import errno
 import logging
 import os
+import re
 import resource
+import sys
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -15,16 +17,24 @@ from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
+file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
+
+# What gloo and NCCL say when a peer is gone or a collective took too long; gloo's errors are plain RuntimeErrors.
+PEER_LOST = re.compile(r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting", re.IGNORECASE)
+# What safetensors and torch.save say of a full disk, where Python would raise an OSError.
+DISK_FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded|PytorchStreamWriter failed|iostream error|unexpected pos")
+NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)  # torch's CPU allocator, and CUDA outside torch's
 
 
 class Report:
     """A context around a rank's work: main writes run.json, and so does the rank that fails first.
 
-    An error is recorded with its exit class and goes on; `exit_class` is what the process should exit with.
+    An error is recorded with its exit class, told once, and ends here; `exit_class` is what the process should exit with.
     """
 
     def __init__(self, folder: RunFolder, plan: dict[str, Any], mode: str, backend: str, rank: int):
-        self.folder, self.rank = folder, rank
+        self.folder, self.rank, self.world_size = folder, rank, plan["world_size"]
+        self.exit_class = ExitClass.UNEXPECTED
         self.started = time.perf_counter()
         self.facts: dict[str, Any] = {
             "run": folder.name,
@@ -38,6 +48,7 @@ class Report:
             "mode": mode,
             "global_step": 0,
             "pid": os.getpid(),
+            "launcher_pid": os.getppid(),
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": stamp.versions(),
             "seconds": {},
@@ -47,27 +58,45 @@ class Report:
         }
 
     def __enter__(self) -> Self:
-        self.write()
+        if not self._has_failed_elsewhere():
+            self.write()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if error is None:
+            return False
+        self.exit_class, cause = classify(error)
+        # a cause that has a class is its sentence, on the terminal; the log file has every traceback
+        where, is_known = (kind, error, trace), self.exit_class is not ExitClass.UNEXPECTED
+        told = f"{cause}\nexit class {int(self.exit_class)} ({self.exit_class.name.lower()}), rank {self.rank}, {self.folder.path}"
+        logger.error("%s", told, exc_info=None if is_known else where)
+        if is_known:
+            file_only.warning("raised here", exc_info=where)
+        try:
+            self._record(cause)
+        except OSError as unwritable:  # a full disk: the cause was told, and must not be hidden by this
+            logger.error("%s cannot be written: %s", self.folder.path / "run.json", unwritable)
+        return isinstance(error, Exception | KeyboardInterrupt)  # SystemExit goes on
+
+    def _record(self, cause: str) -> None:
+        """Write the cause, unless another rank failed first: then this one failed because of it."""
+        if self._has_failed_elsewhere():
+            if self.rank == 0:
+                logger.error("first to fail: %s", self.folder.read_report()["cause"])
             return
-        exit_class, cause = classify(error)
-        already = self.folder.read_report().get("status")
-        if already in ("planned", "running"):  # the first rank to fail has the cause; the others fail because of it
-            self.finish("failed", exit_class, cause, force=True)
-        # rank 0 prints to the terminal, the others to their log file; the launcher prints what is no error of ours
-        where = None if isinstance(error, SftPlayError) else (kind, error, trace)
-        logger.error("%s\nexit class %d (%s), rank %d, %s", cause, exit_class, exit_class.name.lower(), self.rank, self.folder.path, exc_info=where)
+        if self.rank != 0:  # its log file is not what a person looks at
+            sys.stderr.write(f"rank {self.rank}: {cause}\n")
+        self.finish("stopped" if self.exit_class is ExitClass.STOPPED else "failed", self.exit_class, cause, force=True)
 
     def update(self, **facts: Any) -> None:
         """Add facts and write them down."""
         self.facts |= facts
-        self.write()
+        if not self._has_failed_elsewhere():
+            self.write()
 
     def finish(self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False) -> None:
         """Record how the run ended."""
+        self.exit_class = exit_class
         self.facts |= {"status": status, "exit_class": int(exit_class), "cause": cause}
         self.facts["seconds"]["total"] = round(time.perf_counter() - self.started, 3)
         self.write(force)
@@ -76,20 +105,30 @@ class Report:
         if self.rank == 0 or force:
             self.folder.write_report(self.facts)
 
+    def _has_failed_elsewhere(self) -> bool:
+        """Return whether run.json holds the failure of another rank of this launch."""
+        if self.world_size == 1:
+            return False
+        there = self.folder.read_report()
+        return there.get("status") == "failed" and there.get("launcher_pid") == self.facts["launcher_pid"]
+
 
 def classify(error: BaseException) -> tuple[ExitClass, str]:
     """Return the exit class of an error and the sentence for run.json and the terminal."""
+    first = _first_line(error)
     if isinstance(error, SftPlayError):
         return error.exit_class, str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return ExitClass.OUT_OF_MEMORY, f"out of memory: {_first_line(error)}"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
+        return ExitClass.OUT_OF_MEMORY, f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ExitClass.DISK_FULL, f"{error.strerror}: {error.filename or 'a file of the run'}; free some space, then resume"
-    if isinstance(error, torch.distributed.DistBackendError | ConnectionError):
-        return ExitClass.PEER_LOST, f"another rank is gone or hangs: {_first_line(error)}; logs/rank-*.log of the run say which"
+    if DISK_FULL.search(str(error)):
+        return ExitClass.DISK_FULL, f"a file of the run could not be written: {first}; free some space, then resume"
+    if isinstance(error, torch.distributed.DistError | ConnectionError) or (isinstance(error, RuntimeError) and PEER_LOST.search(str(error))):
+        return ExitClass.PEER_LOST, f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which"
     if isinstance(error, KeyboardInterrupt):
         return ExitClass.STOPPED, "interrupted before the first checkpoint"
-    return ExitClass.UNEXPECTED, f"{type(error).__name__}: {_first_line(error)}"
+    return ExitClass.UNEXPECTED, f"{type(error).__name__}: {first}"
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -91,7 +91,10 @@ def _die_with_launcher() -> None:
 
 
 def _log_to(folder: RunFolder, rank: int) -> None:
-    """Send all records to logs/rank-K.log, and to the main rank's terminal ours from INFO and other libraries' errors."""
+    """Send all records to logs/rank-K.log, and to the main rank's terminal ours from INFO and other libraries' errors.
+
+    What a library prints on another rank goes to its log file too: the terminal would show it once a rank.
+    """
     folder.logs.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(folder.logs / f"rank-{rank}.log", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -104,3 +107,5 @@ def _log_to(folder: RunFolder, rank: int) -> None:
         terminal.setFormatter(logging.Formatter("%(message)s"))
         terminal.addFilter(lambda record: record.name.startswith("sft_play") or record.levelno >= logging.ERROR)
         root.addHandler(terminal)
+    else:
+        os.dup2(file.stream.fileno(), sys.stdout.fileno())

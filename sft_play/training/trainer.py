@@ -1,20 +1,27 @@
 """transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
 
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import rotate_checkpoints
 
 from sft_play.data.collate import StepSampler
+from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator, Scores
 from sft_play.models.losses import summed_nll
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.check import check_finite
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
@@ -30,6 +37,7 @@ class SftTrainer(Trainer):
     """A Trainer whose steps train the same rows on any number of ranks, and whose NaN is an error."""
 
     def __init__(self, *, order: StepSampler, evaluator: Evaluator, speed: EvalSpeedCallback, throughput: Throughput, stamp: dict[str, Any], **kwargs: Any):
+        self.base_use_cache = kwargs["model"].config.use_cache  # Trainer turns it off, and it is saved with the weights
         super().__init__(compute_loss_func=token_mean_loss, **kwargs)
         self.order, self.evaluator, self.speed, self.throughput, self.stamp = order, evaluator, speed, throughput, stamp
 
@@ -46,6 +54,12 @@ class SftTrainer(Trainer):
         )
         return self.accelerator.prepare(loader)
 
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        # a resumed state brings the intervals of the run that wrote it; this run's settings hold
+        begun = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)
+        return begun
+
     def _run_epoch(self, **kwargs: Any) -> None:
         # Trainer reaches the sampler through a wrapper that is missing when an epoch is resumed in its middle
         self.order.set_epoch(kwargs["epoch"])
@@ -55,7 +69,8 @@ class SftTrainer(Trainer):
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
         batches, labelled = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches:
-            self.throughput.tokens += batch["attention_mask"].sum()
+            has_loss = batch["labels"].ne(IGNORE_INDEX).any(dim=1, keepdim=True)  # (B, 1): no filler
+            self.throughput.tokens += (batch["attention_mask"] * has_loss).sum()
         return batches, labelled
 
     def scores(self, evaluator: Evaluator) -> Scores:
@@ -72,7 +87,7 @@ class SftTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, unless a value that steers training is no number. Raises: DivergedError, on every rank."""
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm", "train_loss"):
             if name in logs and not math.isfinite(logs[name]) and not (self.args.fp16 and name == "grad_norm"):
                 raise DivergedError(
                     f"{name}={logs[name]} at step {self.state.global_step}: the run has diverged; try TRAIN_LEARNING_RATE="
@@ -82,14 +97,32 @@ class SftTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
-        super()._save_checkpoint(model, trial)
+        check_finite(self.model, self.state.global_step)
+        kept, self.args.save_total_limit = self.args.save_total_limit, None  # no older one goes before this one is complete
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError):
+            shutil.rmtree(folder, ignore_errors=True)  # of no use to anyone, and on a full disk run.json needs the room
+            raise
+        finally:
+            self.args.save_total_limit = kept
+        self.accelerator.wait_for_everyone()  # every rank writes files of its own
         if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})  # last: its presence marks it complete
+            rotate_checkpoints(self.args.output_dir, save_total_limit=kept, use_mtime=True)
         self.throughput.save_seconds += time.perf_counter() - started
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # without training_args.bin, which holds the hub token in clear
         target = output_dir or self.args.output_dir
-        self.model.save_pretrained(target, state_dict=state_dict)
+        if not is_deepspeed_zero3_enabled():
+            state_dict = None  # the model is whole: below stage 3 DeepSpeed's copy holds tied weights twice
+        # peft would ask the hub whether the vocabulary has changed
+        options = {"save_embedding_layers": False} if isinstance(self.model, PeftModel) else {}
+        used_cache, self.model.config.use_cache = self.model.config.use_cache, self.base_use_cache
+        try:
+            self.model.save_pretrained(target, state_dict=state_dict, **options)
+        finally:
+            self.model.config.use_cache = used_cache
         self.processing_class.save_pretrained(target)

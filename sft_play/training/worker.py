@@ -28,7 +28,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.callbacks import BeforeFirstStep, EvalSpeedCallback, Progress, StopOnSignal, Throughput
-from sft_play.training.check import check_engine, check_saved_adapter
+from sft_play.training.check import check_engine, check_resumable, check_saved_adapter, check_saved_model, check_vocabulary
 from sft_play.training.judge import Judge
 from sft_play.training.report import Report, peak_bytes
 from sft_play.training.runtime import Process
@@ -55,8 +55,9 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     runtime.join_group(plan, config.train.ddp_timeout)
     arguments = training_arguments(config, plan, folder)
     made_of = make_stamp(config, plan, data, tokenizer)
-    checkpoint = checkpoint_to_resume(config, made_of)
+    checkpoint = checkpoint_to_resume(config, plan, made_of)
     model = load_model(config, Placement(process.device, compute_dtype(config), plan["zero_stage"]))
+    check_vocabulary(model, largest_id(data, tokenizer))
     log_model(model, config, process, plan)
     clock.lap("load")
 
@@ -80,12 +81,13 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     clock.lap("training")
     if not stop.stopped:
         judge.score("after")
-    weights = save_checked(trainer, config, plan, folder, process)
+    weights = save_checked(trainer, config, plan, folder, process, is_complete=not stop.stopped)
     clock.lap("save")
     close(report, trainer, process, stop, folder)
     if process.is_main:
         logger.info("%s", "\n".join(summary_lines(report.facts, judge, folder, weights)))
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # a launcher ends the others when a stopped run's first rank exits with 75
         torch.distributed.destroy_process_group()
 
 
@@ -107,6 +109,12 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
 
+def largest_id(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest token id that a batch can hold."""
+    splits = (data.train, data.validation, data.test)
+    return max(tokenizer.pad_token_id, max(max(row.ids) for split in splits for row in split.rendered))
+
+
 def build_trainer(
     config: Config,
     plan: dict[str, Any],
@@ -125,6 +133,7 @@ def build_trainer(
         args=arguments,
         processing_class=tokenizer,
         train_dataset=TrainRows(data.train),
+        eval_dataset=TrainRows(data.validation),  # Trainer asks for one; the evaluator holds what is evaluated
         data_collator=PadCollator(tokenizer.pad_token_id),
         order=StepSampler(len(data.train), config.train.batch_size, plan["effective_batch"], seed),
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
@@ -157,23 +166,31 @@ def make_stamp(config: Config, plan: dict[str, Any], data: PreparedData, tokeniz
     }
 
 
-def checkpoint_to_resume(config: Config, made_of: dict[str, Any]) -> Path | None:
-    """Return the checkpoint folder to go on from. Raises CheckpointError when its stamp does not fit this run."""
+def checkpoint_to_resume(config: Config, plan: dict[str, Any], made_of: dict[str, Any]) -> Path | None:
+    """Return the checkpoint folder to go on from. Raises CheckpointError when it does not fit this run or lacks a part."""
     if config.train.resume_from is None:
         return None
     checkpoint = stamp.latest_checkpoint(Path(config.train.resume_from))
-    stamp.refuse_mismatch(checkpoint, made_of, config.train.allow_backend_change)
+    was_made_of = stamp.refuse_mismatch(checkpoint, made_of, config.train.allow_backend_change)
+    check_resumable(checkpoint, was_made_of, plan["strategy"], plan["world_size"])
+    for name in ("data_digest", "effective_batch"):
+        if was_made_of.get(name) != made_of[name]:
+            logger.warning(
+                "resume: %s was %s and is %s: the rows of the steps to come are not those that were left", name, was_made_of.get(name), made_of[name]
+            )
     logger.info("resume from=%s", checkpoint)
     return checkpoint
 
 
-def save_checked(trainer: SftTrainer, config: Config, plan: dict[str, Any], folder: RunFolder, process: Process) -> Path:
+def save_checked(trainer: SftTrainer, config: Config, plan: dict[str, Any], folder: RunFolder, process: Process, is_complete: bool) -> Path:
     """Save adapter/ or model/, read it back, stamp it, and return it. Raises CheckpointError, DivergedError."""
     weights = folder.weights(config.tuning.mode)
     trainer.save_model(str(weights))  # a collective under ZeRO-3; one rank writes
     if process.is_main:
-        if config.tuning.mode != "full":
-            check_saved_adapter(weights, trainer.model, plan["zero_stage"])
+        if config.tuning.mode == "full":
+            check_saved_model(weights, trainer.model, plan["zero_stage"])
+        else:
+            check_saved_adapter(weights, trainer.model, plan["zero_stage"], is_complete)
         stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
     return weights
 

@@ -1,0 +1,201 @@
+"""What several test modules share: a tiny model, rows of unequal length, and runs of the real worker in this process."""
+
+import gc
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin while they wait starve each other
+
+ROOT = Path(__file__).resolve().parents[1]
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The tokenizer that ships."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "data" / "tiny_llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tokenizer, tmp_path_factory) -> Path:
+    """A folder with a Llama of 2 layers, random float32 weights, and the tokenizer that ships."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> dict[str, Path]:
+    """Files of 10 training and 6 validation rows; no two of a file are equally long."""
+    folder = tmp_path_factory.mktemp("rows")
+    numbers = {"train": (7, 1, 12, 3, 10, 5, 2, 14, 9, 4), "val": (6, 13, 8, 1, 11, 3)}
+    files = {name: folder / f"{name}.jsonl" for name in numbers}
+    for name, path in files.items():
+        records = [{"question": f"Count to {n}.", "answer": " ".join(map(str, range(1, n + 1)))} for n in numbers[name]]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return files
+
+
+@pytest.fixture(scope="session")
+def taught_base(tiny_base, rows, tokenizer, tmp_path_factory) -> Path:
+    """The tiny model, taught the validation rows for two seconds: its answers end, and no two are alike."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sft_play.config.schema import Config
+    from sft_play.data.prepare import prepare
+    from sft_play.models.losses import summed_nll
+
+    split = prepare(Config.model_validate({"data": {"train_path": str(rows["train"]), "val_path": str(rows["val"])}}), tokenizer).validation
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(300):
+        worst = 0.0
+        for row in split.rendered:
+            loss = summed_nll(model(input_ids=torch.tensor([row.ids])).logits, torch.tensor([row.labels])) / row.trained_tokens
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worst = max(worst, loss.item())
+        if worst < 0.02:  # nats a token: every one of them is by far the most likely
+            break
+    assert worst < 0.02, worst
+    folder = tmp_path_factory.mktemp("taught")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def settings_of(tiny_base, rows) -> Callable[..., dict[str, object]]:
+    """A function that returns the settings of a quick run, by dotted name, with `changes` on top."""
+    quick = {
+        "model.name": tiny_base,
+        "model.max_seq_len": 256,
+        "data.train_path": rows["train"],
+        "data.val_path": rows["val"],
+        "train.batch_size": 2,
+        "train.grad_accum": 2,
+        "train.max_steps": 3,
+        "train.learning_rate": 0.01,
+        "train.lr_scheduler_type": "constant",
+        "train.warmup_steps": 0,
+        "train.logging_steps": 1,
+        "train.save_strategy": "no",
+        "train.generation_max_rows": 4,
+        "train.generation_max_new_tokens": 8,
+    }
+    return lambda changes: {**quick, **changes}
+
+
+@pytest.fixture(scope="session")
+def plan_run(settings_of, tmp_path_factory) -> Callable:
+    """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder."""
+    from sft_play import commands
+    from sft_play.config.invocation import Invocation
+    from sft_play.runs import folder as run_folders
+
+    def plan(changes: dict[str, object], num_gpus: int = 1, use_deepspeed: bool = False):
+        settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
+        words = tuple(f"{name}={'null' if value is None else value}" for name, value in settings.items())
+        call = commands.Call(Invocation(device="cpu", num_gpus=num_gpus, run="run"), dict(os.environ), words)
+        loaded, planned = commands.make_plan(call, num_gpus > 1, use_deepspeed)
+        folder = commands.new_run(call, loaded, planned)
+        run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
+        return folder
+
+    return plan
+
+
+@pytest.fixture(scope="session")
+def run_worker() -> Callable:
+    """A function that runs the worker on a planned folder in this process and returns its exit class."""
+    from sft_play.training.entry import main
+
+    def run(folder) -> int:
+        root = logging.getLogger()
+        handlers, level, actions = root.handlers[:], root.level, {number: signal.getsignal(number) for number in STOPPING}
+        gc.freeze()  # a run collects garbage, among all that the imports brought
+        try:
+            return main(folder.path)
+        finally:
+            gc.unfreeze()
+            for handler in set(root.handlers) - set(handlers):
+                handler.close()
+            root.handlers[:] = handlers
+            root.setLevel(level)
+            logging.captureWarnings(False)
+            for number, action in actions.items():
+                signal.signal(number, action)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(plan_run, run_worker) -> Callable:
+    """A function that returns the folder of a finished quick run of a mode, the same one to every test."""
+    runs = {}
+
+    def run(mode: str):
+        if mode not in runs:
+            runs[mode] = plan_run({"tuning.mode": mode, "train.save_strategy": "steps", "train.save_steps": 2})
+            assert run_worker(runs[mode]) == 0, runs[mode].read_report()["cause"]
+        return runs[mode]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def losses_of() -> Callable:
+    """A function that returns the logged losses of a run."""
+    return lambda folder: [entry["loss"] for entry in folder.read_report()["loss"]]
+
+
+@pytest.fixture(scope="session")
+def build_trainer() -> Callable:
+    """A function that returns the trainer of a planned run as the worker builds it, and its data."""
+    import torch
+
+    from sft_play.data.prepare import prepare
+    from sft_play.models.load import Placement, load_model, load_tokenizer
+    from sft_play.training import runtime, worker
+    from sft_play.training.arguments import training_arguments
+
+    def build(folder):
+        config, plan, device = folder.read_config(), folder.read_plan(), torch.device("cpu")
+        tokenizer = load_tokenizer(config)
+        data = prepare(config, tokenizer)
+        runtime.seed_everything(config.train.seed)
+        arguments = training_arguments(config, plan, folder)
+        model = load_model(config, Placement(device, torch.float32, zero_stage=0))
+        made_of = worker.make_stamp(config, plan, data, tokenizer)
+        return worker.build_trainer(config, plan, runtime.Process(0, 0, 1, device), tokenizer, data, model, arguments, made_of), data
+
+    return build

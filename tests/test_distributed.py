@@ -1,0 +1,240 @@
+"""Several processes, started as a user starts them: equal to one process, honest about their number, and none left behind.
+
+Slow: each launch imports torch twice and compiles nothing; the first one under DeepSpeed on a machine compiles one op, half a minute.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from sft_play.runs.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # two ranks on two cores
+# 10 rows, 8 a step: two steps an epoch, and the second holds 2 rows and 6 fillers
+STEPS = {"train.max_steps": None, "train.epochs": 2, "train.batch_size": 2, "train.learning_rate": 1e-3, "train.save_strategy": "no"}
+STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
+SECONDS = 240
+
+
+class Launched:
+    """A make target that runs, in a session of its own, and its output."""
+
+    def __init__(self, output_dir: Path, target: str, settings: dict[str, object], **variables: str):
+        words = {name.upper().replace(".", "_"): "null" if value is None else value for name, value in {**settings, "train.output_dir": output_dir}.items()}
+        words |= {"DEVICE": "cpu", "RUN": "run", "PY": sys.executable, "NUM_GPUS": "2", **variables}
+        command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
+        self.log, self.folder = output_dir / "make.log", RunFolder(output_dir / "run")
+        with self.log.open("w") as log:
+            self.make = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **QUIET}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def wait_for(self, text: str) -> None:
+        """Return once the output holds `text`, with `everyone` the processes that run then."""
+        deadline = time.monotonic() + SECONDS
+        while text not in self.log.read_text():
+            assert self.make.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.05)
+        make = psutil.Process(self.make.pid)
+        self.everyone = [make, *make.children(recursive=True)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes that run the worker, rank 0 first."""
+        found = [
+            p for p in psutil.process_iter(["environ", "cmdline"]) if str(self.folder.path) in (p.info["cmdline"] or []) and "RANK" in (p.info["environ"] or {})
+        ]
+        return sorted(found, key=lambda p: int(p.info["environ"]["RANK"]))
+
+    def finish(self) -> None:
+        """Wait for an end without an error."""
+        assert self.make.wait(SECONDS) == 0, self.log.read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched]:
+    """A function that starts a make target with quick settings; what it left running is killed in the end."""
+    started: list[Launched] = []
+
+    def start(target: str, changes: dict[str, object], **variables: str) -> Launched:
+        started.append(Launched(tmp_path_factory.mktemp("out"), target, settings_of({"model.name": taught_base, **changes}), **variables))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        if launched.make.poll() is None:
+            os.killpg(launched.make.pid, signal.SIGKILL)
+        for rank in launched.ranks():
+            rank.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(launch) -> Callable[[object, str], Launched]:
+    """A function that returns a finished run of two processes, the same one to every test; `engine` is ddp or a ZeRO stage."""
+    runs: dict[tuple[object, str], Launched] = {}
+
+    def run(engine: object, mode: str) -> Launched:
+        if (engine, mode) not in runs:
+            changes = {**STEPS, "tuning.mode": mode, "train.grad_accum": 2}
+            ddp = engine == "ddp"
+            runs[engine, mode] = launch("train-distributed", changes) if ddp else launch("train-deepspeed", changes, DEEPSPEED_CONFIG=STAGE[engine])
+            runs[engine, mode].finish()
+        return runs[engine, mode]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(plan_run, run_worker, taught_base) -> Callable[[str], RunFolder]:
+    """A function that returns the run of one process with the rows of a step of two, the same one to every test."""
+    runs: dict[str, RunFolder] = {}
+
+    def run(mode: str) -> RunFolder:
+        if mode not in runs:
+            runs[mode] = plan_run({**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 4})
+            assert run_worker(runs[mode]) == 0
+        return runs[mode]
+
+    return run
+
+
+def differences(one: RunFolder, two: RunFolder, mode: str) -> dict[str, float]:
+    """Return the largest absolute difference in logged losses, scores, and saved weights."""
+    a, b = one.read_report(), two.read_report()
+    steps = [entry["step"] for entry in a["loss"]]
+    assert steps == [entry["step"] for entry in b["loss"]] == [1, 2, 3, 4]
+    before, after = (load_file(next(folder.weights(mode).glob("*.safetensors"))) for folder in (one, two))
+    assert before.keys() == after.keys()
+    return {
+        "loss": max(abs(x["loss"] - y["loss"]) for x, y in zip(a["loss"], b["loss"], strict=True)),
+        **{f"{name} {when}": abs(a["metrics"][when][name] - b["metrics"][when][name]) for name in ("eval_loss", "rougeL") for when in ("before", "after")},
+        "weights": max((before[name] - after[name]).abs().max().item() for name in before),
+    }
+
+
+CASES = [("ddp", mode) for mode in ("lora", "full", "qlora")] + [(2, "lora"), (2, "full"), (3, "lora"), (3, "full")]
+
+
+@pytest.mark.parametrize(("engine", "mode"), CASES)
+def test_two_processes_train_as_one(pair, alone, engine, mode):
+    """Float32, rows of unequal length, accumulation, a last step that is partly filled: losses, scores, answers and weights agree."""
+    launched, one = pair(engine, mode), alone(mode)
+    found = differences(one, launched.folder, mode)
+    print(f"\nparity {engine} {mode} " + " ".join(f"{name}={value:.1e}" for name, value in found.items()))
+    assert (launched.folder.evaluation / "after.jsonl").read_text() == (one.evaluation / "after.jsonl").read_text()
+    assert one.read_report()["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
+    # the ranks' sums are added in another order, and Adam divides by the root of tiny second moments, four times
+    assert max(found.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("engine", ["ddp", 2])
+def test_two_processes_are_two_and_say_so_once(pair, engine):
+    launched = pair(engine, "lora")
+    report = launched.folder.read_report()
+    assert (report["status"], report["world_size"], report["exit_class"]) == ("done", 2, 0)
+    assert (report["engine"], report["strategy"]) == (("DistributedDataParallel", "ddp") if engine == "ddp" else ("DeepSpeedEngine", "deepspeed"))
+    assert sorted(path.name for path in launched.folder.logs.iterdir()) == ["rank-0.log", "rank-1.log"]
+    samples = ("prompt ", "expected ", "before  ", "after  ")  # two answers may be alike
+    lines = [line for line in launched.log.read_text().splitlines() if line.strip() and not line.startswith(samples)]
+    assert any(line.startswith("ranks world=2 ") for line in lines) and any(line.startswith("step 4/4 loss=") for line in lines)
+    assert len(lines) == len(set(lines)), "a line was printed twice"
+
+
+def test_plain_torchrun_starts_a_planned_run(plan_run, taught_base, alone):
+    folder = plan_run({**STEPS, "model.name": taught_base, "train.grad_accum": 2}, num_gpus=2)
+    torchrun(str(ROOT / "scripts" / "train.py"), str(folder.path))
+    assert folder.read_report()["world_size"] == 2
+    assert max(differences(alone("lora"), folder, "lora").values()) <= 1e-5
+
+
+PROBE = """
+import json, sys
+from pathlib import Path
+import torch
+from sft_play.training import entry, worker
+
+def look(model, strategy):
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    found = [model.find_unused_parameters, model.bucket_bytes_cap, model.broadcast_buffers, group.options._timeout.total_seconds()]
+    (Path(sys.argv[1]) / f"found-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+worker.check_engine = look
+sys.exit(entry.main(Path(sys.argv[1])))
+"""
+
+
+def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run, tmp_path):
+    (tmp_path / "probe.py").write_text(PROBE)
+    settings = {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 3, "ddp_broadcast_buffers": True, "ddp_timeout": 77}
+    folder = plan_run({f"train.{name}": value for name, value in settings.items()} | {"train.predict_with_generate": False}, num_gpus=2)
+    torchrun(str(tmp_path / "probe.py"), str(folder.path))
+    assert [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [[True, 3 * 2**20, True, 77.0]] * 2
+
+
+def torchrun(*script: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--master_addr", "127.0.0.1", *script]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+# Signals
+
+LONG = {"train.max_steps": 3000, "train.save_strategy": "no", "train.predict_with_generate": False}
+
+
+def check_stopped(launched: Launched) -> int:
+    """Assert that a run stopped on request with a checkpoint and left no process; return its step."""
+    _, alive = psutil.wait_procs(launched.everyone, timeout=60)
+    assert not alive, [process.cmdline() for process in alive]
+    assert launched.make.wait(SECONDS) != 0
+    report = launched.folder.read_report()
+    assert (report["status"], report["exit_class"]) == ("stopped", 75), launched.log.read_text()[-3000:]
+    assert (launched.folder.checkpoints / f"checkpoint-{report['global_step']}" / "stamp.json").is_file()
+    return report["global_step"]
+
+
+def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(launch):
+    launched = launch("train-distributed", LONG)
+    launched.wait_for("step 2/")
+    launched.ranks()[1].terminate()
+    assert 2 <= check_stopped(launched) < 3000
+
+
+def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_resumes(launch):
+    """Its launcher answers the interrupt that all processes get with a SIGTERM to each."""
+    launched = launch("train-deepspeed", LONG)
+    launched.wait_for("step 2/")
+    os.killpg(launched.make.pid, signal.SIGINT)
+    step = check_stopped(launched)
+    again = launch("train-deepspeed", {**LONG, "train.max_steps": step + 2, "train.resume_from": launched.folder.path})
+    again.finish()
+    curve = [entry["loss"] for entry in again.folder.read_report()["loss"]]
+    assert len(curve) == step + 2 and curve[:step] == [entry["loss"] for entry in launched.folder.read_report()["loss"]]
+
+
+def test_a_killed_rank_takes_the_others_with_it(launch):
+    launched = launch("train-distributed", LONG)
+    launched.wait_for("step 2/")
+    launched.ranks()[1].kill()
+    _, alive = psutil.wait_procs(launched.everyone, timeout=60)
+    assert not alive, [process.cmdline() for process in alive]
+    assert launched.make.wait(SECONDS) != 0
+    report = launched.folder.read_report()
+    assert (report["status"], report["exit_class"]) == ("failed", 17)
+    assert report["cause"].startswith("another rank is gone or hangs: ")
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(launch):
+    launched = launch("train-distributed", LONG)
+    launched.wait_for("step 2/")
+    launched.ranks()[0].parent().kill()
+    check_stopped(launched)

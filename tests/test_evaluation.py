@@ -1,0 +1,216 @@
+"""Scores that depend on the model and the rows alone, and a model that is after an evaluation what it was before."""
+
+import math
+import random
+import socket
+
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import Config, TrainSection
+from sft_play.data.prepare import Split, prepare
+from sft_play.data.render import IGNORE_INDEX, render_prompt
+from sft_play.data.rows import Message, Row
+from sft_play.errors import DivergedError
+from sft_play.evaluation.evaluator import Evaluator, Ranks
+from sft_play.evaluation.metrics import rouge_l
+from sft_play.training.callbacks import EvalSpeedCallback
+
+HERE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def split(rows, tokenizer) -> Split:
+    """Six rows, no two of one length."""
+    return prepare(Config.model_validate({"data": {"train_path": str(rows["train"]), "val_path": str(rows["val"])}}), tokenizer).validation
+
+
+@pytest.fixture(scope="module")
+def model(taught_base):
+    """A model whose answers end, differ, and are longer for longer questions."""
+    return AutoModelForCausalLM.from_pretrained(taught_base).eval()
+
+
+@pytest.fixture(scope="module")
+def untrained(tiny_base):
+    """The tiny model as it is: its loss is far from 0, where float32 would leave few digits."""
+    return AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+
+
+def evaluator(split, tokenizer, ranks=HERE, **changes) -> Evaluator:
+    settings = {"eval_batch_size": 3, "generation_max_new_tokens": 24, "generation_max_rows": None}
+    return Evaluator(split, tokenizer, TrainSection.model_validate({**settings, **changes}), ranks)
+
+
+# Loss
+
+
+def test_the_loss_is_the_mean_over_all_labelled_tokens_row_by_row(untrained, split, tokenizer):
+    nats = tokens = 0.0
+    with torch.no_grad():
+        for row in split.rendered:
+            scores = untrained(input_ids=torch.tensor([row.ids])).logits[0].double().log_softmax(-1)
+            nats -= sum(scores[t, label].item() for t, label in enumerate(row.labels[1:]) if label != IGNORE_INDEX)
+            tokens += sum(label != IGNORE_INDEX for label in row.labels[1:])
+    assert evaluator(split, tokenizer).loss(untrained) == pytest.approx(nats / tokens, rel=1e-6)  # float32 logits
+
+
+@pytest.mark.parametrize("batch_size", [2, 5, 6])
+def test_the_loss_depends_neither_on_the_batch_size_nor_on_the_padding_that_comes_with_it(untrained, split, tokenizer, batch_size):
+    alone = evaluator(split, tokenizer, eval_batch_size=1).loss(untrained)
+    assert evaluator(split, tokenizer, eval_batch_size=batch_size).loss(untrained) == pytest.approx(alone, rel=1e-6)  # sums in another order
+
+
+def test_the_loss_does_not_depend_on_the_order_of_the_rows(untrained, split, tokenizer):
+    order = random.Random(0).sample(range(len(split)), len(split))
+    shuffled = Split([split.rows[i] for i in order], [split.rendered[i] for i in order])
+    assert evaluator(shuffled, tokenizer).loss(untrained) == pytest.approx(evaluator(split, tokenizer).loss(untrained), rel=1e-6)
+
+
+def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base, split, tokenizer):
+    broken = AutoModelForCausalLM.from_pretrained(tiny_base)
+    with torch.no_grad():
+        broken.model.norm.weight[3] = math.nan
+    with pytest.raises(DivergedError, match="eval_loss=nan"):
+        evaluator(split, tokenizer).score(broken)
+
+
+# Answers
+
+
+def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(model, split, tokenizer):
+    alone = evaluator(split, tokenizer, eval_batch_size=1).answers(model)
+    assert len(alone) == len(split) and len(set(alone)) > 1, "a model that always says one thing proves nothing"
+    for batch_size in (2, 3, 5, 6):
+        assert evaluator(split, tokenizer, eval_batch_size=batch_size).answers(model) == alone
+    by_hand = []
+    for row in split.rows:
+        ids = torch.tensor([render_prompt(row.prompt, tokenizer)])
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        by_hand.append(tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    assert alone == by_hand
+
+
+def test_the_prompt_is_no_part_of_an_answer(model, split, tokenizer):
+    for row, answer in zip(split.rows, evaluator(split, tokenizer).answers(model), strict=True):
+        assert row.prompt[-1].content == f"Count to {row.answer.split()[-1]}."
+        assert "Count" not in answer and "<|" not in answer
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_no_answer_is_longer_than_generation_max_new_tokens(model, split, tokenizer, most):
+    answers = evaluator(split, tokenizer, generation_max_new_tokens=most).answers(model)
+    lengths = [len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers]
+    assert max(lengths) <= most and max(lengths) == most, lengths
+
+
+def test_only_the_first_generation_max_rows_rows_are_answered(model, split, tokenizer):
+    scores = evaluator(split, tokenizer, generation_max_rows=2).score(model)
+    assert list(scores.answers) == evaluator(split, tokenizer).answers(model)[:2]
+
+
+def test_without_predict_with_generate_there_is_a_loss_alone(model, split, tokenizer):
+    scores = evaluator(split, tokenizer, predict_with_generate=False).score(model)
+    assert (scores.rouge_l, scores.answers) == (None, ())
+    assert scores.as_metrics().keys() == {"eval_loss", "eval_loss_seconds"}
+
+
+def test_a_model_that_answers_as_it_should_scores_1(model, split, tokenizer):
+    answers = evaluator(split, tokenizer).answers(model)
+    assert answers == [row.answer for row in split.rows], "it was taught these rows"
+    assert evaluator(split, tokenizer).score(model).rouge_l == 1.0
+    other = [Row((*row.prompt, Message("assistant", "nothing of it")), row.origin) for row in split.rows]
+    assert evaluator(Split(other, split.rendered), tokenizer).score(model).rouge_l == 0.0
+
+
+@pytest.mark.parametrize("changes", [{"eval_accumulation_steps": 2}, {"eval_accumulation_steps": 50}, {"eval_do_concat_batches": True}])
+def test_how_answers_are_held_changes_no_score(model, split, tokenizer, changes):
+    short = {"eval_batch_size": 2, "generation_max_new_tokens": 5}  # too short for most answers
+    plain = evaluator(split, tokenizer, **short).score(model)
+    held = evaluator(split, tokenizer, **short, **changes).score(model)
+    assert held.answers == plain.answers
+    assert (held.eval_loss, held.rouge_l) == (plain.eval_loss, pytest.approx(plain.rouge_l, abs=1e-12))
+    assert 0 < plain.rouge_l < 1, "an extreme score would hide a difference"
+
+
+# Ranks: the scores of several processes are compared in test_distributed
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 9])
+def test_ranks_share_each_row_once_in_equally_many_batches(split, tokenizer, world_size, batch_size):
+    order = [4, 2, 0, 1, 5, 3]
+    shares = [evaluator(split, tokenizer, Ranks(rank, world_size, HERE.device), eval_batch_size=batch_size)._share(order) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    real = [index for share in shares for batch in share for index in batch if index >= 0]
+    fillers = [index for share in shares for batch in share for index in batch if index < 0]
+    assert sorted(real) == sorted(order)
+    assert set(fillers) <= {~3}, "fillers repeat the last row, the shortest"
+
+
+def test_a_rank_without_a_row_of_its_own_adds_nothing_to_the_loss(split, tokenizer):
+    idle = evaluator(split, tokenizer, Ranks(1, 2, HERE.device), eval_batch_size=6)
+    assert [batch["labels"].ne(IGNORE_INDEX).sum().item() for batch in idle._loss_batches] == [0]
+
+
+# ROUGE-L
+
+ANSWERS = ["the cat sat on the mat", "", "one two", "Completely different words", "a b c d"]
+REFERENCES = ["the cat is on the mat", "something", "One, two!", "nothing shared here", "d c b a"]
+
+
+def test_rouge_l_is_the_mean_f_measure_of_the_rouge_score_package():
+    scorer = RougeScorer(["rougeL"], use_stemmer=False)
+    expected = [scorer.score(reference, answer)["rougeL"].fmeasure for answer, reference in zip(ANSWERS, REFERENCES, strict=True)]
+    assert expected[2] == 1.0 and expected[1] == 0.0 and expected[0] == pytest.approx(2 * 5 / 12)  # the cat on the mat: 5 of 6 words
+    assert rouge_l(ANSWERS, REFERENCES) == pytest.approx(sum(expected) / len(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 4, 99])
+def test_rouge_l_in_batches_is_rouge_l_at_once(batch_rows):
+    assert rouge_l(ANSWERS, REFERENCES, batch_rows) == pytest.approx(rouge_l(ANSWERS, REFERENCES), abs=1e-12)
+
+
+def test_rouge_l_needs_no_network(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("scoring opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert rouge_l(["a b"], ["a b"]) == 1.0
+
+
+# The model, before and after
+
+
+def traits(model) -> dict[str, object]:
+    """What an evaluation changes in a model, module by module."""
+    return {
+        "training": [module.training for module in model.modules()],
+        "use_cache": model.config.use_cache,
+        "checkpointing": [module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing")],
+    }
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("in the middle of an evaluation")])
+def test_a_model_is_after_an_evaluation_what_it_was_before_also_when_the_evaluation_fails(tiny_base, error):
+    model = AutoModelForCausalLM.from_pretrained(tiny_base).train()
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = False  # as Trainer sets it
+    model.model.norm.eval()  # one module that was frozen stays frozen
+    before, speed, trace = traits(model), EvalSpeedCallback(), [model.config.use_cache]
+    try:
+        with speed.evaluating(model):
+            inside = traits(model)
+            trace.append(model.config.use_cache)
+            if error:
+                raise error
+    except RuntimeError as caught:
+        assert caught is error
+    trace.append(model.config.use_cache)
+    assert trace == [False, True, False]
+    assert not any(inside["training"]) and not any(inside["checkpointing"])
+    assert any(before["checkpointing"]) and traits(model) == before
+    assert speed.seconds > 0

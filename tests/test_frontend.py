@@ -1,0 +1,182 @@
+"""The command line as a user types it: make and python in processes of their own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+OURS = ("TRAIN_", "MODEL_", "TUNING_", "DATA_", "MAKE", "MFLAGS", "NUM_GPUS", "CONFIG", "RUN", "DEVICE", "GPUS", "NNODES", "NODE_RANK", "MASTER_", "DEEPSPEED")
+
+
+def clean(**extra: str) -> dict[str, str]:
+    """This environment without what steers a run, and without GPUs: a test means the same on every host."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def make(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", f"PY={sys.executable}", *words], cwd=ROOT, env=clean(**environ), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+    )
+
+
+def sft_play(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sft_play", *words], cwd=ROOT, env=clean(**environ), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+    )
+
+
+def test_make_config_shows_values_and_origins() -> None:
+    shown = make("config", "TRAIN_LEARNING_RATE=1e-4", "TRAIN_BATCH_SIZE=2", TUNING_LORA_R="8")
+    assert shown.returncode == 0, shown.stderr
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.stdout.splitlines()}
+    assert lines["train.learning_rate"] == "= 0.0001 # environment TRAIN_LEARNING_RATE"
+    assert lines["train.batch_size"] == "= 2 # environment TRAIN_BATCH_SIZE"
+    assert lines["tuning.lora.r"] == "= 8 # environment TUNING_LORA_R"
+    assert re.fullmatch(r"= 3\.0 # configs/tiny.yaml:\d+", lines["train.epochs"])
+    assert lines["train.adam_beta1"] == "= 0.9 # built-in default"
+
+
+def test_the_command_line_of_make_wins_over_the_shell() -> None:
+    assert "= 2 " in next(line for line in make("config", "TRAIN_BATCH_SIZE=2", TRAIN_BATCH_SIZE="3").stdout.splitlines() if "train.batch_size" in line)
+
+
+def test_make_plan_is_for_the_hardware_that_gpus_names() -> None:
+    shown = make("plan", "GPUS=2xH200", "CONFIG=configs/multi_gpu_config.yaml")
+    assert shown.returncode == 0, shown.stderr
+    assert "batch=4 x 2 x accum=4 = 32" in shown.stdout
+
+
+def test_plan_as_json_is_json_alone() -> None:
+    shown = sft_play("plan", "--json", "--gpus", "2xH200", "--distributed", "--set", "train.batch_size=2")
+    facts = json.loads(shown.stdout)
+    assert (facts["world_size"], facts["per_device_batch_size"], facts["grad_accum"], facts["env"]["CUDA_VISIBLE_DEVICES"]) == (2, 2, 8, "0,1")
+
+
+# Values of variables are text
+
+PAYLOADS = ["a; touch {}", "$(shell touch {})", "`touch {}`", "$$(touch {})", "$(touch {})", "' ; touch {} ; '", '" ; touch {} ; "', "x\ntouch {}\n"]
+NAMES = ("CONFIG", "TRAIN_RUN_NAME", "RUN", "NO_SUCH_VARIABLE", "TRAIN_NO_SUCH_NAME", "NUM_GPUS", "PYTHON", "TB_PORT", "DEEPSPEED_CONFIG")
+
+
+@pytest.mark.parametrize("way", ["command line", "environment"])
+def test_no_value_of_a_variable_is_ever_run(way: str, tmp_path: Path) -> None:
+    for number, payload in enumerate(PAYLOADS):
+        values = {name: payload.format(tmp_path / f"{name}-{number}") for name in NAMES}
+        if way == "command line":
+            done = make("config", *(f"{name}={value}" for name, value in values.items()))
+        else:
+            done = make("config", **values)
+        assert done.returncode == 2, done.stdout  # make's word for "a recipe failed": the config is refused, for none of them means anything
+        assert "exit class 10 (config)" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_value_arrives_as_it_was_typed(tmp_path: Path) -> None:
+    value = f"$(shell touch {tmp_path / 'x'})`y` $HOME $$ ${{HOME}} 'a' \"b\" \\ # end"
+    shown = make("config", f"DATA_SYSTEM_PROMPT={value}")
+    assert shown.returncode == 0, shown.stderr
+    assert f"= {value} " in next(line for line in shown.stdout.splitlines() if line.startswith("data.system_prompt"))
+    assert os.listdir(tmp_path) == []
+
+
+# Bad calls
+
+
+def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) -> None:
+    def written(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    unknown = written("unknown.yaml", "train:\n  batch_sise: 4\n")
+    twice = written("twice.yaml", "train:\n  seed: 1\n  epochs: 1\n  seed: 2\n")
+    typed = written("typed.yaml", "train:\n  batch_size: two\n")
+    zero = written("zero.json", '{"zero_optimization": {"stage": 7}}')
+    calls: list[tuple[int, str, list[str], dict[str, str]]] = [
+        (10, f"{unknown}:2: unknown setting 'train.batch_sise'; did you mean train.batch_size?", [], {"CONFIG": unknown}),
+        (10, "environment TRAIN_BATCH_SIZ: no such setting; did you mean TRAIN_BATCH_SIZE?", [], {"TRAIN_BATCH_SIZ": "4"}),
+        (10, f"{typed}:2: train.batch_size=two is not valid; write a whole number of at least 1, or auto", [], {"CONFIG": typed}),
+        (10, f"{twice}:4: key 'seed' is given twice, first on line 2", [], {"CONFIG": twice}),
+        (10, "CONFIG=smal: no such file; did you mean CONFIG=configs/small.yaml?", [], {"CONFIG": "smal"}),
+        (10, "NUM_GPUS=two: write a whole number of at least 1", [], {"NUM_GPUS": "two"}),
+        (10, "DEVICE=tpu: write auto, cpu or cuda", [], {"DEVICE": "tpu"}),
+        (10, "RUN=../x is no name for a run's folder; write 1 to 128 letters", [], {"RUN": "../x"}),
+        (10, "NNODES=2 without MASTER_ADDR", ["--distributed"], {"NNODES": "2"}),
+        (10, f"{zero}:1:24: zero_optimization.stage=7 is not valid; write 0, 1, 2 or 3", ["--deepspeed"], {"DEEPSPEED_CONFIG": zero}),
+        (11, f"data.train_path={tmp_path}/no.jsonl (environment DATA_TRAIN_PATH): no such file", [], {"DATA_TRAIN_PATH": f"{tmp_path}/no.jsonl"}),
+        (13, "DEVICE=cuda finds no GPU: ", ["--distributed"], {"DEVICE": "cuda", "NUM_GPUS": "8"}),
+        (13, "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb", ["--backend", "unsloth"], {}),
+        (12, f"train.resume_from={tmp_path}/none: no such folder", [], {"TRAIN_RESUME_FROM": f"{tmp_path}/none"}),
+    ]
+    output = tmp_path / "outputs"
+    for exit_class, message, options, environ in calls:
+        done = sft_play("train", *options, **environ, TRAIN_OUTPUT_DIR=str(output))
+        assert message in done.stderr, (environ, done.stdout, done.stderr)
+        assert done.returncode == exit_class
+        assert f"exit class {exit_class} (" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not output.exists() or os.listdir(output) == [], f"{environ} left something behind"
+
+
+def test_more_processes_than_gpus_are_refused_with_the_number_that_there_is() -> None:
+    done = make("plan", "GPUS=2xH200", "NUM_GPUS=3")
+    assert done.returncode == 2
+    assert "NUM_GPUS=3: this host has 2 usable GPUs; set NUM_GPUS=2" in done.stderr
+    assert "exit class 13 (environment)" in done.stderr
+
+
+def test_commands_that_need_a_run_say_so_where_there_is_none(tmp_path: Path) -> None:
+    listed = sft_play("runs", TRAIN_OUTPUT_DIR=str(tmp_path))
+    assert (listed.returncode, listed.stdout) == (0, f"{tmp_path} holds no run yet; make train makes one\n")
+
+
+# The Makefile
+
+
+def rules() -> dict[str, str]:
+    """Every target with its help text."""
+    found = re.findall(r"^([a-z][a-z-]*):[^=\n]*?(?:## (.*))?$", MAKEFILE, re.MULTILINE)
+    return dict(found)
+
+
+def phony() -> list[str]:
+    declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
+    assert declared
+    return declared[1].replace("\\\n", " ").split()
+
+
+def test_every_target_is_phony_once_and_has_a_text() -> None:
+    assert sorted(phony()) == sorted(rules())
+    assert [name for name, text in rules().items() if not text] == []
+
+
+def test_help_lists_every_target_with_its_text() -> None:
+    shown = make("help").stdout
+    listed = dict(re.findall(r"^  ([a-z-]+) +(.*)$", shown, re.MULTILINE))
+    assert listed == rules()
+    for variable in ("CONFIG", "RUN", "NUM_GPUS", "DEEPSPEED_CONFIG", "TB_PORT", "DEVICE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        assert variable in shown
+
+
+def test_make_without_a_target_is_help() -> None:
+    assert make().stdout == make("help").stdout
+
+
+def test_every_target_can_be_made_and_names_commands_that_exist() -> None:
+    done = make("-n", *phony())
+    assert done.returncode == 0, done.stderr
+    called = set(re.findall(r"-m sft_play ([a-z-]+)", done.stdout))
+    commands = set(re.findall(r"^\s+│?\s*([a-z-]+)  ", sft_play("--help").stdout, re.MULTILINE))
+    assert called <= commands, sorted(called - commands)
+
+
+def test_a_recipe_never_names_a_value_of_the_user() -> None:
+    recipes = [line for line in MAKEFILE.splitlines() if line.startswith("\t")]
+    named = {name for line in recipes for name in re.findall(r"(?<!\$)\$[({](\w+)", line)}
+    assert named <= {"PY", "SFT"}

@@ -1,0 +1,260 @@
+"""Weights, adapters and the loss: what is loaded in which type, what is trained, and what is refused."""
+
+import importlib.util
+import json
+import math
+import shutil
+
+import bitsandbytes
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from sft_play.config.schema import Config
+from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX
+from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
+from sft_play.models import lora, unsloth
+from sft_play.models.load import Placement, load_base, load_model, load_tokenizer, weight_dtype
+from sft_play.models.losses import labelled_tokens, summed_nll
+
+CPU = Placement(torch.device("cpu"), torch.float32, zero_stage=0)
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture
+def config_of(tiny_base):
+    """A function that returns a config of the tiny model, or of another folder."""
+
+    def config(mode: str = "lora", name=None, **tuning) -> Config:
+        return Config.model_validate({"model": {"name": str(name or tiny_base)}, "tuning": {"mode": mode, **tuning}})
+
+    return config
+
+
+@pytest.fixture
+def copied(tiny_base, tmp_path):
+    """A copy of the tiny model's folder, to break."""
+    return shutil.copytree(tiny_base, tmp_path / "model")
+
+
+def edit_json(path, **changes) -> None:
+    """Change keys of a JSON file; None deletes one."""
+    value = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: entry for key, entry in value.items() if entry is not None}))
+
+
+# The tokenizer
+
+
+def test_a_tokenizer_keeps_its_own_pad_token_and_template(config_of, tokenizer):
+    loaded = load_tokenizer(config_of())
+    assert (loaded.pad_token_id, loaded.chat_template) == (tokenizer.pad_token_id, tokenizer.chat_template)
+    assert loaded.pad_token_id != loaded.eos_token_id
+
+
+def test_a_tokenizer_without_pad_token_and_template_gets_eos_and_the_default_template(config_of, copied, tmp_path):
+    edit_json(copied / "tokenizer_config.json", pad_token=None)
+    (copied / "chat_template.jinja").unlink()
+    loaded = load_tokenizer(config_of(name=copied))
+    assert (loaded.pad_token_id, loaded.chat_template) == (loaded.eos_token_id, DEFAULT_TEMPLATE)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == DEFAULT_TEMPLATE
+
+
+def test_a_tokenizer_without_eos_is_refused(config_of, copied):
+    edit_json(copied / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(EnvironmentFault, match="names no eos_token"):
+        load_tokenizer(config_of(name=copied))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "nothing"])
+def test_a_tokenizer_that_cannot_be_had_is_class_13(config_of, copied, name):
+    if name == "nothing":
+        copied = copied / "nothing"
+    else:
+        (copied / name).write_text("{")
+    with pytest.raises(EnvironmentFault, match=f"model.name={copied}: no tokenizer could be loaded"):
+        load_tokenizer(config_of(name=copied))
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_float32_and_nothing_else_is_trained(config_of, compute_dtype):
+    model = load_model(config_of(), Placement(torch.device("cpu"), compute_dtype, zero_stage=0))
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name), name
+        assert parameter.dtype == (torch.float32 if "lora_" in name else compute_dtype), name
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_trainable_parameters_are_r_times_inputs_plus_outputs_of_each_target(config_of, tiny_base, mode, targets):
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_base)
+    chosen = LINEARS if targets == "all-linear" else targets
+    sizes = [(m.in_features, m.out_features) for n, m in plain.named_modules() if n.rpartition(".")[2] in chosen]
+    assert len(sizes) == 2 * len(chosen), "the tiny model has two layers"
+    model = load_model(config_of(mode, lora={"r": 4, "target_modules": targets}), CPU)
+    adapters = 4 * sum(inputs + outputs for inputs, outputs in sizes)
+    assert lora.trainable_parameters(model) == (adapters, adapters + plain.num_parameters())
+
+
+def test_full_trains_every_weight_in_float32_whatever_the_compute_type(config_of, tiny_base):
+    model = load_model(config_of("full"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0))
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
+    trainable, total = lora.trainable_parameters(model)
+    assert trainable == total == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "expected"),
+    [
+        ("full", "auto", torch.float32),
+        ("full", "bfloat16", torch.bfloat16),
+        ("lora", "auto", torch.bfloat16),
+        ("qlora", "auto", torch.bfloat16),
+        ("lora", "float32", torch.float32),
+    ],
+)
+def test_base_weights_take_the_type_that_was_set_or_that_mode_and_device_call_for(mode, dtype, expected):
+    config = Config.model_validate({"model": {"dtype": dtype}, "tuning": {"mode": mode}})
+    assert weight_dtype(config, torch.bfloat16) == expected
+
+
+def test_a_target_that_is_no_layer_is_refused_with_the_names_of_the_real_ones(config_of):
+    with pytest.raises(ConfigError) as caught:
+        load_model(config_of(lora={"target_modules": ["q_proj", "w_proj", "mlp.q_proj"]}), CPU)
+    text = str(caught.value)
+    assert "no linear layer w_proj, mlp.q_proj;" in text
+    assert all(name in text for name in LINEARS)
+
+
+def test_a_target_may_name_the_end_of_a_path(config_of):
+    model = load_model(config_of(lora={"target_modules": ["self_attn.q_proj"]}), CPU)
+    assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {"q_proj"}
+
+
+def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32))
+    adapted = lora.add_adapters(model, config_of(lora={"r": 2, "target_modules": ["c_attn"]}))
+    assert lora.trainable_parameters(adapted)[0] == 2 * (16 + 48)
+
+
+# 4-bit weights
+
+
+def test_qlora_holds_blocks_in_4_bits_and_leaves_norms_and_embeddings_as_they_are(config_of):
+    model = load_model(config_of("qlora"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0))
+    quantised = {name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)}
+    assert len(quantised) == 2 * len(LINEARS)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "embed" in name:
+            assert parameter.dtype == torch.bfloat16, f"{name} was copied to {parameter.dtype}"
+        elif "lora_" not in name:
+            assert isinstance(parameter, bitsandbytes.nn.Params4bit), name
+            assert parameter.quant_state.quant_type == "nf4" and parameter.quant_state.nested, name
+
+
+def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config_of):
+    """bitsandbytes repacks weights in an evaluation on a CPU with AVX512-BF16, and its product with those has no gradient."""
+    torch.manual_seed(0)
+    model = load_model(config_of("qlora"), CPU)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    ids = torch.randint(8, 500, (2, 20))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model.train()
+        summed_nll(model(input_ids=ids).logits, ids).backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    before = gradients()
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+    after = gradients()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# Weights that are not there
+
+
+def test_missing_weights_are_class_13(config_of, copied):
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(EnvironmentFault, match=f"model.name={copied}: the weights could not be loaded: .*model.safetensors"):
+        load_base(config_of(name=copied), CPU)
+
+
+def test_a_truncated_weight_file_is_class_13(config_of, copied):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(EnvironmentFault, match="the weights could not be loaded"):
+        load_base(config_of(name=copied), CPU)
+
+
+def test_a_weight_file_that_lacks_a_tensor_is_refused_rather_than_filled_with_random_numbers(config_of, copied):
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentFault, match=r"1 tensors are not in its weight files, model\.layers\.0\.mlp\.up_proj\.weight first"):
+        load_base(config_of(name=copied), CPU)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is not None, reason="unsloth is installed")
+def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type():
+    with pytest.raises(EnvironmentFault) as caught:
+        unsloth.import_first()
+    assert caught.value.exit_class == ExitClass.ENVIRONMENT
+    assert str(caught.value) == "tuning.backend=unsloth: unsloth is not installed; on a GPU host run make install-unsloth, or set TUNING_BACKEND=bnb"
+
+
+# The loss
+
+
+def naive_nll(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+    """Return (nats, tokens), token by token in float64: position t predicts label t + 1."""
+    nats, tokens = 0.0, 0
+    for row, answers in zip(logits.double().tolist(), labels.tolist(), strict=True):
+        for scores, label in zip(row[:-1], answers[1:], strict=True):
+            if label != IGNORE_INDEX:
+                highest = max(scores)
+                nats += highest + math.log(sum(math.exp(score - highest) for score in scores)) - scores[label]
+                tokens += 1
+    return nats, tokens
+
+
+def test_summed_nll_is_the_sum_over_labelled_tokens():
+    torch.manual_seed(1)
+    logits, labels = torch.randn(3, 9, 11) * 5, torch.randint(0, 11, (3, 9))
+    labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
+    nats, tokens = naive_nll(logits, labels)
+    assert labelled_tokens(labels).item() == tokens
+    assert summed_nll(logits, labels).item() == pytest.approx(nats, rel=1e-6)  # float32 sums 16 numbers
+    # logits in 16 bits are summed in float32 all the same: their own rounding is the only difference
+    half = logits.bfloat16()
+    assert summed_nll(half, labels).item() == pytest.approx(naive_nll(half.float(), labels)[0], rel=1e-6)
+
+
+def test_a_batch_without_labels_gives_zero_with_a_gradient_of_zero():
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    loss = summed_nll(logits, torch.full((2, 5), IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_a_model_that_is_adapted_answers_as_its_base_until_it_is_trained(config_of, tiny_base):
+    ids = torch.arange(8, 40)[None]
+    model = load_model(config_of(), CPU).eval()
+    assert isinstance(model, PeftModel)
+    with torch.no_grad(), model.disable_adapter():
+        base = model(input_ids=ids).logits
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, base)

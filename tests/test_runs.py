@@ -1,0 +1,368 @@
+"""sft_play.runs: files that are whole, run folders that read back as written, stamps that refuse."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, ExitClass
+from sft_play.runs import folder as folders
+from sft_play.runs import stamp
+from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.folder import RunFolder
+
+PLAN = {"world_size": 1, "strategy": "single"}
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    return Config.model_validate(sections)
+
+
+def filled(output: Path, name: str, settings: Config | None = None) -> RunFolder:
+    folder = folders.create(output, name, "tiny")
+    folders.fill(folder, settings or Config(), PLAN)
+    return folder
+
+
+# Files
+
+
+def test_a_file_holds_the_text_and_nothing_else_is_left(tmp_path: Path) -> None:
+    write_text(tmp_path / "new" / "a.txt", "first\nzweite Zeile: ä\n")
+    assert (tmp_path / "new" / "a.txt").read_bytes() == "first\nzweite Zeile: ä\n".encode()
+    assert os.listdir(tmp_path / "new") == ["a.txt"]
+
+
+@pytest.mark.parametrize("fault", ["half a surrogate pair", "rename", "fsync"])
+def test_a_failing_write_leaves_the_old_file_and_no_temporary(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    write_text(path, "old")
+    text = "new"
+    if fault == "half a surrogate pair":
+        text = "x" * 100_000 + "\ud800"
+    else:
+
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace" if fault == "rename" else "fsync", fail)
+    with pytest.raises((OSError, UnicodeEncodeError)):
+        write_text(path, text)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_who_may_read_a_file_is_the_umasks_to_say(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "private", "x")
+        os.umask(0o022)
+        write_text(tmp_path / "shared", "x")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("private", "shared")] == [0o600, 0o644]
+
+
+def test_json_is_sorted_indented_and_utf8(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"b": 1, "a": ["ä"]})
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n  "a": [\n    "ä"\n  ],\n  "b": 1\n}\n'
+    assert read_json(tmp_path / "a.json") == {"a": ["ä"], "b": 1}
+
+
+def test_nan_is_no_json_and_leaves_the_old_file(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", 1)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", float("nan"))
+    assert read_json(tmp_path / "a.json") == 1
+
+
+# Run folders
+
+
+def test_a_name_that_is_taken_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    folders.create(tmp_path, "a", "tiny")
+    with pytest.raises(ConfigError) as error:
+        folders.create(tmp_path, "a", "tiny")
+    assert str(error.value) == f"RUN=a: {tmp_path / 'a'} exists already; choose another name, or go on from it with TRAIN_RESUME_FROM={tmp_path / 'a'}"
+
+
+def test_runs_of_one_second_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders.time, "strftime", lambda _: "20260102-030405")
+    names = [folders.create(tmp_path, None, "tiny").name for _ in range(3)]
+    assert names == ["tiny-20260102-030405", "tiny-20260102-030405-2", "tiny-20260102-030405-3"]
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "/tmp/a", ".hidden", "-x", "a b", "a;b", "a\n", "x" * 129])
+def test_a_name_that_is_no_folders_name_is_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="letters, digits, dots, dashes or underscores"):
+        folders.create(tmp_path / "outputs", name, "tiny")
+    assert os.listdir(tmp_path) == []
+
+
+def test_find_takes_a_name_a_path_or_the_latest(tmp_path: Path) -> None:
+    old, new = filled(tmp_path, "old"), filled(tmp_path, "new")
+    os.utime(old.path / "plan.json", (1, 1))
+    (tmp_path / "no_run").mkdir()
+    assert folders.listing(tmp_path) == [old, new]
+    assert folders.find(tmp_path, None) == new
+    assert folders.find(tmp_path, "old") == old
+    assert folders.find(tmp_path / "elsewhere", str(old.path)) == old
+
+
+def test_find_says_what_to_type_when_there_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="holds no run yet; `make train` makes one"):
+        folders.find(tmp_path, None)
+    with pytest.raises(EnvironmentFault, match=r"RUN=x: no such run in .*; `make runs` lists the runs"):
+        folders.find(tmp_path, "x")
+
+
+ODD_TEXTS = [
+    "no", "1e-4", "0o17", "1_000", "2024-01-01", "12:30:45", "null", "~", "", " x ", "a: b", "a #b", "<<", "=", "*a", "&a", "- a", "\t", "a\nb\n",
+    "yes\n\n", "ä\u2028é", "x\ry", "\x7f", "🙂", "'\"", "%", "@x", "! x", "0x10", ".inf", "NaN", "---", "a" * 300,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_the_worker_reads_the_config_that_was_written(text: str, tmp_path: Path) -> None:
+    written = config(data={"system_prompt": text, "train_path": text}, tuning={"lora": {"target_modules": [text or "x", "no"]}}, model={"revision": text})
+    assert filled(tmp_path, "a", written).read_config() == written
+
+
+def test_numbers_survive_the_run_folder(tmp_path: Path) -> None:
+    written = config(train={"learning_rate": 1e-7, "adam_epsilon": 1e-30, "epochs": 1e20, "seed": 10**18, "warmup_steps": 0.1, "bf16": True, "max_steps": None})
+    assert filled(tmp_path, "a", written).read_config() == written
+
+
+def test_fill_writes_the_whole_input_of_the_worker(tmp_path: Path) -> None:
+    folder = filled(tmp_path, "a")
+    assert sorted(os.listdir(folder.path)) == ["config.yaml", "plan.json", "run.json"]
+    assert folder.read_plan() == PLAN
+    assert folder.read_report() == {"status": "planned", "exit_class": None, "cause": None, "run": "a"}
+    assert (folder.weights("lora").name, folder.weights("qlora").name, folder.weights("full").name) == ("adapter", "adapter", "model")
+
+
+def test_a_report_is_empty_before_there_is_one(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path).read_report() == {}
+
+
+@pytest.mark.parametrize("read", [RunFolder.read_config, RunFolder.read_plan])
+def test_a_folder_that_is_no_run_says_so(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(EnvironmentFault, match="is no run folder"):
+            read(RunFolder(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.yaml", "train: {batch_size: 0}", r"config.yaml: train.batch_size.*greater than or equal to 1"),
+        ("config.yaml", "train: {gone_setting: 1}", "train.gone_setting: .*another version"),
+        ("config.yaml", "a: [", "config.yaml: while parsing"),
+        ("plan.json", "{", "plan.json: cannot be read"),
+    ],
+)
+def test_a_run_of_another_version_is_named_not_traced(name: str, text: str, words: str, tmp_path: Path) -> None:
+    folder = filled(tmp_path, "a")
+    (folder.path / name).write_text(text)
+    with pytest.raises(EnvironmentFault, match=words):
+        folder.read_plan() if name == "plan.json" else folder.read_config()
+
+
+# Stamps
+
+
+def stamped(folder: Path, **facts: Any) -> Path:
+    stamp.write(folder, {**stamp.wanted(Config()), **facts})
+    return folder
+
+
+def test_an_equal_run_may_go_on(tmp_path: Path) -> None:
+    assert stamp.refuse_mismatch(stamped(tmp_path / "c"), stamp.wanted(Config()))["backend"] == "bnb"
+
+
+@pytest.mark.parametrize(("old", "new"), [("bnb", "unsloth"), ("unsloth", "bnb")])
+def test_a_checkpoint_of_another_backend_is_refused_both_ways(old: str, new: str, tmp_path: Path) -> None:
+    folder = stamped(tmp_path / "c", **stamp.wanted(config(tuning={"backend": old, "mode": "qlora"})))
+    with pytest.raises(CheckpointError) as error:
+        stamp.refuse_mismatch(folder, stamp.wanted(config(tuning={"backend": new, "mode": "qlora"})))
+    assert str(error.value) == (
+        f"{folder} cannot be resumed by this run:\n"
+        f"  backend: the checkpoint has {old}, this run {new}\n"
+        f"Resume it with what it was trained with (TUNING_BACKEND={old} TUNING_MODE=qlora), or start anew without train.resume_from. "
+        "TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend go on with it at your own risk."
+    )
+    assert error.value.exit_class == ExitClass.CHECKPOINT
+
+
+def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path: Path) -> None:
+    folder = stamped(tmp_path / "c")
+    other = stamp.wanted(config(tuning={"backend": "unsloth"}))
+    assert stamp.refuse_mismatch(folder, other, allow_backend_change=True)["backend"] == "bnb"
+    with pytest.raises(CheckpointError, match="mode: the checkpoint has lora, this run qlora"):
+        stamp.refuse_mismatch(folder, stamp.wanted(config(tuning={"backend": "unsloth", "mode": "qlora"})), allow_backend_change=True)
+    with pytest.raises(CheckpointError, match="adapter: "):
+        stamp.refuse_mismatch(folder, stamp.wanted(config(tuning={"lora": {"r": 8}})), allow_backend_change=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "name"),
+    [
+        ({"tuning": {"mode": "full"}}, "adapter"),
+        ({"tuning": {"lora": {"r": 8}}}, "adapter"),
+        ({"tuning": {"lora": {"alpha": 8}}}, "adapter"),
+        ({"tuning": {"lora": {"target_modules": ["q_proj"]}}}, "adapter"),
+        ({"tuning": {"lora": {"use_rslora": True}}}, "adapter"),
+        ({"tuning": {"mode": "qlora"}}, "quantisation"),
+        ({"model": {"name": "org/other"}}, "base_model"),
+        ({"model": {"revision": "v2"}}, "base_revision"),
+    ],
+)
+def test_what_would_train_something_else_is_a_difference(sections: dict[str, Any], name: str) -> None:
+    differing = stamp.differences(stamp.wanted(Config()), stamp.wanted(config(**sections)))
+    assert any(line.startswith(f"{name}: the checkpoint has ") for line in differing)
+
+
+@pytest.mark.parametrize("section", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}])
+def test_another_quantisation_is_a_difference_under_qlora_alone(section: dict[str, Any]) -> None:
+    assert stamp.differences(stamp.wanted(config(tuning={"mode": "qlora"})), stamp.wanted(config(tuning={"mode": "qlora", **section})))
+    assert not stamp.differences(stamp.wanted(Config()), stamp.wanted(config(tuning=section)))
+
+
+def test_what_a_resume_may_change_is_no_difference() -> None:
+    changed = config(train={"learning_rate": 1.0, "batch_size": 3, "seed": 7, "data_seed": 8}, tuning={"lora": {"alpha": 32.0}})
+    assert stamp.differences(stamp.wanted(Config()), stamp.wanted(changed)) == []
+
+
+def test_facts_that_one_side_lacks_are_no_difference() -> None:
+    assert stamp.differences({"backend": "bnb", "template_digest": "a"}, {"backend": "bnb", "mode": "lora"}) == []
+    assert stamp.differences({"template_digest": "a"}, {"template_digest": "b"}) == ["template_digest: the checkpoint has a, this run b"]
+
+
+def test_a_stamp_survives_its_file(tmp_path: Path) -> None:
+    wanted = stamp.wanted(config(tuning={"lora": {"target_modules": ["q_proj", "v_proj"]}}))
+    stamp.write(tmp_path, wanted)
+    assert stamp.read(tmp_path) == wanted
+    assert stamp.differences(stamp.read(tmp_path), wanted) == []
+
+
+@pytest.mark.parametrize("text", [None, "{", "\xff"])
+def test_a_missing_or_broken_stamp_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "stamp.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match="choose another"):
+        stamp.read(tmp_path)
+
+
+def model_folder(path: Path, weights: bytes) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def test_base_weights_that_changed_in_one_place_are_refused(tmp_path: Path) -> None:
+    weights = bytearray(os.urandom(3_000_000))
+    base = model_folder(tmp_path / "base", bytes(weights))
+    settings = config(model={"name": str(base)})
+    checkpoint = stamped(tmp_path / "c", **stamp.wanted(settings))
+    for position in (0, 1_234_567, len(weights) - 1):
+        changed = bytearray(weights)
+        changed[position] ^= 1
+        (base / "model.safetensors").write_bytes(changed)
+        with pytest.raises(CheckpointError, match="base_digest: the checkpoint has"):
+            stamp.refuse_mismatch(checkpoint, stamp.wanted(settings))
+    (base / "model.safetensors").write_bytes(weights)
+    stamp.refuse_mismatch(checkpoint, stamp.wanted(settings))
+
+
+def test_a_large_file_is_sampled_at_both_ends_and_between(tmp_path: Path) -> None:
+    base = model_folder(tmp_path / "base", b"")
+    size = 40 << 20
+    with (base / "model.safetensors").open("wb") as file:
+        file.truncate(size)  # sparse
+    digests = {stamp.digest_of_model(base)}
+    for position in (0, size // 2, size - 1):
+        with (base / "model.safetensors").open("r+b") as file:
+            file.seek(position)
+            file.write(b"\1")
+        digests.add(stamp.digest_of_model(base))
+    assert len(digests) == 4
+
+
+def test_the_digest_covers_config_every_shard_and_no_token(tmp_path: Path) -> None:
+    base = model_folder(tmp_path / "base", b"abc")
+    digests = [stamp.digest_of_model(base)]
+    (base / "training_args.bin").write_bytes(b"secret")
+    (base / "README.md").write_text("x")
+    assert stamp.digest_of_model(base) == digests[0]
+    (base / "model-2.safetensors").write_bytes(b"")
+    digests.append(stamp.digest_of_model(base))
+    (base / "config.json").write_text("{}")
+    digests.append(stamp.digest_of_model(base))
+    assert len(set(digests)) == 3
+
+
+def test_a_base_that_was_moved_is_the_same_base(tmp_path: Path) -> None:
+    base = model_folder(tmp_path / "base", b"abc")
+    before = stamp.wanted(config(model={"name": str(base)}))
+    base.rename(tmp_path / "moved")
+    after = stamp.wanted(config(model={"name": str(tmp_path / "moved")}))
+    assert stamp.differences(before, after) == []
+
+
+def checkpoint(run: Path, step: int, is_stamped: bool = True) -> Path:
+    folder = run / "checkpoints" / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+    if is_stamped:
+        stamped(folder)
+    return folder
+
+
+def test_the_latest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 9)
+    newest = checkpoint(tmp_path, 100)
+    checkpoint(tmp_path, 200, is_stamped=False)
+    (tmp_path / "checkpoints" / "checkpoint-x").mkdir()
+    stamped(tmp_path / "checkpoints" / "checkpoint-x")
+    assert stamp.latest_checkpoint(tmp_path) == newest
+    assert stamp.latest_checkpoint(tmp_path / "checkpoints") == newest
+
+
+def test_a_checkpoint_that_is_named_is_taken_and_its_stamp_read(tmp_path: Path) -> None:
+    unstamped = checkpoint(tmp_path, 5, is_stamped=False)
+    assert stamp.latest_checkpoint(unstamped) == unstamped
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        stamp.refuse_mismatch(unstamped, stamp.wanted(Config()))
+
+
+def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5, is_stamped=False)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        stamp.latest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder; `make runs`"):
+        stamp.latest_checkpoint(tmp_path / "missing")
+
+
+def test_versions_name_what_is_installed() -> None:
+    found = stamp.versions()
+    assert {"torch", "transformers", "accelerate", "peft"} <= found.keys()
+    assert all(version[0].isdigit() for version in found.values())
+    json.dumps(found)
+
+
+def test_a_digest_of_files_knows_content_and_order_not_names(tmp_path: Path) -> None:
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    a.write_text("x")
+    b.write_text("y")
+    c.write_text("x")
+    assert stamp.digest_of_files(a, b) == stamp.digest_of_files(c, b) != stamp.digest_of_files(b, a)
+
+
+def test_texts_that_join_to_the_same_differ() -> None:
+    assert stamp.digest_of_text("ab", "c") != stamp.digest_of_text("a", "bc")

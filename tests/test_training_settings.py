@@ -1,0 +1,105 @@
+"""Every train setting ends somewhere: in transformers' arguments, in the data loader, or where the list here says."""
+
+import pytest
+
+from sft_play.config.schema import TrainSection
+from sft_play.training.arguments import training_arguments
+
+
+@pytest.fixture
+def arguments_of(plan_run):
+    """A function that returns transformers' arguments for a run in which `changes` of the train section are set."""
+
+    def arguments(device="cpu", **changes):
+        folder = plan_run({})
+        config, plan = folder.read_config(), {**folder.read_plan(), "device": device}
+        return training_arguments(config.model_copy(update={"train": config.train.model_copy(update=changes)}), plan, folder)
+
+    return arguments
+
+
+# setting: a value that is not the default, and what becomes of it in TrainingArguments
+MAPPED = {
+    "batch_size": (3, {"per_device_train_batch_size": 3}),
+    "grad_accum": (5, {"gradient_accumulation_steps": 5}),
+    "eval_batch_size": (7, {"per_device_eval_batch_size": 7}),
+    "learning_rate": (0.125, {"learning_rate": 0.125}),
+    "lr_scheduler_type": ("polynomial", {"lr_scheduler_type": "polynomial"}),
+    "warmup_steps": (0.25, {"warmup_steps": 0.25}),
+    "weight_decay": (0.5, {"weight_decay": 0.5}),
+    "max_grad_norm": (0.75, {"max_grad_norm": 0.75}),
+    "optim": ("adamw_8bit", {"optim": "adamw_bnb_8bit"}),
+    "adam_beta1": (0.8, {"adam_beta1": 0.8}),
+    "adam_beta2": (0.95, {"adam_beta2": 0.95}),
+    "adam_epsilon": (1e-6, {"adam_epsilon": 1e-6}),
+    "epochs": (2.5, {"num_train_epochs": 2.5}),
+    "max_steps": (11, {"max_steps": 11}),
+    "seed": (5, {"seed": 5}),
+    "data_seed": (6, {"data_seed": 6}),
+    "bf16": (True, {"bf16": True}),
+    "fp16": (True, {"fp16": True}),
+    "gradient_checkpointing": (True, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    "ddp_find_unused_parameters": (True, {"ddp_find_unused_parameters": True}),
+    "ddp_broadcast_buffers": (True, {"ddp_broadcast_buffers": True}),
+    "ddp_bucket_cap_mb": (3, {"ddp_bucket_cap_mb": 3}),
+    "ddp_timeout": (77, {"ddp_timeout": 77}),
+    "dataloader_num_workers": (2, {"dataloader_num_workers": 2}),
+    "dataloader_pin_memory": (True, {"dataloader_pin_memory": True}),
+    "eval_strategy": ("epoch", {"eval_strategy": "epoch"}),
+    "eval_do_concat_batches": (True, {"eval_do_concat_batches": True}),
+    "eval_accumulation_steps": (4, {"eval_accumulation_steps": 4}),
+    "save_strategy": ("steps", {"save_strategy": "steps"}),
+    "save_total_limit": (9, {"save_total_limit": 9}),
+    "logging_steps": (13, {"logging_steps": 13}),
+}
+# settings that transformers has no name for, or a narrower one, and who takes care of them
+ELSEWHERE = {
+    "run_name": "runs.folder",
+    "output_dir": "runs.folder",
+    "effective_batch_size": "plan.batch, data.collate.StepSampler",
+    "eval_steps": "below: only under eval_strategy: steps",
+    "save_steps": "below: only under save_strategy: steps",
+    "predict_with_generate": "evaluation",
+    "generation_num_beams": "evaluation",
+    "generation_max_new_tokens": "evaluation",
+    "generation_max_rows": "evaluation",
+    "resume_from": "worker.checkpoint_to_resume",
+    "allow_backend_change": "worker.checkpoint_to_resume",
+}
+
+
+def test_every_train_setting_is_mapped_or_known_to_be_handled_elsewhere():
+    assert MAPPED.keys() | ELSEWHERE.keys() == TrainSection.model_fields.keys()
+    assert not MAPPED.keys() & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_train_setting_reaches_transformers(arguments_of, name):
+    value, expected = MAPPED[name]
+    assert value != TrainSection.model_fields[name].default, "a default value would prove nothing"
+    device = "cuda" if name == "dataloader_pin_memory" else "cpu"  # for a CPU transformers unpins memory itself
+    arguments = arguments_of(device, **{name: value})
+    assert {attribute: getattr(arguments, attribute) for attribute in expected} == expected
+
+
+def test_eval_and_save_steps_count_under_their_strategies_alone(arguments_of):
+    on = arguments_of(eval_strategy="steps", eval_steps=7, save_strategy="steps", save_steps=9)
+    assert (on.eval_steps, on.save_steps) == (7, 9)
+    off = arguments_of(eval_strategy="no", eval_steps=7, save_strategy="no", save_steps=9)
+    assert off.eval_steps is None and off.save_steps > 10**6
+
+
+def test_nothing_is_reported_to_others_and_nan_is_not_filtered(arguments_of):
+    arguments = arguments_of()
+    assert (arguments.report_to, arguments.logging_nan_inf_filter, arguments.push_to_hub) == ([], False, False)
+    assert arguments.average_tokens_across_devices, "the loss counts the tokens of all ranks"
+
+
+def test_worker_processes_and_pinned_memory_reach_the_data_loader(plan_run, build_trainer):
+    trainer, _ = build_trainer(plan_run({"train.dataloader_num_workers": 2}))
+    trainer.args.dataloader_pin_memory = True  # as where there is a GPU
+    loader = trainer.get_train_dataloader()
+    assert (loader.num_workers, loader.pin_memory, loader.persistent_workers) == (2, True, True)
+    plain = build_trainer(plan_run({}))[0].get_train_dataloader()
+    assert (plain.num_workers, plain.pin_memory) == (0, False)
+    assert [batch["labels"].tolist() for batch in loader] == [batch["labels"].tolist() for batch in plain]

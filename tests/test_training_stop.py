@@ -1,0 +1,212 @@
+"""Runs that end early: on request, by a fault, or because of another rank; run.json says which."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from sft_play.errors import DataError, DivergedError, ExitClass
+from sft_play.runs.folder import RunFolder
+from sft_play.training.callbacks import GRACE_SECONDS, StopOnSignal
+from sft_play.training.entry import main
+from sft_play.training.report import Report, classify
+from sft_play.training.runtime import Process
+
+ROOT = Path(__file__).resolve().parents[1]
+ALONE = Process(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def stop():
+    """StopOnSignal of a single process; the handlers that were there come back."""
+    actions = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield StopOnSignal(ALONE)
+    for number, action in actions.items():
+        signal.signal(number, action)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_evaluation(stop, number):
+    control, state = TrainerControl(should_evaluate=True), TrainerState(global_step=3, max_steps=10)
+    stop.on_step_end(None, state, control)
+    assert not (stop.requested or stop.stopped or control.should_training_stop)
+    signal.raise_signal(number)
+    stop.on_step_end(None, state, control)
+    assert stop.stopped and control.should_training_stop and control.should_save and control.should_log
+    assert not control.should_evaluate
+    control.should_save = control.should_evaluate = True  # as Trainer sets them where an epoch ends
+    stop.on_epoch_end(None, state, control)
+    assert not control.should_save and not control.should_evaluate
+
+
+def test_a_signal_at_the_last_step_lets_the_run_finish(stop):
+    control = TrainerControl()
+    signal.raise_signal(signal.SIGTERM)
+    stop.on_step_end(None, TrainerState(global_step=10, max_steps=10), control)
+    assert not stop.stopped and not control.should_training_stop
+
+
+def test_a_launcher_that_passes_the_signal_on_does_not_end_the_run_at_once_and_a_later_signal_does(stop):
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)  # this process would be gone
+    assert stop.requested
+    child = os.fork()
+    if child == 0:
+        stop._requested_at -= GRACE_SECONDS + 1
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
+    """Send this process a signal once the run's log holds `text`."""
+
+    def watch() -> None:
+        log, deadline = folder.logs / "rank-0.log", time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if log.exists() and text in log.read_text():
+                os.kill(os.getpid(), number)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("strategy", ["no", "epoch"])
+def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy, losses_of):
+    folder = plan_run({"train.max_steps": 300, "train.save_strategy": strategy, "train.eval_strategy": strategy})
+    thread = send_at(folder, "step 2/", signal.SIGTERM)
+    assert run_worker(folder) == ExitClass.STOPPED
+    thread.join()
+    report, step = folder.read_report(), folder.read_report()["global_step"]
+    assert (report["status"], report["exit_class"]) == ("stopped", 75) and 2 <= step < 300
+    assert report["cause"] == f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}"
+    assert "after" not in report["metrics"] and [entry["step"] for entry in report["loss"]] == list(range(1, step + 1))
+    again = plan_run({"train.max_steps": step + 2, "train.resume_from": folder.path})
+    assert run_worker(again) == 0
+    assert losses_of(again)[:step] == losses_of(folder) and len(losses_of(again)) == step + 2
+
+
+def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged(plan_run, run_worker):
+    folder = plan_run({"train.max_steps": 300, "train.warmup_steps": 200, "train.lr_scheduler_type": "linear"})  # the first step has a rate of 0
+    thread = send_at(folder, "data train rows=10", signal.SIGINT)
+    assert run_worker(folder) == ExitClass.STOPPED
+    thread.join()
+    assert folder.read_report()["status"] == "stopped"
+
+
+@pytest.mark.slow
+def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_of, tmp_path):
+    secret = "hf_thisTokenIsNobodysAndMustNotBeSaved"
+    settings = {"train.output_dir": tmp_path, "train.max_steps": 5000, "train.save_strategy": "steps", "train.save_steps": 1}
+    words = [f"{name.upper().replace('.', '_')}={value}" for name, value in settings_of(settings).items()]
+    command = ["make", "train", "DEVICE=cpu", "RUN=run", f"PY={sys.executable}", *words]
+    environ = {**os.environ, "HF_TOKEN": secret, "HUGGING_FACE_HUB_TOKEN": secret, "WANDB_API_KEY": secret}
+    make = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    shown = []
+    for line in make.stdout:
+        shown.append(line)
+        if line.startswith("step 2/"):
+            make.terminate()
+    assert make.wait(60) != 0
+    report = RunFolder(tmp_path / "run").read_report()
+    assert (report["status"], report["exit_class"]) == ("stopped", 75), "".join(shown)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 15
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert secret not in "".join(shown)
+
+
+def test_a_model_that_is_removed_behind_the_plan_is_class_13(plan_run, run_worker, tiny_base, tmp_path):
+    copy = shutil.copytree(tiny_base, tmp_path / "model")
+    folder = plan_run({"model.name": copy})
+    shutil.rmtree(copy)
+    assert run_worker(folder) == ExitClass.ENVIRONMENT
+    report = folder.read_report()
+    assert (report["status"], report["exit_class"]) == ("failed", 13) and f"model.name={copy}" in report["cause"]
+
+
+def test_rows_that_are_removed_behind_the_plan_are_class_11(plan_run, run_worker, rows, tmp_path):
+    copy = shutil.copy(rows["train"], tmp_path / "train.jsonl")
+    folder = plan_run({"data.train_path": copy})
+    Path(copy).unlink()
+    assert run_worker(folder) == ExitClass.DATA
+    assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 11)
+
+
+def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys):
+    assert main(tmp_path) == ExitClass.ENVIRONMENT
+    assert f"{tmp_path} is no run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (DataError("row 3"), ExitClass.DATA),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ExitClass.OUT_OF_MEMORY),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), ExitClass.OUT_OF_MEMORY),
+        (OSError(28, "No space left on device", "/x/model.safetensors"), ExitClass.DISK_FULL),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), ExitClass.DISK_FULL),
+        (
+            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52622: Connection reset by peer"),
+            ExitClass.PEER_LOST,
+        ),
+        (torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"), ExitClass.PEER_LOST),
+        (KeyboardInterrupt(), ExitClass.STOPPED),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), ExitClass.UNEXPECTED),
+        (ValueError("a bug"), ExitClass.UNEXPECTED),
+    ],
+)
+def test_an_error_has_an_exit_class(error, expected):
+    assert classify(error)[0] == expected
+
+
+@pytest.fixture
+def reports(plan_run):
+    """The reports of two ranks of one launch on one folder."""
+    folder = plan_run({})
+    plan = {**folder.read_plan(), "world_size": 2, "strategy": "ddp"}
+    return folder, [Report(folder, plan, "lora", "bnb", rank) for rank in (0, 1)]
+
+
+def test_the_cause_is_that_of_the_rank_that_failed_first(reports, capsys):
+    folder, (main_rank, other) = reports
+    with main_rank:
+        with other:
+            raise DataError("rank 1 read a bad row")
+        main_rank.update(data={})  # it goes on until it misses the other
+        assert folder.read_report()["status"] == "failed"
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    report = folder.read_report()
+    assert (report["status"], report["exit_class"], report["cause"]) == ("failed", 11, "rank 1 read a bad row")
+    assert (main_rank.exit_class, other.exit_class) == (ExitClass.PEER_LOST, ExitClass.DATA)
+    assert capsys.readouterr().err == "rank 1: rank 1 read a bad row\n"
+
+
+def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(reports):
+    folder, (main_rank, other) = reports
+    with other:
+        raise DataError("the launch before")
+    main_rank.facts["launcher_pid"] += 1
+    with main_rank:
+        assert folder.read_report()["status"] == "running"
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_cause(plan_run, caplog):
+    folder = plan_run({})
+    with Report(folder, folder.read_plan(), "lora", "bnb", 0):
+        (folder.path / "run.json").unlink()
+        (folder.path / "run.json").mkdir()
+        raise DivergedError("the loss is no number")
+    assert "the loss is no number\nexit class 14 (diverged), rank 0" in caplog.text
+    assert "run.json cannot be written" in caplog.text
