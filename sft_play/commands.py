@@ -17,7 +17,7 @@ from sft_play.config import invocation as invocations
 from sft_play.config import loader
 from sft_play.config.loader import DEFAULT, PROJECT_ROOT, LoadedConfig
 from sft_play.config.yaml_source import Located
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import devices, launch
 from sft_play.plan.resolve import Plan, precision, resolve
 from sft_play.runs import folder as run_folders
@@ -76,6 +76,8 @@ def plan_json(call: Call, plan: Plan) -> dict[str, Any]:
 
 def train(call: Call, distributed: bool, use_deepspeed: bool, with_tensorboard: bool, backend: str | None = None) -> None:
     """Plan a run, write its folder and hand the process over to its launcher; returns only by raising."""
+    if call.invocation.gpus:
+        raise ConfigError(f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; a run takes NUM_GPUS=N of what is")
     call = with_project_ranks(call, distributed)
     loaded, plan = make_plan(call, distributed, use_deepspeed, backend)
     for warning in plan.warnings:
@@ -220,7 +222,7 @@ def plan_lines(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
     parts = facts["memory"]
     rows = [f"  {name:<16}{parts[name] / 2**30:>9.3f} GiB" for name in parts if name != "predicted_peak"]
     rows.append(f"  {'predicted peak':<16}{parts['predicted_peak'] / 2**30:>9.3f} GiB of {plan.budget_bytes / 2**30:.2f} GiB that may be used on each device")
-    env = " ".join(f"{name}={shlex.quote(value)}" for name, value in facts["env"].items())
+    env = " ".join(f"{name}={shlex.quote(value)}" for name, value in facts["env"].items() if name != "PATH")
     return [plan.line(), *(f"warning: {warning}" for warning in plan.warnings), *rows, f"command {env} {shlex.join(facts['argv'])}"]
 
 

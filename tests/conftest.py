@@ -13,6 +13,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin while they wait starve each other
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"  # settings are then the built-in ones, whatever the configs that ship say
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -125,7 +126,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     def plan(changes: dict[str, object], num_gpus: int = 1, use_deepspeed: bool = False):
         settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
         words = tuple(f"{name}={'null' if value is None else value}" for name, value in settings.items())
-        call = commands.Call(Invocation(device="cpu", num_gpus=num_gpus, run="run"), dict(os.environ), words)
+        call = commands.Call(Invocation(config=str(NO_CONFIG), device="cpu", num_gpus=num_gpus, run="run"), dict(os.environ), words)
         loaded, planned = commands.make_plan(call, num_gpus > 1, use_deepspeed)
         folder = commands.new_run(call, loaded, planned)
         run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})

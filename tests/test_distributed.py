@@ -33,20 +33,19 @@ class Launched:
 
     def __init__(self, output_dir: Path, target: str, settings: dict[str, object], **variables: str):
         words = {name.upper().replace(".", "_"): "null" if value is None else value for name, value in {**settings, "train.output_dir": output_dir}.items()}
-        words |= {"DEVICE": "cpu", "RUN": "run", "PY": sys.executable, "NUM_GPUS": "2", **variables}
+        words |= {"CONFIG": "tests/fixtures/empty.yaml", "DEVICE": "cpu", "RUN": "run", "PY": sys.executable, "NUM_GPUS": "2", **variables}
         command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
         self.log, self.folder = output_dir / "make.log", RunFolder(output_dir / "run")
         with self.log.open("w") as log:
             self.make = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **QUIET}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def wait_for(self, text: str) -> None:
-        """Return once the output holds `text`, with `everyone` the processes that run then."""
+        """Return once the output holds `text`, with `everyone` the processes below make that run then."""
         deadline = time.monotonic() + SECONDS
         while text not in self.log.read_text():
             assert self.make.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.05)
-        make = psutil.Process(self.make.pid)
-        self.everyone = [make, *make.children(recursive=True)]
+        self.everyone = psutil.Process(self.make.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes that run the worker, rank 0 first."""
@@ -181,7 +180,7 @@ def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run, tmp_p
 
 
 def torchrun(*script: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--master_addr", "127.0.0.1", *script]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
@@ -191,11 +190,16 @@ def torchrun(*script: str) -> None:
 LONG = {"train.max_steps": 3000, "train.save_strategy": "no", "train.predict_with_generate": False}
 
 
-def check_stopped(launched: Launched) -> int:
-    """Assert that a run stopped on request with a checkpoint and left no process; return its step."""
+def check_gone(launched: Launched) -> None:
+    """Assert that make has failed and every process below it has ended."""
+    assert launched.make.wait(60) != 0
     _, alive = psutil.wait_procs(launched.everyone, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
-    assert launched.make.wait(SECONDS) != 0
+
+
+def check_stopped(launched: Launched) -> int:
+    """Assert that a run stopped on request with a checkpoint and left no process; return its step."""
+    check_gone(launched)
     report = launched.folder.read_report()
     assert (report["status"], report["exit_class"]) == ("stopped", 75), launched.log.read_text()[-3000:]
     assert (launched.folder.checkpoints / f"checkpoint-{report['global_step']}" / "stamp.json").is_file()
@@ -225,9 +229,7 @@ def test_a_killed_rank_takes_the_others_with_it(launch):
     launched = launch("train-distributed", LONG)
     launched.wait_for("step 2/")
     launched.ranks()[1].kill()
-    _, alive = psutil.wait_procs(launched.everyone, timeout=60)
-    assert not alive, [process.cmdline() for process in alive]
-    assert launched.make.wait(SECONDS) != 0
+    check_gone(launched)
     report = launched.folder.read_report()
     assert (report["status"], report["exit_class"]) == ("failed", 17)
     assert report["cause"].startswith("another rank is gone or hangs: ")

@@ -19,6 +19,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import check
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
 EPOCHS = {"train.max_steps": None, "train.epochs": 2}  # 10 rows, 4 a step: 3 steps an epoch, the last of 2 rows and 2 fillers
 
 
@@ -158,14 +159,14 @@ def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_
 def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> commands.Call:
     settings = settings_of({"train.output_dir": tmp_path / "out", "train.resume_from": checkpoint, "tuning.lora.dropout": 0.1, **EPOCHS})
     words = tuple(f"{name}={'null' if value is None else value}" for name, value in settings.items())
-    return commands.Call(commands.invocations.read({"DEVICE": "cpu"}), {}, words)
+    return commands.Call(commands.invocations.read({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words)
 
 
 def test_the_refusal_on_the_command_line_takes_no_torch_and_leaves_no_run(settings_of, tmp_path, of_unsloth):
     words = [word for setting in planned_call(settings_of, tmp_path, of_unsloth).overrides for word in ("--set", setting)]
     command = [sys.executable, "-X", "importtime", "-m", "sft_play", "train", *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "DEVICE": "cpu"}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == ExitClass.CHECKPOINT
     assert "exit class 12 (checkpoint)" in done.stderr

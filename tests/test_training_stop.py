@@ -28,7 +28,9 @@ ALONE = Process(0, 0, 1, torch.device("cpu"))
 def stop():
     """StopOnSignal of a single process; the handlers that were there come back."""
     actions = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield StopOnSignal(ALONE)
+    stop = StopOnSignal(ALONE)
+    stop.on_step_begin(None, None, None)
+    yield stop
     for number, action in actions.items():
         signal.signal(number, action)
 
@@ -99,10 +101,21 @@ def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy
 
 def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged(plan_run, run_worker):
     folder = plan_run({"train.max_steps": 300, "train.warmup_steps": 200, "train.lr_scheduler_type": "linear"})  # the first step has a rate of 0
-    thread = send_at(folder, "data train rows=10", signal.SIGINT)
+    thread = send_at(folder, "step 1/", signal.SIGINT)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
     assert folder.read_report()["status"] == "stopped"
+
+
+def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_worker):
+    folder = plan_run({"train.max_steps": 300})
+    thread = send_at(folder, "data train rows=10", signal.SIGTERM)
+    assert run_worker(folder) == ExitClass.STOPPED
+    thread.join()
+    report = folder.read_report()
+    assert (report["status"], report["exit_class"], report["global_step"]) == ("stopped", 75, 0)
+    assert report["cause"] == "stopped on request before the first step; nothing was trained"
+    assert not list(folder.checkpoints.glob("*"))
 
 
 @pytest.mark.slow
@@ -110,7 +123,7 @@ def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_o
     secret = "hf_thisTokenIsNobodysAndMustNotBeSaved"
     settings = {"train.output_dir": tmp_path, "train.max_steps": 5000, "train.save_strategy": "steps", "train.save_steps": 1}
     words = [f"{name.upper().replace('.', '_')}={value}" for name, value in settings_of(settings).items()]
-    command = ["make", "train", "DEVICE=cpu", "RUN=run", f"PY={sys.executable}", *words]
+    command = ["make", "train", "CONFIG=tests/fixtures/empty.yaml", "DEVICE=cpu", "RUN=run", f"PY={sys.executable}", *words]
     environ = {**os.environ, "HF_TOKEN": secret, "HUGGING_FACE_HUB_TOKEN": secret, "WANDB_API_KEY": secret}
     make = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     shown = []
@@ -142,6 +155,14 @@ def test_rows_that_are_removed_behind_the_plan_are_class_11(plan_run, run_worker
     Path(copy).unlink()
     assert run_worker(folder) == ExitClass.DATA
     assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 11)
+
+
+def test_a_run_of_two_that_is_started_as_one_is_class_13(plan_run, run_worker):
+    folder = plan_run({"train.effective_batch_size": 8, "train.grad_accum": "auto"}, num_gpus=2)
+    assert run_worker(folder) == ExitClass.ENVIRONMENT
+    report = folder.read_report()
+    assert (report["status"], report["exit_class"]) == ("failed", 13)
+    assert report["cause"] == "the launcher started 1 processes, planned were 2; start runs with make, or run again with NUM_GPUS=1"
 
 
 def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys):

@@ -128,7 +128,8 @@ def _environment(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     else:
         env["CUDA_VISIBLE_DEVICES"] = ""
         env["ACCELERATE_USE_CPU"] = str(ranks.strategy != "deepspeed").lower()  # accelerate takes it for "no DeepSpeed"
-        env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait slowed generation 60-fold beside another busy program
+        if "OMP_WAIT_POLICY" not in environ:
+            env["GOMP_SPINCOUNT"] = "20000"  # then sleep: endless spinning slowed generation 60-fold beside another busy program
         env["DS_ACCELERATOR"] = "cpu"
     env = {name: value for name, value in env.items() if name not in environ or name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU", "DS_ACCELERATOR")}
     if bin_folder not in environ.get("PATH", "").split(os.pathsep):

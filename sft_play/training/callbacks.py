@@ -103,11 +103,12 @@ class Throughput(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; one that comes seconds later ends it at once.
 
-    The ranks agree by an all-reduce: a signal that reaches one rank alone would leave the others in a collective.
+    Before the first step there is nothing to keep, and the first signal is a KeyboardInterrupt. Behind it the ranks agree by
+    an all-reduce: a signal that reaches one rank alone would leave the others in a collective.
     """
 
     def __init__(self, process: Process):
-        self.process, self.stopped = process, False
+        self.process, self.has_begun, self.stopped = process, False, False
         self._requested_at: float | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
@@ -121,12 +122,16 @@ class StopOnSignal(TrainerCallback):
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at = now
-            logger.warning(
-                "%s: stopping at the end of this step with a checkpoint; once more after %.0f seconds stops at once", signal.Signals(number).name, GRACE_SECONDS
-            )
+            if not self.has_begun:
+                raise KeyboardInterrupt
+            name = signal.Signals(number).name
+            logger.warning("%s: stopping at the end of this step with a checkpoint; once more after %.0f seconds stops at once", name, GRACE_SECONDS)
         elif now - self._requested_at > GRACE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         requested = self.requested

@@ -58,7 +58,7 @@ class Report:
         }
 
     def __enter__(self) -> Self:
-        if not self._has_failed_elsewhere():
+        if not self._has_ended_elsewhere():
             self.write()
         return self
 
@@ -80,7 +80,7 @@ class Report:
 
     def _record(self, cause: str) -> None:
         """Write the cause, unless another rank failed first: then this one failed because of it."""
-        if self._has_failed_elsewhere():
+        if self._has_ended_elsewhere():
             if self.rank == 0:
                 logger.error("first to fail: %s", self.folder.read_report()["cause"])
             return
@@ -91,7 +91,7 @@ class Report:
     def update(self, **facts: Any) -> None:
         """Add facts and write them down."""
         self.facts |= facts
-        if not self._has_failed_elsewhere():
+        if not self._has_ended_elsewhere():
             self.write()
 
     def finish(self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False) -> None:
@@ -105,12 +105,12 @@ class Report:
         if self.rank == 0 or force:
             self.folder.write_report(self.facts)
 
-    def _has_failed_elsewhere(self) -> bool:
-        """Return whether run.json holds the failure of another rank of this launch."""
+    def _has_ended_elsewhere(self) -> bool:
+        """Return whether run.json says that another rank of this launch ended the run."""
         if self.world_size == 1:
             return False
         there = self.folder.read_report()
-        return there.get("status") == "failed" and there.get("launcher_pid") == self.facts["launcher_pid"]
+        return there.get("status") in ("failed", "stopped") and there.get("launcher_pid") == self.facts["launcher_pid"]
 
 
 def classify(error: BaseException) -> tuple[ExitClass, str]:
@@ -127,7 +127,7 @@ def classify(error: BaseException) -> tuple[ExitClass, str]:
     if isinstance(error, torch.distributed.DistError | ConnectionError) or (isinstance(error, RuntimeError) and PEER_LOST.search(str(error))):
         return ExitClass.PEER_LOST, f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which"
     if isinstance(error, KeyboardInterrupt):
-        return ExitClass.STOPPED, "interrupted before the first checkpoint"
+        return ExitClass.STOPPED, "stopped on request before the first step; nothing was trained"
     return ExitClass.UNEXPECTED, f"{type(error).__name__}: {first}"
 
 

@@ -1,11 +1,12 @@
 """What the launcher gave this process: rank, device, log file, signals. The only module of the worker that reads os.environ."""
 
-import ctypes
 import logging
 import os
 import random
 import signal
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.runs.folder import RunFolder
 
-PR_SET_PDEATHSIG = 1  # prctl(2): signal to get when the parent dies
+ORPHAN_SECONDS = 120  # for a last checkpoint, once the launcher is gone
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,20 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 
 def _die_with_launcher() -> None:
-    """Ask the kernel to end this rank when its launcher is killed; ranks would hold their GPUs for ever otherwise."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Stop this rank when its launcher is killed, and end it if it cannot stop; ranks would hold their GPUs for ever otherwise.
+
+    A rank that waits for another one, in C++, does not see a signal: hence the second step.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(ExitClass.PEER_LOST)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _log_to(folder: RunFolder, rank: int) -> None:

@@ -1,0 +1,238 @@
+"""What a finished run is good for: scoring it again, asking it, talking to it, and merging it into a plain model."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft_play.data.rows import Message
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.inference import use
+from sft_play.inference.merge import merge_run
+from sft_play.runs.folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def answering(plan_run, run_worker, taught_base):
+    """A lora run on a base that answers: `Count to 6.` and its like."""
+    folder = plan_run({"model.name": taught_base, "train.learning_rate": 1e-4, "train.generation_max_new_tokens": 24})
+    assert run_worker(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> RunFolder:
+    """A copy of a lora run, to change."""
+    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
+
+
+def standing_in(*lines: str):
+    """Return an `input` that a person would give: lines, then the end of the file."""
+    left = iter(lines)
+
+    def read(prompt: str = "") -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    return read
+
+
+# Scoring again
+
+
+@pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
+def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
+    folder = finished(mode)
+    after = folder.read_report()["metrics"]["after"]
+    (line,) = use.evaluate_run(folder, "cpu")
+    again = json.loads((folder.evaluation / "again.json").read_text())
+    assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)  # the same float32 sums
+    assert again["rougeL"] == after["rougeL"]
+    assert line == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.4f} answers=4 rows=6"
+
+
+def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
+    after = answering.read_report()["metrics"]["after"]
+    use.evaluate_run(answering, "cpu")
+    again = json.loads((answering.evaluation / "again.json").read_text())
+    assert again["rougeL"] == after["rougeL"] > 0.9
+    assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
+
+
+# Answers
+
+
+def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
+    loaded = use.load_run(answering, "cpu")
+    assert not loaded.model.training
+    assert use.answer(loaded, [Message("user", "Count to 6.")]) == "1 2 3 4 5 6"
+    assert use.answer(loaded, [Message("user", "Count to 3.")]) == "1 2 3"
+
+
+def test_each_prompt_is_answered_by_itself(answering):
+    assert list(use.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])) == ["1 2 3", "1 2 3 4 5 6", "1 2 3"]
+
+
+def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
+    asked = []
+    really = use.answer
+    monkeypatch.setattr("builtins.input", standing_in("Count to 3.", "Count to 6."))
+    monkeypatch.setattr(use, "answer", lambda loaded, messages: asked.append([vars(turn) for turn in messages]) or really(loaded, messages))
+    use.chat_with(answering, "cpu")
+    first = {"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}
+    assert asked == [[first[0]], [*first, {"role": "user", "content": "Count to 6."}]]
+    replies = capsys.readouterr().out.splitlines()
+    loaded = use.load_run(answering, "cpu")
+    conversation = [Message(**turn) for turn in asked[1]]
+    assert replies == ["1 2 3", *use.answer(loaded, conversation).splitlines()]
+
+
+def test_an_empty_line_ends_a_chat(answering, monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", standing_in("", "Count to 3."))
+    use.chat_with(answering, "cpu")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_worker, taught_base):
+    folder = plan_run({"model.name": taught_base, "data.system_prompt": "Be brief.", "train.max_steps": 1, "train.predict_with_generate": False})
+    assert run_worker(folder) == 0
+    loaded = use.load_run(folder, "cpu")
+    with_system = use.answer(loaded, [Message("system", "Be brief."), Message("user", "Count to 3.")])
+    assert list(use.answer_all(folder, "cpu", ["Count to 3."])) == [with_system]
+
+
+@pytest.mark.slow
+def test_infer_and_chat_answer_on_the_command_line_and_say_nothing_else(answering):
+    def make(target: str, typed: str = "", **variables: str) -> subprocess.CompletedProcess:
+        words = {"RUN": str(answering.path), "DEVICE": "cpu", "PY": sys.executable, **variables}
+        command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
+        return subprocess.run(command, cwd=ROOT, input=typed, capture_output=True, text=True, env=dict(os.environ), timeout=120)
+
+    one = make("infer", PROMPT="Count to 3.")
+    assert (one.returncode, one.stdout, one.stderr) == (0, "1 2 3\n", "")
+    lines = make("infer", "Count to 6.\n\nCount to 3.\n")
+    assert (lines.returncode, lines.stdout) == (0, "1 2 3 4 5 6\n1 2 3\n")
+    chat = make("chat", "Count to 3.\nCount to 6.\n")
+    assert chat.returncode == 0 and chat.stdout.startswith("> 1 2 3\n> ") and chat.stdout.count("> ") == 3
+
+
+# What cannot be used
+
+
+def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
+    folder = plan_run({})
+    with pytest.raises(CheckpointError, match="has no adapter/: the run's status is planned; choose a finished one with RUN="):
+        use.load_run(folder, "cpu")
+    with pytest.raises(CheckpointError, match="has no adapter/ to merge"):
+        merge_run(folder)
+
+
+@pytest.mark.parametrize("name", ["stamp.json", "adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_that_lacks_a_file_is_class_12(copied, name):
+    (copied.weights("lora") / name).unlink()
+    with pytest.raises(CheckpointError):
+        use.load_run(copied, "cpu")
+
+
+def test_an_adapter_that_is_cut_short_is_class_12(copied):
+    file = copied.weights("lora") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="the adapter cannot be loaded"):
+        use.load_run(copied, "cpu")
+
+
+def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
+    other = shutil.copytree(tiny_base, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    config = (copied.path / "config.yaml").read_text()
+    (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(other)))
+    with pytest.raises(CheckpointError, match="base_digest"):
+        use.load_run(copied, "cpu")
+
+
+# Merging
+
+
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits.float()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(8, 500, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_merged_model_computes_what_the_adapter_does(finished, ids):
+    folder = finished("lora")
+    assert merge_run(folder) == f"merged {folder.path / 'merged'}"
+    merged = AutoModelForCausalLM.from_pretrained(folder.path / "merged")
+    assert merged.dtype == torch.float32, "the base is stored in float32"
+    adapted = use.load_run(folder, "cpu").model
+    with adapted.disable_adapter():
+        base = logits(adapted, ids)
+    expected = logits(adapted, ids)
+    assert (expected - base).abs().max() > 0.1, "an adapter that does nothing proves nothing"
+    assert (logits(merged, ids) - expected).abs().max() < 1e-5  # (W + BA)x for Wx + B(Ax), in float32
+
+
+def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(finished, tokenizer):
+    folder = finished("lora")
+    merge_run(folder)
+    target = folder.path / "merged"
+    own = AutoTokenizer.from_pretrained(target)
+    assert own.chat_template == tokenizer.chat_template and own.get_vocab() == tokenizer.get_vocab()
+    stamp = json.loads((target / "stamp.json").read_text())
+    assert stamp["merged"] is True and stamp["mode"] == "lora" and stamp["global_step"] == 3
+    assert not list(target.glob("adapter*"))
+    weights = load_file(target / "model.safetensors")
+    assert weights.keys() == load_file(Path(folder.read_config().model.name) / "model.safetensors").keys()
+
+
+def test_a_base_in_bfloat16_is_merged_in_float32_and_stored_in_bfloat16(plan_run, run_worker, tiny_base, tmp_path):
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    folder = plan_run({"model.name": base, "train.predict_with_generate": False})
+    assert run_worker(folder) == 0
+    merge_run(folder)
+    before, after = load_file(base / "model.safetensors"), load_file(folder.path / "merged" / "model.safetensors")
+    adapter = load_file(folder.weights("lora") / "adapter_model.safetensors")
+    name, scale = "model.layers.1.mlp.up_proj", 32 / 16  # alpha / r
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    # one rounding, of the sum: torch.equal allows no second one
+    assert torch.equal(after[f"{name}.weight"], (before[f"{name}.weight"].float() + scale * (b @ a)).bfloat16())
+    assert not torch.equal(after[f"{name}.weight"], before[f"{name}.weight"])
+
+
+def test_a_4_bit_adapter_is_merged_into_the_unquantised_base(finished, tiny_base):
+    folder = finished("qlora")
+    merge_run(folder)
+    merged = load_file(folder.path / "merged" / "model.safetensors")
+    base = load_file(tiny_base / "model.safetensors")
+    adapter = load_file(folder.weights("qlora") / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"] for part in "AB")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.allclose(merged[name], base[name] + 2 * (b @ a), atol=1e-7)  # float32, weights of 0.02
+    assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished):
+    folder = finished("full")
+    with pytest.raises(ConfigError, match="is a plain model already"):
+        merge_run(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder.weights("full"))
+    assert plain.num_parameters() == 221504 and AutoTokenizer.from_pretrained(folder.weights("full")).chat_template
