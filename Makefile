@@ -83,7 +83,7 @@ merge: $(ENV) ## merge RUN's adapter into its base model
 	@$(SFT) merge
 
 ## Work on SFT-Play
-embedded: $(ENV) ## rebuild the tiny model and its rows (about 20 minutes)
+embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes on a GPU host, a day on a CPU)
 	$(PY) scripts/build_embedded.py
 test: $(ENV) ## all tests that need no GPU
 	@$(PY) -m pytest -m "not gpu"
