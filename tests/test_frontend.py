@@ -39,7 +39,7 @@ def test_make_config_shows_values_and_origins() -> None:
     assert lines["train.learning_rate"] == "= 0.0001 # environment TRAIN_LEARNING_RATE"
     assert lines["train.batch_size"] == "= 2 # environment TRAIN_BATCH_SIZE"
     assert lines["tuning.lora.r"] == "= 8 # environment TUNING_LORA_R"
-    assert re.fullmatch(r"= 3\.0 # configs/tiny.yaml:\d+", lines["train.epochs"])
+    assert re.fullmatch(r"= 4\.0 # configs/tiny.yaml:\d+", lines["train.epochs"])
     assert lines["train.adam_beta1"] == "= 0.9 # built-in default"
 
 
