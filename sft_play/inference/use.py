@@ -44,7 +44,7 @@ def load_run(folder: RunFolder, device: str) -> Loaded:
     target = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     trained = at(config, weights)
     tokenizer = load_tokenizer(trained)
-    placement = Placement(target, _compute_dtype(config, target), zero_stage=0)
+    placement = Placement(target, _compute_dtype(config, trained_on=folder.read_plan()["device"], used_on=device), zero_stage=0)
     with quiet():
         model = load_base(trained, placement) if config.tuning.mode == "full" else with_adapter(load_base(config, placement), weights)
     model.eval()
@@ -124,9 +124,9 @@ def _system(loaded: Loaded) -> list[Message]:
     return [Message("system", prompt)] if prompt else []
 
 
-def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the type of matmuls: the run's own on a GPU, float32 on a CPU, which is slower in 16 bits."""
-    if device.type == "cpu":
+def _compute_dtype(config: Config, trained_on: str, used_on: str) -> torch.dtype:
+    """Return the type of matmuls: that of training, or float32 for a GPU's run on a CPU, which is slower in 16 bits."""
+    if used_on == "cpu" and trained_on != "cpu":
         return torch.float32
     return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
