@@ -1,7 +1,6 @@
 """What a finished run is good for: scoring it again, asking it, talking to it, and merging it into a plain model."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from sft_play import cli
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference import use
@@ -112,19 +113,34 @@ def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_w
     assert list(use.answer_all(folder, "cpu", ["Count to 3."])) == [with_system]
 
 
-@pytest.mark.slow
-def test_infer_and_chat_answer_on_the_command_line_and_say_nothing_else(answering):
-    def make(target: str, typed: str = "", **variables: str) -> subprocess.CompletedProcess:
-        words = {"RUN": str(answering.path), "DEVICE": "cpu", "PY": sys.executable, **variables}
-        command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
-        return subprocess.run(command, cwd=ROOT, input=typed, capture_output=True, text=True, env=dict(os.environ), timeout=120)
+@pytest.fixture
+def command(answering, monkeypatch):
+    """A function that runs a command on that run, with lines typed and variables set, and returns what it shows."""
 
-    one = make("infer", PROMPT="Count to 3.")
-    assert (one.returncode, one.stdout, one.stderr) == (0, "1 2 3\n", "")
-    lines = make("infer", "Count to 6.\n\nCount to 3.\n")
-    assert (lines.returncode, lines.stdout) == (0, "1 2 3 4 5 6\n1 2 3\n")
-    chat = make("chat", "Count to 3.\nCount to 6.\n")
-    assert chat.returncode == 0 and chat.stdout.startswith("> 1 2 3\n> ") and chat.stdout.count("> ") == 3
+    def run(name: str, typed: str = "", **variables: str) -> str:
+        result = CliRunner().invoke(cli.app, [name], input=typed, env={"RUN": str(answering.path), "DEVICE": "cpu", **variables})
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
+def test_infer_answers_prompt_or_else_each_line_of_standard_input(command):
+    assert command("infer", PROMPT="Count to 3.") == "1 2 3\n"
+    assert command("infer", "Count to 6.\n\nCount to 3.\n", PROMPT="") == "1 2 3 4 5 6\n1 2 3\n"
+
+
+def test_chat_takes_turns_from_standard_input(command):
+    shown = command("chat", "Count to 3.\nCount to 6.\n")
+    assert shown.startswith("> 1 2 3\n> ") and shown.count("> ") == 3
+
+
+@pytest.mark.slow
+def test_make_infer_shows_the_answer_and_nothing_else(answering):
+    words = {"RUN": str(answering.path), "DEVICE": "cpu", "PY": sys.executable, "PROMPT": "Count to 3."}
+    command = ["make", "infer", *(f"{name}={value}" for name, value in words.items())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 2 3\n", "")
 
 
 # What cannot be used

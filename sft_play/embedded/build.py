@@ -62,7 +62,7 @@ class PretrainConfig:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    steps: int = 4000
+    steps: int = 4200
     batch_tokens: int = 32768
     learning_rate: float = 3e-3
     matrix_learning_rate: float = 5e-3
