@@ -139,3 +139,12 @@ def test_the_package_imports_nothing_else_of_sft_play() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert all(name.startswith("sft_play.embedded") or not name.startswith("sft_play") for name in names), path
+
+
+def test_the_builder_pretrains_and_saves_a_model_that_loads(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "town.txt").write_text(corpus.corpus_text(size_bytes=60_000), encoding="utf-8")
+    loss = build.build_model(tmp_path, build.PretrainConfig(steps=2, batch_tokens=1024))
+    built = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny_llama")
+    assert math.isfinite(loss) and loss < 1.2 * math.log(built.config.vocab_size)
+    assert AutoTokenizer.from_pretrained(tmp_path / "tiny_llama").chat_template == build.CHAT_TEMPLATE
