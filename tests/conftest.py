@@ -53,12 +53,12 @@ def tiny_base(tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> dict[str, Path]:
-    """Files of 10 training and 6 validation rows; no two of a file are equally long."""
+    """Files of 10 training and 6 validation rows; prompts and answers are of unequal length."""
     folder = tmp_path_factory.mktemp("rows")
     numbers = {"train": (7, 1, 12, 3, 10, 5, 2, 14, 9, 4), "val": (6, 13, 8, 1, 11, 3)}
     files = {name: folder / f"{name}.jsonl" for name in numbers}
     for name, path in files.items():
-        records = [{"question": f"Count to {n}.", "answer": " ".join(map(str, range(1, n + 1)))} for n in numbers[name]]
+        records = [{"question": f"Count to {n}{', slowly' * (n % 3)}.", "answer": " ".join(map(str, range(1, n + 1)))} for n in numbers[name]]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return files
 

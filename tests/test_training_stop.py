@@ -100,7 +100,7 @@ def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy
 
 
 def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged(plan_run, run_worker):
-    folder = plan_run({"train.max_steps": 300, "train.warmup_steps": 200, "train.lr_scheduler_type": "linear"})  # the first step has a rate of 0
+    folder = plan_run({"train.max_steps": 300, "train.learning_rate": 1e-60})  # as in a long warm-up: float32 weights do not move
     thread = send_at(folder, "step 1/", signal.SIGINT)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
@@ -116,6 +116,36 @@ def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_w
     assert (report["status"], report["exit_class"], report["global_step"]) == ("stopped", 75, 0)
     assert report["cause"] == "stopped on request before the first step; nothing was trained"
     assert not list(folder.checkpoints.glob("*"))
+
+
+STUCK = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+from sft_play.runs.folder import RunFolder
+from sft_play.training import callbacks
+from sft_play.training.report import Report
+from sft_play.training.runtime import Process
+
+callbacks.STUCK_SECONDS = 0.5
+folder = RunFolder(Path(sys.argv[1]))
+with Report(folder, {**folder.read_plan(), "world_size": 2}, "lora", "bnb", 0) as report:
+    callbacks.StopOnSignal(Process(0, 0, 2, torch.device("cpu")), report.abandon)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    print("waiting", flush=True)
+    store.wait(["a key that no rank sets"], timedelta(seconds=60))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so(plan_run):
+    folder = plan_run({})
+    rank = subprocess.Popen([sys.executable, "-c", STUCK, str(folder.path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert rank.stdout.readline() == "waiting\n"
+    rank.terminate()
+    assert rank.wait(30) == ExitClass.PEER_LOST
+    assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 17)
 
 
 @pytest.mark.slow
@@ -202,13 +232,15 @@ def reports(plan_run):
 
 def test_the_cause_is_that_of_the_rank_that_failed_first(reports, capsys):
     folder, (main_rank, other) = reports
+    seen = []
     with main_rank:
         with other:
             raise DataError("rank 1 read a bad row")
         main_rank.update(data={})  # it goes on until it misses the other
-        assert folder.read_report()["status"] == "failed"
+        seen.append(folder.read_report()["status"])
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     report = folder.read_report()
+    assert seen == ["failed"]
     assert (report["status"], report["exit_class"], report["cause"]) == ("failed", 11, "rank 1 read a bad row")
     assert (main_rank.exit_class, other.exit_class) == (ExitClass.PEER_LOST, ExitClass.DATA)
     assert capsys.readouterr().err == "rank 1: rank 1 read a bad row\n"
@@ -219,8 +251,8 @@ def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(reports):
     with other:
         raise DataError("the launch before")
     main_rank.facts["launcher_pid"] += 1
-    with main_rank:
-        assert folder.read_report()["status"] == "running"
+    main_rank.__enter__()
+    assert folder.read_report()["status"] == "running"
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_cause(plan_run, caplog):

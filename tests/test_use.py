@@ -105,12 +105,17 @@ def test_an_empty_line_ends_a_chat(answering, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_worker, taught_base):
-    folder = plan_run({"model.name": taught_base, "data.system_prompt": "Be brief.", "train.max_steps": 1, "train.predict_with_generate": False})
+def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_worker, monkeypatch):
+    folder = plan_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     assert run_worker(folder) == 0
-    loaded = use.load_run(folder, "cpu")
-    with_system = use.answer(loaded, [Message("system", "Be brief."), Message("user", "Count to 3.")])
-    assert list(use.answer_all(folder, "cpu", ["Count to 3."])) == [with_system]
+    asked = []
+    monkeypatch.setattr(use, "answer", lambda loaded, messages: asked.append(messages))
+    monkeypatch.setattr("builtins.input", standing_in("And this?"))
+    list(use.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
+    use.chat_with(folder, "cpu")
+    system = Message("system", "Be brief.")
+    assert asked[:2] == [[system, Message("user", "Count to 3.")], [system, Message("user", "And that?")]]
+    assert asked[2][:2] == [system, Message("user", "And this?")]
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,8 @@ from sft_play.training.runtime import Process
 
 logger = logging.getLogger(__name__)
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+STUCK_SECONDS = 20.0  # a main thread that has not seen a signal by then waits for another rank; launchers kill after 30
 GRACE_SECONDS = 5.0  # launchers pass a signal on that the terminal has given to their ranks already: within this it is the same one
 
 
@@ -104,14 +108,31 @@ class StopOnSignal(TrainerCallback):
     """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; one that comes seconds later ends it at once.
 
     Before the first step there is nothing to keep, and the first signal is a KeyboardInterrupt. Behind it the ranks agree by
-    an all-reduce: a signal that reaches one rank alone would leave the others in a collective.
+    an all-reduce: a signal that reaches one rank alone would leave the others in a collective. A rank that waits in C++ for
+    one that is gone sees no signal; `when_stuck` is called for it, in a thread.
     """
 
-    def __init__(self, process: Process):
+    def __init__(self, process: Process, when_stuck: Callable[[], None] | None = None):
         self.process, self.has_begun, self.stopped = process, False, False
         self._requested_at: float | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPING:
             signal.signal(number, self._note)
+        if process.world_size > 1 and when_stuck is not None:
+            self._watch(when_stuck)
+
+    def _watch(self, when_stuck: Callable[[], None]) -> None:
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end)  # gets each signal's number at once, whatever the main thread does
+
+        def watch() -> None:
+            while os.read(read_end, 1)[0] not in STOPPING:
+                pass
+            time.sleep(STUCK_SECONDS)
+            if not self.requested:
+                when_stuck()
+
+        threading.Thread(target=watch, name="signals", daemon=True).start()
 
     @property
     def requested(self) -> bool:

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -87,6 +87,12 @@ class Report:
         if self.rank != 0:  # its log file is not what a person looks at
             sys.stderr.write(f"rank {self.rank}: {cause}\n")
         self.finish("stopped" if self.exit_class is ExitClass.STOPPED else "failed", self.exit_class, cause, force=True)
+
+    def abandon(self) -> NoReturn:
+        """Record that this rank waits for another one in vain, and end the process. For a thread, while the main one is stuck."""
+        self.exit_class = ExitClass.PEER_LOST
+        self._record("another rank is gone or hangs: this one was told to stop while it waited; logs/rank-*.log of the run say which")
+        os._exit(self.exit_class)
 
     def update(self, **facts: Any) -> None:
         """Add facts and write them down."""

@@ -43,7 +43,7 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     clock = Clock(report)
     send_transformers_records_to_our_log()
     runtime.seed_everything(config.train.seed)
-    stop = StopOnSignal(process)
+    stop = StopOnSignal(process, when_stuck=report.abandon)
 
     tokenizer = load_tokenizer(config)
     data = prepare(config, tokenizer)
