@@ -30,10 +30,11 @@ class RenderError(DataError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """One row as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
+    """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
 
     ids: list[int]
     labels: list[int]
+    answer_start: int = 0  # where the last answer begins, behind its prompt; 0: no prompt, as in plain text
 
     @property
     def trained_tokens(self) -> int:

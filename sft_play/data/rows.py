@@ -13,20 +13,26 @@ SHOWN = 5  # bad rows named in an error
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation: role system, user, assistant or tool."""
 
     role: str
     content: str
+    reasoning: str | None = None  # what an assistant thinks before it answers
+    tool_calls: tuple[dict[str, Any], ...] = ()  # of an assistant, in OpenAI's shape
+    name: str | None = None  # of the tool that a tool message answers for
+    tool_call_id: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One conversation; `origin` is `file:line` (JSONL) or `file[index]` (JSON)."""
+    """One conversation, or plain text to continue; `origin` is `file:line` or `file[index]`."""
 
     messages: tuple[Message, ...]
     origin: str
+    text: str | None = None  # then there are no messages, and every token is trained
+    tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call, as JSON schemas
 
     @property
     def prompt(self) -> tuple[Message, ...]:
