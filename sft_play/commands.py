@@ -211,7 +211,7 @@ def default_config_name() -> str:
 def data_ledger(call: Call) -> dict[str, Any]:
     """Return the ledger of a config's data."""
     from sft_play.data.check import check_rows
-    from sft_play.models.load import load_tokenizer
+    from sft_play.models.tokenizer import load_tokenizer
 
     config = make_plan(call, distributed=False, use_deepspeed=False)[1].config
     return check_rows(config, load_tokenizer(config))

@@ -185,7 +185,8 @@ def build_trainer() -> Callable:
     import torch
 
     from sft_play.data.prepare import prepare
-    from sft_play.models.load import Placement, load_model, load_tokenizer
+    from sft_play.models.load import Placement, load_model
+    from sft_play.models.tokenizer import load_tokenizer
     from sft_play.training import runtime, worker
     from sft_play.training.arguments import training_arguments
 

@@ -16,8 +16,9 @@ from sft_play.config.schema import Config
 from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth
-from sft_play.models.load import Placement, load_base, load_model, load_tokenizer, weight_dtype
+from sft_play.models.load import Placement, load_base, load_model, weight_dtype
 from sft_play.models.losses import labelled_tokens, summed_nll
+from sft_play.models.tokenizer import load_tokenizer
 
 CPU = Placement(torch.device("cpu"), torch.float32, zero_stage=0)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

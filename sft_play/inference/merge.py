@@ -4,7 +4,8 @@ import torch
 
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.use import at, quiet, with_adapter
-from sft_play.models.load import Placement, load_base, load_tokenizer
+from sft_play.models.load import Placement, load_base
+from sft_play.models.tokenizer import load_tokenizer
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 

@@ -17,7 +17,8 @@ from sft_play.data.render import render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError
 from sft_play.evaluation.evaluator import Evaluator, Ranks
-from sft_play.models.load import Placement, load_base, load_tokenizer
+from sft_play.models.load import Placement, load_base
+from sft_play.models.tokenizer import load_tokenizer
 from sft_play.runs import stamp
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder

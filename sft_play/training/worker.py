@@ -21,8 +21,9 @@ from sft_play.data.prepare import PreparedData, Split, prepare
 from sft_play.data.render import template_of
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator, Ranks
-from sft_play.models.load import Placement, load_model, load_tokenizer
+from sft_play.models.load import Placement, load_model
 from sft_play.models.lora import trainable_parameters
+from sft_play.models.tokenizer import load_tokenizer
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime

@@ -1,0 +1,33 @@
+"""The tokenizer of a run. Apart from the weights, so that looking at data loads no model class, no adapters and no quantisation.
+
+transformers' AutoTokenizer itself imports torch.
+"""
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sft_play.config.schema import Config
+from sft_play.data.render import template_of
+from sft_play.errors import EnvironmentFault
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a chat template and a pad token. Raises EnvironmentFault when it cannot be had."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:  # ImportError: a package that the tokenizer's file format needs
+        raise EnvironmentFault(f"model.name={config.model.name}: no tokenizer could be loaded: {first_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise EnvironmentFault(f"model.name={config.model.name}: its tokenizer has no fast version, which finding the answers' tokens needs")
+    if tokenizer.eos_token_id is None:
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: its tokenizer names no eos_token, so an answer could not end; add one to tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked out everywhere; the id only has to exist
+    tokenizer.chat_template = template_of(tokenizer)  # saved with the adapter: use renders as training did
+    return tokenizer
+
+
+def first_line(error: Exception) -> str:
+    """Return what a library's error says in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
