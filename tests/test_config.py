@@ -11,7 +11,7 @@ import pytest
 from sft_play.config import present, reference
 from sft_play.config.layers import displayed
 from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, env_name, environment, load, nested, settings
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, SourceSection
 from sft_play.config.yaml_source import Located, read_mapping
 from sft_play.errors import ConfigError, ExitClass
 
@@ -115,6 +115,10 @@ def test_aliases_that_multiply_are_read_in_no_time(folder: Path) -> None:
         load("a.yaml")
 
 
+def source(path: str, weight: float) -> SourceSection:
+    return SourceSection(path=path, weight=weight)
+
+
 @pytest.mark.parametrize(
     ("text", "path", "wanted"),
     [
@@ -142,6 +146,10 @@ def test_aliases_that_multiply_are_read_in_no_time(folder: Path) -> None:
         ("\ufefftrain: {seed: 1}", "train.seed", 1),
         ("train:\r\n  seed: 1\r\n  epochs: 2\r\n", "train.epochs", 2.0),
         ("tuning: {lora: {target_modules: [q_proj, v_proj]}}", "tuning.lora.target_modules", ["q_proj", "v_proj"]),
+        ("data: {train_path: [a.jsonl, b.csv]}", "data.train_path", ["a.jsonl", "b.csv"]),
+        ("data: {train_path: {a.jsonl: 3, b/c: 0.5}}", "data.train_path", [source("a.jsonl", 3), source("b/c", 0.5)]),
+        ("data: {train_path: [a.jsonl, {path: b/c, weight: 2}]}", "data.train_path", ["a.jsonl", source("b/c", 2)]),
+        ("data: {columns: {question: problem}}", "data.columns", {"question": "problem"}),
     ],
 )
 def test_yaml_means_what_it_says(folder: Path, text: str, path: str, wanted: object) -> None:

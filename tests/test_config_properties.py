@@ -11,7 +11,7 @@ import yaml
 
 from sft_play.config import deepspeed, jsonc, rules, yaml_source
 from sft_play.config.loader import LoadedConfig, load, nested, settings
-from sft_play.config.schema import Config, kinds
+from sft_play.config.schema import Config, is_structured, kinds
 from sft_play.errors import ConfigError
 
 # texts that a YAML reader could take for something else
@@ -34,9 +34,13 @@ def random_value(path: str, dice: random.Random, text: typing.Callable[[random.R
     """A valid value of a setting, by its type; texts come from `text`."""
     if path == "train.run_name":
         return dice.choice([None, "a", "1e-4", "no", "2024-01-01", "010"]) if text is random_text else "a-1"
+    if path == "data.columns":
+        return {text(dice): text(dice) for _ in range(dice.randrange(3))}
     kind = dice.choice(sorted(kinds(settings()[path].annotation), key=str))
     if typing.get_args(kind):
         return dice.choice(typing.get_args(kind))
+    if kind is list and path.startswith("data."):
+        return [dice.choice([text(dice), {"path": text(dice), "weight": dice.choice([None, 0.5, 3.0])}]) for _ in range(dice.randint(1, 3))]
     if kind is list:
         return [text(dice) for _ in range(dice.randint(1, 3))]
     if kind is float:
@@ -86,9 +90,11 @@ def test_a_config_given_as_overrides_equals_the_same_as_a_file(tmp_path: Path, s
 
 
 def _spelled(config: Config, path: str) -> str:
-    node: object = config
+    node: object = config.model_dump()
     for name in path.split("."):
-        node = getattr(node, name)
+        node = node[name]
+    if is_structured(path) and isinstance(node, dict | list):
+        return json.dumps(node)
     return ",".join(node) if isinstance(node, list) else "null" if node is None else str(node)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 from pydantic_core import PydanticUndefined
 
-from sft_play.config.messages import nearest, word
-from sft_play.config.schema import Config, Section, env_name, kinds, settings
-from sft_play.config.yaml_source import Located, parse_names, parse_scalar, read_mapping
+from sft_play.config.messages import nearest, wanted, word
+from sft_play.config.schema import Config, Section, env_name, is_structured, kinds, settings
+from sft_play.config.yaml_source import Located, parse_flow, parse_names, parse_scalar, read_mapping
 from sft_play.errors import ConfigError
 
 BUILT_IN = "built-in default"
@@ -98,7 +98,7 @@ def _leaves(mapping: dict[str, Located], problems: list[str]) -> Layer:
             if field is None:
                 problems.append(f"{located.origin}: {_unknown(path, located, prefix)}")
             elif path in known:
-                leaves[path] = located
+                leaves[path] = Located(_plain(located.value), located.origin, located.text) if is_structured(path) else located
             elif isinstance(located.value, dict):
                 visit(field.annotation, located.value, f"{path}.")
             elif located.value is not None:  # null: `train:` with everything below it commented out
@@ -107,6 +107,15 @@ def _leaves(mapping: dict[str, Located], problems: list[str]) -> Layer:
 
     visit(Config, mapping, "")
     return leaves
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the places of its parts."""
+    if isinstance(value, Located):
+        return _plain(value.value)
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 def _unknown(path: str, located: Located, prefix: str) -> str:
@@ -194,6 +203,8 @@ def _value(path: str, text: str, origin: str, expected: set[Any], problems: list
         return None
     if text in [choice for kind in expected for choice in getattr(kind, "__args__", ())]:
         return text
+    if is_structured(path) and text[:1] in ("{", "["):
+        return _structured(path, text, origin, problems)
     if str in expected:
         return text
     if list not in expected:
@@ -203,3 +214,11 @@ def _value(path: str, text: str, origin: str, expected: set[Any], problems: list
     except yaml.YAMLError:
         problems.append(f"{origin}: {path}={text} cannot be read; write names with commas between them: q_proj,v_proj")
         return []
+
+
+def _structured(path: str, text: str, origin: str, problems: list[str]) -> Any:
+    try:
+        return parse_flow(text)
+    except yaml.YAMLError:
+        problems.append(f"{origin}: {path}={word(text)} cannot be read; write {wanted(path)}")
+        return None

@@ -7,7 +7,9 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-from sft_play.config.schema import kinds, settings
+from pydantic import BaseModel
+
+from sft_play.config.schema import is_structured, kinds, settings
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 
@@ -59,8 +61,12 @@ def word(value: Any, length: int = WORD_LENGTH) -> str:
     """Return a value as YAML and the shell spell it: `true`, `null`, `[q_proj, v_proj]`; cut after `length` characters."""
     if isinstance(value, bool | None):
         return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
     if isinstance(value, dict):
-        return "{...}"
+        if any(isinstance(part, Located) for part in value.values()):
+            return "{...}"
+        return _shortened(f"{{{', '.join(f'{key}: {word(part)}' for key, part in value.items())}}}", length)
     if isinstance(value, list):
         # a list that aliases nest could spell out to gigabytes
         return _shortened(f"[{', '.join('[...]' if isinstance(item, list) else word(item) for item in value[:length])}]", length)
@@ -84,7 +90,7 @@ def invalid(path: str, located: Located) -> str:
     name, wanted_words = path.rsplit(".", 1)[-1], f"write {wanted(path)}"
     if value is None and not typed:
         return f"{located.origin}: {path} has no value; {wanted_words}, or delete the line"
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not is_structured(path):
         return f"{located.origin}: {path} takes one value, not settings below it; {wanted_words}"
     if str in kinds(field.annotation) and isinstance(value, bool | int | float):
         kind = "a switch" if isinstance(value, bool) else "a number"

@@ -126,22 +126,67 @@ class TrainSection(Section):
     allow_backend_change: bool = Field(False, description="Resume although the checkpoint's stamp names another backend or quantisation.")
 
 
+class SourceSection(Section):
+    """One of several sources of rows, where its path alone does not say it all."""
+
+    path: str = Field(min_length=1, description="A data file, a folder of them, or a hub data set id.")
+    weight: PositiveFloat | None = Field(None, description="Share of this source in an epoch, relative to the others' weights.")
+    split: str = Field("train", min_length=1, description="Split of a hub data set.")
+    subset: str | None = Field(None, description="Subset (configuration) of a hub data set.")
+    columns: dict[str, str] = Field({}, description="As data.columns, for this source alone.")
+
+
+def _source_list(value: Any) -> Any:
+    """A mapping of paths to weights is a list of sources, short."""
+    return [{"path": path, "weight": weight} for path, weight in value.items()] if isinstance(value, dict) else value
+
+
+Sources = Annotated[str | list[str | SourceSection], BeforeValidator(_source_list)]
+WRITE_SOURCES = {
+    "structured": True,  # the value may be a mapping, or a list of them
+    "write": "a path, a list such as [a.jsonl, b.parquet], weights such as {a.jsonl: 3, b.jsonl: 1}, or a list of {path, weight, split, subset, columns}",
+}
+
+
 class DataSection(Section):
-    train_path: str | None = Field(
+    train_path: Sources | None = Field(
         None,
-        description="Training rows: a .jsonl or .json file of conversations (messages, question/answer, prompt/completion, instruction/output); "
-        "null is the set that ships.",
+        json_schema_extra=WRITE_SOURCES,
+        description="Training rows: a JSONL, JSON, CSV or Parquet file, a folder of them, a hub data set id, or several; under weights small ones "
+        "repeat and none is cut short. null is the set that ships.",
     )
-    val_path: str | None = Field(None, description="Rows to evaluate on while training; null holds out data.val_size of the training rows.")
-    test_path: str | None = Field(None, description="Rows for the scores before and after training; null is the validation rows.")
+    val_path: Sources | None = Field(
+        None, json_schema_extra=WRITE_SOURCES, description="Rows to evaluate on while training; null holds out data.val_size of the training rows."
+    )
+    test_path: Sources | None = Field(
+        None, json_schema_extra=WRITE_SOURCES, description="Rows for the scores before and after training; null is the validation rows."
+    )
+    columns: dict[str, str] = Field(
+        {},
+        json_schema_extra={"structured": True, "write": "a mapping of fields to the file's columns, such as {question: problem, answer: solution}"},
+        description="Which column holds which field of a shape, for files whose names are their own; {} recognises the shape by its keys.",
+    )
+    on_bad_row: Literal["fail", "quarantine"] = Field(
+        "fail",
+        description="What becomes of rows that cannot be read or whose answer cannot be found: fail stops the run, quarantine sets them aside in it.",
+    )
+    on_overlap: Literal["fail", "drop", "allow"] = Field(
+        "fail", description="What becomes of training rows that are evaluated on, too: fail stops the run, drop trains without them, allow trains on them."
+    )
+    train_on: Literal["all", "last"] = Field("all", description="Answers of a conversation that carry loss: all of them, or the last alone.")
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05, description="Fraction of the training rows that is held out where no val_path is given, at most 500 rows."
     )
-    too_long: Literal["drop", "error"] = Field(
-        "drop", description="What becomes of rows over model.max_seq_len tokens: drop counts and reports them, error stops the run."
+    too_long: Literal["drop", "truncate_left", "split"] = Field(
+        "drop",
+        description="What becomes of rows over model.max_seq_len tokens: drop leaves them out, truncate_left keeps their end, split makes several of them.",
     )
-    max_lost: Fraction = Field(0.05, description="Largest fraction of trained tokens that dropped rows may hold; more stops the run with class 11.")
-    system_prompt: str | None = Field(None, description="System message put before conversations that bring none; null adds none.")
+    max_lost: Fraction = Field(0.05, description="Largest fraction of trained tokens that data.too_long may lose; more stops the run with class 11.")
+    system_prompt: str | None = Field(None, description="System message put before conversations; null adds none.")
+    system_prompt_mode: Literal["add", "replace"] = Field(
+        "add", description="Which conversations get data.system_prompt: add those that bring no system message, replace all of them."
+    )
+    cache_dir: str | None = Field(None, min_length=1, description="Folder of the tokenised rows; null is .data in train.output_dir.")
 
 
 class Config(Section):
@@ -168,6 +213,11 @@ def settings(section: type[Section] = Config, prefix: tuple[str, ...] = ()) -> d
 def env_name(path: str) -> str:
     """Return the variable that sets a setting: `tuning.lora.r` -> `TUNING_LORA_R`."""
     return path.replace(".", "_").upper()
+
+
+def is_structured(path: str) -> bool:
+    """Return whether a setting's value may be a mapping, or hold some."""
+    return bool((settings()[path].json_schema_extra or {}).get("structured"))
 
 
 def kinds(annotation: Any) -> set[Any]:

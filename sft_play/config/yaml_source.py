@@ -70,8 +70,13 @@ def parse_scalar(text: str) -> Any:
 def parse_names(text: str) -> list[Any]:
     """Return `q_proj,v_proj` or `["q_proj", "v_proj"]` as a list. Raises yaml.YAMLError."""
     if text.lstrip().startswith("["):
-        return yaml.load(text, Loader=_Loader)
+        return parse_flow(text)
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse_flow(text: str) -> Any:
+    """Return the value of `[a, b]` or `{a: 1}`. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def dump(tree: dict[str, Any]) -> str:
