@@ -1,34 +1,25 @@
-"""Conversations to token ids and labels, through the chat template, for training and for use alike. Loads no torch.
+"""Rows to token ids and labels, through the tokenizer's own chat template, for training and for use alike. Loads no torch.
 
-Legend: T tokens of one row.
+Nothing is believed of a template: what of a text is trained is found by `answers`, and here proven on the tokens. Training
+equals use: the ids before an answer are those that `render_prompt` gives the model when it is to answer.
+Legend: T tokens of one sample.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
-from typing import Any
+from typing import Any, Literal
 
+from sft_play.data.answers import Answer, AnswerFinder, Draft
 from sft_play.data.rows import Message, Row
-from sft_play.errors import DataError
+from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate, RenderError, stop_ids, template_of, turns_of
+
+__all__ = ["DEFAULT_TEMPLATE", "IGNORE_INDEX", "RenderError", "Rendered", "Renderer", "render", "render_prompt", "stop_ids", "template_of"]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>", "<|return|>")
-
-# For base models that bring no template: ChatML's shape, in plain words so that no token needs to be new. Base models that
-# have a token for the beginning (Llama, Gemma) saw it before every text; others render it as nothing.
-DEFAULT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
-)
+SEAM_TOKENS = 32  # looked back from the end of a prompt for a token that texts are split at
 
 
-class RenderError(DataError):
-    """A row whose trained span cannot be proven."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rendered:
     """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
 
@@ -38,105 +29,167 @@ class Rendered:
 
     @property
     def trained_tokens(self) -> int:
-        return sum(label != IGNORE_INDEX for label in self.labels)
+        """Tokens that carry loss."""
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenised:
+    """A draft's tokens, and for each of its answers (token, text) of the end of its prompt."""
+
+    draft: Draft
+    encoding: Any
+    ids: list[int]
+    seams: list[tuple[int, str]]
+
+
+class Renderer:
+    """Rows to samples, a batch at a time; what belongs to the tokenizer is found once."""
+
+    def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
+        self._finder = AnswerFinder(tokenizer, train_on)
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()  # what an earlier user of the tokenizer left set
+        self._tokenizer.no_padding()
+        self._stops, self._bos, self._eos = stop_ids(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._splitting = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        with_special, without = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+        self._text_begins = with_special[:1] if with_special[:1] == [self._bos] != without[:1] else []
+
+    def render(self, rows: Sequence[Row]) -> list[tuple[Rendered, ...] | RenderError]:
+        """Return the samples of each row, or why it cannot be proven.
+
+        A conversation is one sample, or several where the template writes an answer otherwise once the conversation has gone on;
+        every trained answer is in one of them, behind the prompt that use would give, with the stop token behind it. A plain text
+        is one sample, trained but for its first token, with bos before it if the tokenizer adds one, and eos behind it.
+        """
+        found = [self._drafts(row) for row in rows]
+        drafts = [draft for of_row in found if not isinstance(of_row, RenderError) for draft in of_row]
+        encodings = self._tokenizer.encode_batch([draft.text for draft in drafts], add_special_tokens=False)
+        texts = [self._tokenised(draft, encoding) for draft, encoding in zip(drafts, encodings, strict=True)]
+        seams = list({seam for text in texts for _, seam in text.seams})
+        seam_ids = dict(zip(seams, (encoding.ids for encoding in self._tokenizer.encode_batch(seams, add_special_tokens=False)), strict=True))
+        waiting = iter(texts)
+        return [
+            of_row if isinstance(of_row, RenderError) else self._samples(row, [next(waiting) for _ in of_row], seam_ids)
+            for row, of_row in zip(rows, found, strict=True)
+        ]
+
+    def _drafts(self, row: Row) -> list[Draft] | RenderError:
+        if row.text is not None:
+            return [Draft(row.text)]
+        try:
+            return self._finder.drafts(row)
+        except RenderError as error:
+            return RenderError(f"{row.origin}: {error}")
+
+    def _tokenised(self, draft: Draft, encoding: Any) -> _Tokenised:
+        ids = encoding.ids
+        return _Tokenised(draft, encoding, ids, [self._seam(draft.text, answer.start, encoding, ids) for answer in draft.answers])
+
+    def _seam(self, text: str, start: int, encoding: Any, ids: list[int]) -> tuple[int, str]:
+        """Return (token, text from there to the end of a prompt): tokenised alone, it proves that the prompt's ids begin the sample's.
+
+        Tokenizers split texts at their added tokens first, so that what is before one does not depend on what is behind it: it is
+        enough to compare from the last one in the prompt (`<|im_start|>assistant\n`). Without one, the whole prompt is compared.
+        """
+        last = encoding.char_to_token(start - 1) if start else None
+        if last is not None:
+            for token in range(last, max(last - SEAM_TOKENS, -1), -1):
+                if ids[token] in self._splitting:
+                    return token, text[encoding.token_to_chars(token)[0] : start]
+        return 0, text[:start]
+
+    def _samples(self, row: Row, texts: list[_Tokenised], seam_ids: dict[str, list[int]]) -> tuple[Rendered, ...] | RenderError:
+        try:
+            return tuple(self._plain(text.ids) if row.text is not None else self._labelled(text, seam_ids) for text in texts)
+        except RenderError as error:
+            return RenderError(f"{row.origin}: {error}")
+
+    def _plain(self, ids: list[int]) -> Rendered:
+        ids = [*self._text_begins, *ids, *([] if ids[-1:] == [self._eos] else [self._eos])]
+        self._refuse_two_beginnings(ids)
+        return Rendered(ids, [IGNORE_INDEX, *ids[1:]])
+
+    def _labelled(self, text: _Tokenised, seam_ids: dict[str, list[int]]) -> Rendered:
+        ids = text.ids
+        self._refuse_two_beginnings(ids)
+        labels = [IGNORE_INDEX] * len(ids)
+        spans = [self._span(text, answer, before, seam_ids[seam]) for answer, (before, seam) in zip(text.draft.answers, text.seams, strict=True)]
+        for first, behind in spans:
+            labels[first:behind] = ids[first:behind]
+        if text.draft.marks is not None:
+            check_marks(text.draft, spans, text.encoding)
+        labels[0] = IGNORE_INDEX  # nothing predicts the first token
+        return Rendered(ids, labels, spans[-1][0])
+
+    def _span(self, text: _Tokenised, answer: Answer, before: int, seam_ids: list[int]) -> tuple[int, int]:
+        """Return the tokens of an answer as (first, behind the stop token). Raises RenderError unless they are just its text."""
+        ids, first = text.ids, before + len(seam_ids)
+        if ids[before:first] != seam_ids:
+            straddling = next(index for index, number in enumerate(seam_ids, before) if ids[index : index + 1] != [number])
+            token = self._tokenizer.decode(ids[straddling : straddling + 1], skip_special_tokens=False)
+            raise RenderError(f"the token {token!r} straddles the end of the prompt of turn {answer.number}")
+        last = text.encoding.char_to_token(answer.stop)
+        if last is None or ids[last] not in self._stops or not self._stops.isdisjoint(ids[first:last]):
+            stop = text.draft.text[answer.stop : answer.end]
+            raise RenderError(f"the tokenizer does not read {stop!r} as the one stop token of messages[{answer.number}]")
+        self._check_read_back(ids[first : last + 1], text.draft.text[answer.start : answer.end], answer.number)
+        return first, last + 1
+
+    def _check_read_back(self, ids: list[int], piece: str, number: int) -> None:
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+        if decoded != piece and self._spelled(decoded) != self._spelled(piece):
+            raise RenderError(f"the tokens of messages[{number}] read {decoded[:80]!r}, not the answer; the tokenizer lacks characters of it")
+
+    def _spelled(self, text: str) -> str:
+        """Return a text as the tokenizer reads it, without blanks: some decoders put them between tokens or drop the first."""
+        normalizer = self._tokenizer.normalizer
+        return "".join((normalizer.normalize_str(text) if normalizer else text).replace("\u2581", " ").split())
+
+    def _refuse_two_beginnings(self, ids: list[int]) -> None:
+        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            raise RenderError("the text begins with the beginning-of-text token twice: the row brings one that is written anyway")
+
+
+def check_marks(draft: Draft, spans: Sequence[tuple[int, int]], encoding: Any) -> None:
+    """Raise RenderError unless `{% generation %}` marks the tokens of `spans` and no others, but for blanks behind a stop token.
+
+    Tokens are marked as transformers marks them for a mask of the assistant's tokens.
+    """
+    assert draft.marks is not None, "the template has marks"
+    marked = bytearray(len(encoding))
+    for start, end in draft.marks:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None:
+            break
+        behind = last + 1 if last else len(marked)
+        marked[first:behind] = b"\1" * (behind - first)
+    for answer, (first, behind) in zip(draft.answers, spans, strict=True):
+        where = f"messages[{answer.number}]"
+        if not marked[behind - 1]:
+            raise RenderError(f"the template's generation marks leave out the stop token of {where}")
+        if 0 in marked[first:behind]:
+            raise RenderError(f"the template's generation marks leave out a part of {where}")
+        if first and marked[first - 1]:
+            raise RenderError(f"the template's generation marks begin before {where}, in its prompt")
+        after = marked.find(0, behind) if 0 in marked[behind:] else len(marked)
+        if after > behind and draft.text[answer.end : encoding.token_to_chars(after - 1)[1]].strip():
+            raise RenderError(f"the template's generation marks go on behind the stop token of {where}")
+        marked[first:after] = bytes(after - first)
+    if draft.is_whole and 1 in marked:
+        start, end = encoding.token_to_chars(marked.find(1))
+        raise RenderError(f"the template's generation marks hold {draft.text[start:end]!r}, which no answer holds")
 
 
 def render(row: Row, tokenizer: Any) -> Rendered:
-    """Return ids and labels of a row; every assistant turn and the stop token behind it carry loss.
-
-    Where an answer stands is found by rendering the conversation up to it, with and without it, so that any template
-    works unedited. Raises: RenderError when the prompt is not a prefix of the conversation, when a token straddles the seam
-    between them, when an answer holds a stop token itself, or when the template refuses the row.
-    """
-    try:
-        text = _text(row.messages, tokenizer, generation_prompt=False)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        labels, stops = [IGNORE_INDEX] * len(ids), stop_ids(tokenizer)
-        for number, message in enumerate(row.messages):
-            if message.role == "assistant":
-                _refuse_stop_inside(message.content, number, tokenizer.convert_ids_to_tokens(sorted(stops)))
-                prompt, end, is_whole = _span(row.messages, number, text, tokenizer)
-                first = _first_token(prompt, number, ids, offsets, tokenizer)
-                if not _train_on(labels, ids, offsets, first, end, stops) and not is_whole:
-                    raise RenderError(f"the chat template writes turn {number} otherwise in a longer conversation, so its answer cannot be found")
-    except RenderError as error:
-        raise RenderError(f"{row.origin}: {error}") from None
-    if ids and labels[-1] != IGNORE_INDEX and ids[-1] not in stops:
-        ids, labels = [*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]  # the template writes no stop
-    if labels:
-        labels[0] = IGNORE_INDEX  # nothing predicts the first token
-    return Rendered(ids, labels)
+    """Return the sample that trains a row's last answer, and with it the others that stand in it as they would be given. Raises RenderError."""
+    (samples,) = Renderer(tokenizer).render([row])
+    if isinstance(samples, RenderError):
+        raise samples
+    return samples[-1]
 
 
-def render_prompt(messages: Sequence[Message], tokenizer: Any) -> list[int]:
-    """Return the ids of a prompt, ready for the model to answer."""
-    return tokenizer(_text(messages, tokenizer, generation_prompt=True), add_special_tokens=False)["input_ids"]
-
-
-def stop_ids(tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer: eos, and the end-of-turn token of templates that have their own."""
-    # not by get_vocab: it copies the whole vocabulary, and this is asked for every row
-    found = zip(TURN_ENDS, tokenizer.convert_tokens_to_ids(list(TURN_ENDS)), strict=True)
-    known = {number for token, number in found if number is not None and tokenizer.convert_ids_to_tokens(number) == token}
-    return {tokenizer.eos_token_id, *known}
-
-
-def template_of(tokenizer: Any) -> str:
-    """Return the chat template in force: the tokenizer's own, else the default one."""
-    return tokenizer.chat_template or DEFAULT_TEMPLATE
-
-
-def _text(messages: Sequence[Message], tokenizer: Any, generation_prompt: bool) -> str:
-    from jinja2 import TemplateError
-
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    try:
-        return tokenizer.apply_chat_template(turns, chat_template=template_of(tokenizer), tokenize=False, add_generation_prompt=generation_prompt)
-    except TemplateError as error:  # what raise_exception() in a template becomes: roles that the model does not know
-        raise RenderError(f"the chat template refuses the conversation: {error}") from None
-
-
-def _refuse_stop_inside(answer: str, number: int, stops: list[str]) -> None:
-    found = [stop for stop in stops if stop in answer]
-    if found:
-        raise RenderError(f"messages[{number}] holds {found[0]}, which ends an answer, so what stands behind it would not be learned")
-
-
-def _span(messages: Sequence[Message], number: int, text: str, tokenizer: Any) -> tuple[str, int, bool]:
-    """Return the prompt of the answer `messages[number]`, and the character of `text` at which the answer ends.
-
-    The third value says whether all that the template wrote for the answer is in `text`: a template that ends every conversation
-    with a token of its own (Phi-3) has written that too, and is left at it where the answer's stop token comes before.
-    """
-    prompt = _text(messages[:number], tokenizer, generation_prompt=True)
-    answered = _text(messages[: number + 1], tokenizer, generation_prompt=False)
-    if not text.startswith(prompt):
-        raise RenderError(f"the chat template writes what is before turn {number} otherwise in a longer conversation, so its answer cannot be found")
-    end = len(commonprefix((text, answered)))  # noqa: RUF071 - of texts, not of paths
-    return prompt, end, end == len(answered)
-
-
-def _first_token(prompt: str, number: int, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any) -> int:
-    """Return the index of the first token behind the prompt. Raises RenderError when a token holds a part of both."""
-    first = bisect_right(offsets, len(prompt), key=lambda span: span[1])
-    # many tokenizers cut leading blanks off a token's span, so what lies between two spans belongs to the second
-    if (offsets[first - 1][1] if first else 0) == len(prompt) and all(begins >= len(prompt) for begins, _ in offsets[first : first + 1]):
-        return first
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # or the tokenizer drops the end of the prompt in any case
-    if ids[: len(prompt_ids)] == prompt_ids:
-        return len(prompt_ids)
-    raise RenderError(f"the token {tokenizer.decode(ids[first])!r} straddles the end of the prompt of turn {number}")
-
-
-def _train_on(labels: list[int], ids: list[int], offsets: list[tuple[int, int]], first: int, end: int, stops: set[int]) -> bool:
-    """Label the tokens from `first` up to character `end`, up to and with the stop token; return whether there was one."""
-    for position in range(first, len(ids)):
-        begins, ends = offsets[position]
-        is_stop = ids[position] in stops
-        if begins > end or (ends > end and not is_stop):  # a stop token may reach over the line break behind it
-            return False
-        labels[position] = ids[position]
-        if is_stop:
-            return True  # what a template writes behind the stop token (a line break) is not learned
-    return False
+def render_prompt(messages: Sequence[Message], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    """Return the ids of a prompt, ready for the model to answer. Raises RenderError when the template refuses it."""
+    return tokenizer(ChatTemplate(tokenizer).prompt(turns_of(messages), tools), add_special_tokens=False)["input_ids"]
