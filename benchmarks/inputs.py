@@ -22,7 +22,7 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 def random_model(shape: str, folder: Path) -> None:
     """Save a Llama of a known model's shape in bfloat16, weights drawn on the GPU where there is one, with the tiny model's tokenizer."""
     config = LlamaConfig(
-        **json.loads(KNOWN.read_text())[shape], max_position_embeddings=8192, rope_theta=500000.0, pad_token_id=0, eos_token_id=1, bos_token_id=None
+        **{name: value for name, value in json.loads(KNOWN.read_text())[shape].items() if name != "model_type"}, max_position_embeddings=8192, rope_theta=500000.0, pad_token_id=0, eos_token_id=1, bos_token_id=None
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

@@ -1,28 +1,33 @@
 """What each command does, told in calls to the rooms. Loads no torch until a command needs it."""
 
+import contextlib
 import dataclasses
 import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from sft_play.config import invocation as invocations
 from sft_play.config import loader
 from sft_play.config.loader import DEFAULT, PROJECT_ROOT, LoadedConfig
+from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan import devices, launch
-from sft_play.plan.resolve import Plan, precision, resolve
+from sft_play.plan.resolve import Plan, precision, resolve, with_micro_batches
 from sft_play.runs import folder as run_folders
 from sft_play.runs import stamp
-from sft_play.runs.files import write_json
+from sft_play.runs.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from sft_play.data.arrange import PreparedData
 
 ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 DEFAULT_OF_BACKEND = {"bnb": "run_bnb", "unsloth": "run_unsloth"}
@@ -86,17 +91,64 @@ def train(call: Call, distributed: bool, use_deepspeed: bool, with_tensorboard: 
     folder = new_run(call, loaded, plan)
     command = launch.launch_command(plan.ranks, folder.path, call.environ)
     run_folders.fill(folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env})
+    print(plan.line())
+    print(f"run {folder.path}")
+    with recorded(folder):
+        plan = tokenise(folder, plan)
+    if plan.packing:  # known now: how many micro-batches make a step
+        run_folders.fill(folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env})
+        print(packing_line(plan))
     if plan.ranks.strategy == "ddp":
         config = launch.accelerate_config(plan.ranks, mixed_precision(plan))
         launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Written for this run; accelerate reads no other file.")
     if plan.deepspeed is not None:
         write_json(folder.path / "deepspeed.json", plan.deepspeed)
-    print(plan.line())
-    print(f"run {folder.path}")
     if with_tensorboard:
         print(start_tensorboard(call, folder.tensorboard))
     sys.stdout.flush()
     launch.execute(command, call.environ)
+
+
+@contextlib.contextmanager
+def recorded(folder: run_folders.RunFolder) -> Iterator[None]:
+    """Write down in run.json why a run ends before its launch."""
+    try:
+        yield
+    except SftPlayError as error:
+        folder.write_report({**folder.read_report(), "status": "failed", "exit_class": int(error.exit_class), "cause": str(error)})
+        raise
+    except KeyboardInterrupt:
+        stopped, cause = ExitClass.STOPPED, "stopped on request while rows were tokenised; nothing was trained"
+        folder.write_report({**folder.read_report(), "status": "stopped", "exit_class": int(stopped), "cause": cause})
+        raise
+
+
+def tokenise(folder: run_folders.RunFolder, plan: Plan) -> Plan:
+    """Tokenise a run's rows before any process group, write where they are, and return the plan with what follows from them.
+
+    Rows that are set aside go to quarantine/. Raises DataError for what cannot be trained on, before a GPU is asked for.
+    """
+    from sft_play.data import prepare
+
+    data = prepared_data(plan.config)
+    for split, rows in prepare.quarantined(data.sources).items():
+        write_text(folder.quarantine / f"{split}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"warning: {len(rows)} {split} rows cannot be used and are in {folder.quarantine / split}.jsonl")
+    folder.write_data(prepare.as_json(data.sources))
+    if not plan.packing:
+        return plan
+    from sft_play.data import order
+
+    train = plan.config.train
+    layout = order.Layout(plan.config.model.max_seq_len, train.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
+    return with_micro_batches(plan, order.micro_batches_per_step(data.train.lengths, layout, train.order_seed, train.passes(len(data.train))))
+
+
+def packing_line(plan: Plan) -> str:
+    """Return how a packed run makes its steps, as a line of facts."""
+    c, sequence = plan.chosen, plan.config.model.max_seq_len
+    at_most = f"at most {c.batch_size} sequences of {sequence} tokens"
+    return f"packing rows={c.effective_batch} a step in micro_batches={plan.micro_batches} of each rank, {at_most}; without packing {c.grad_accum}"
 
 
 def with_project_ranks(call: Call, distributed: bool) -> Call:
@@ -208,13 +260,20 @@ def default_config_name() -> str:
     return str(DEFAULT.relative_to(PROJECT_ROOT))
 
 
-def data_ledger(call: Call) -> dict[str, Any]:
-    """Return the ledger of a config's data."""
-    from sft_play.data.check import check_rows
+def prepared_data(config: Config) -> "PreparedData":
+    """Return the data of a resolved config, tokenised now where the cache has no samples of it."""
+    from sft_play.data import prepare
     from sft_play.models.tokenizer import load_tokenizer
 
-    config = make_plan(call, distributed=False, use_deepspeed=False)[1].config
-    return check_rows(config, load_tokenizer(config))
+    found = prepare.find_sources(config)  # before the tokenizer, which takes seconds
+    return prepare.arrange(config, prepare.tokenised(config, found, load_tokenizer(config)))
+
+
+def data_ledger(call: Call) -> dict[str, Any]:
+    """Return the ledger of a config's data."""
+    from sft_play.data.check import ledger_json
+
+    return ledger_json(prepared_data(make_plan(call, distributed=False, use_deepspeed=False)[1].config))
 
 
 def plan_lines(plan: Plan, facts: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ def tiny_base(tokenizer, tmp_path_factory) -> Path:
 def rows(tmp_path_factory) -> dict[str, Path]:
     """Files of 10 training and 6 validation rows; prompts and answers are of unequal length."""
     folder = tmp_path_factory.mktemp("rows")
-    numbers = {"train": (7, 1, 12, 3, 10, 5, 2, 14, 9, 4), "val": (6, 13, 8, 1, 11, 3)}
+    numbers = {"train": (7, 15, 12, 16, 10, 5, 2, 14, 9, 4), "val": (6, 13, 8, 1, 11, 3)}
     files = {name: folder / f"{name}.jsonl" for name in numbers}
     for name, path in files.items():
         records = [{"question": f"Count to {n}{', slowly' * (n % 3)}.", "answer": " ".join(map(str, range(1, n + 1)))} for n in numbers[name]]
@@ -64,23 +64,31 @@ def rows(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def taught_base(tiny_base, rows, tokenizer, tmp_path_factory) -> Path:
+def prepared_rows(rows, tokenizer, tmp_path_factory):
+    """The rows above as a run prepares them."""
+    from sft_play.config.schema import Config
+    from sft_play.data.prepare import prepare
+
+    data = {"train_path": str(rows["train"]), "val_path": str(rows["val"]), "cache_dir": str(tmp_path_factory.mktemp("samples"))}
+    return prepare(Config.model_validate({"data": data}), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def taught_base(tiny_base, prepared_rows, tokenizer, tmp_path_factory) -> Path:
     """The tiny model, taught the validation rows for two seconds: its answers end, and no two are alike."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.config.schema import Config
-    from sft_play.data.prepare import prepare
     from sft_play.models.losses import summed_nll
 
-    split = prepare(Config.model_validate({"data": {"train_path": str(rows["train"]), "val_path": str(rows["val"])}}), tokenizer).validation
+    split = prepared_rows.validation
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(tiny_base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(300):
         worst = 0.0
-        for row in split.rendered:
-            loss = summed_nll(model(input_ids=torch.tensor([row.ids])).logits, torch.tensor([row.labels])) / row.trained_tokens
+        for row in split:
+            loss = summed_nll(model(input_ids=torch.tensor(row.ids[None])).logits, torch.tensor(row.labels[None])) / row.trained_tokens
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -129,6 +137,8 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
         call = commands.Call(Invocation(config=str(NO_CONFIG), device="cpu", num_gpus=num_gpus, run="run"), dict(os.environ), words)
         loaded, planned = commands.make_plan(call, num_gpus > 1, use_deepspeed)
         folder = commands.new_run(call, loaded, planned)
+        run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
+        planned = commands.tokenise(folder, planned)
         run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
         return folder
 
@@ -184,7 +194,8 @@ def build_trainer() -> Callable:
     """A function that returns the trainer of a planned run as the worker builds it, and its data."""
     import torch
 
-    from sft_play.data.prepare import prepare
+    from sft_play.data.arrange import arrange
+    from sft_play.data.prepare import from_json
     from sft_play.models.load import Placement, load_model
     from sft_play.models.tokenizer import load_tokenizer
     from sft_play.training import runtime, worker
@@ -193,7 +204,7 @@ def build_trainer() -> Callable:
     def build(folder):
         config, plan, device = folder.read_config(), folder.read_plan(), torch.device("cpu")
         tokenizer = load_tokenizer(config)
-        data = prepare(config, tokenizer)
+        data = arrange(config, from_json(folder.read_data()))
         runtime.seed_everything(config.train.seed)
         arguments = training_arguments(config, plan, folder)
         model = load_model(config, Placement(device, torch.float32, zero_stage=0))

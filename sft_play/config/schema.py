@@ -3,6 +3,7 @@
 Help, docs/configuration.md and error messages are made from the sentences here; a setting without one fails a test.
 """
 
+import math
 import types
 import typing
 from typing import Annotated, Any, Literal
@@ -96,6 +97,11 @@ class TrainSection(Section):
     data_seed: NonNegativeInt | None = Field(None, description="Seed of the row order and of a held-out split; null is train.seed.")
     bf16: bool | Auto = Field("auto", description="Compute in bfloat16; auto is where the GPU supports it (capability 8.0), never on a CPU.")
     fp16: bool | Auto = Field("auto", description="Compute in float16 with loss scaling; auto is on GPUs without bfloat16. bf16 wins where both are true.")
+    packing: bool | Auto = Field(
+        "auto",
+        description="Put samples one behind the other into sequences of at most model.max_seq_len tokens, apart from each other, rather than pad them; "
+        "it changes the speed of a run and nothing else. auto is on a GPU with an architecture that is known to keep them apart.",
+    )
     gradient_checkpointing: bool | Auto = Field(
         "auto", description="Recompute activations in the backward pass; auto is only where the memory estimate needs it."
     )
@@ -124,6 +130,16 @@ class TrainSection(Section):
     save_total_limit: PositiveInt | None = Field(2, description="Checkpoints that are kept, the newest; null keeps all.")
     resume_from: str | None = Field(None, description="Run or checkpoint folder to go on from: step, optimizer and random state; null starts anew.")
     allow_backend_change: bool = Field(False, description="Resume although the checkpoint's stamp names another backend or quantisation.")
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the row order and of held-out rows."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def passes(self, samples: int) -> int:
+        """Return the epochs that a resolved run begins."""
+        steps = math.ceil(samples / self.effective_batch_size)
+        return math.ceil(self.epochs if self.max_steps is None else self.max_steps / steps)
 
 
 class SourceSection(Section):

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from sft_play.config.schema import Config
-from sft_play.data.prepare import Ledger, prepare
+from sft_play.data.prepare import PreparedData
 
 
-def check_rows(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return the ledger of the training rows, and those of the other splits under `splits`. Raises DataError."""
-    prepared = prepare(config, tokenizer)
-    return {**_facts(prepared.ledger["train"]), "splits": {name: _facts(ledger) for name, ledger in prepared.ledger.items()}}
+def ledger_json(data: PreparedData) -> dict[str, Any]:
+    """Return the ledger of the training rows, and those of all splits under `splits`."""
+    return {**data.ledger["train"], "splits": data.ledger}
 
 
 def check_lines(ledger: dict[str, Any]) -> list[str]:
@@ -21,7 +19,3 @@ def check_lines(ledger: dict[str, Any]) -> list[str]:
         + f" tokens={facts['tokens']} trained_tokens={facts['trained_tokens']} lost={facts['lost_fraction']:.2%}"
         for name, facts in ledger["splits"].items()
     ]
-
-
-def _facts(ledger: Ledger) -> dict[str, Any]:
-    return {**ledger.as_json(), "lost_fraction": round(ledger.lost_fraction, 6)}

@@ -39,6 +39,10 @@ class Sample:
     answer_start: int
 
     @property
+    def trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
+
+    @property
     def prompt(self) -> list[int]:
         """The ids before the last answer: what the model is given when it is to answer; empty for plain text."""
         return self.ids[: self.answer_start].tolist()

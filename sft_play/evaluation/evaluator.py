@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows
-from sft_play.data.prepare import Split
-from sft_play.data.render import render_prompt, stop_ids
+from sft_play.data.render import IGNORE_INDEX, stop_ids
+from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.models.losses import labelled_tokens, summed_nll
@@ -63,10 +64,11 @@ class Evaluator:
         assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
         self.batch_size = train.eval_batch_size
 
-    @property
-    def generated_rows(self) -> int:
-        """How many rows are generated for."""
-        return min(len(self.split), self.train.generation_max_rows or len(self.split))
+    @cached_property
+    def asked(self) -> list[Sample]:
+        """The first samples that end in an answer to a prompt: those that are generated for."""
+        has_prompt = np.flatnonzero(self.split.records["answer_start"])
+        return [self.split[int(index)] for index in has_prompt[: self.train.generation_max_rows]]
 
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which the caller has put in evaluation mode."""
@@ -77,10 +79,10 @@ class Evaluator:
         started = time.perf_counter()
         loss = self.loss(model)
         loss_seconds = time.perf_counter() - started
-        if not self.train.predict_with_generate:
+        if not self.train.predict_with_generate or not self.asked:
             return Scores(loss, None, (), loss_seconds, 0.0)
         answers = self.answers(model)
-        references = [row.answer for row in self.split.rows[: len(answers)]]
+        references = [self._text(sample.labels[sample.answer_start :]) for sample in self.asked]
         score = rouge_l(answers, references, None if self.train.eval_do_concat_batches else self.batch_size)
         return Scores(loss, score, tuple(answers), loss_seconds, time.perf_counter() - started - loss_seconds)
 
@@ -129,7 +131,7 @@ class Evaluator:
                 waiting = []
         found += self._decoded(waiting)
         by_index = dict(pair for share in self._gathered(found) for pair in share)
-        return [by_index[index] for index in range(self.generated_rows)]
+        return [by_index[index] for index in range(len(self.asked))]
 
     def _decoded(self, waiting: list[tuple[Sequence[int], torch.Tensor]]) -> list[tuple[int, str]]:
         """Move generated ids to the CPU and decode them; fillers (negative indices) are dropped."""
@@ -139,17 +141,21 @@ class Evaluator:
             found += [(index, text.strip()) for index, text in zip(indices, texts, strict=True) if index >= 0]
         return found
 
+    def _text(self, labels: np.ndarray) -> str:
+        """Return what the model should have generated: the labelled ids, decoded as generated ones are."""
+        return self.tokenizer.decode(labels[labels != IGNORE_INDEX].tolist(), skip_special_tokens=True).strip()
+
     @cached_property
     def _loss_batches(self) -> list[dict[str, torch.Tensor]]:
         """This rank's batches, longest rows first; every rank has equally many."""
         rows, collate = TrainRows(self.split), PadCollator(self.tokenizer.pad_token_id)
-        order = sorted(range(len(rows)), key=lambda i: (-len(self.split.rendered[i].ids), i))
+        order = sorted(range(len(rows)), key=lambda i: (-self.split.lengths[i], i))
         return [collate([rows[i] for i in indices]) for indices in self._share(order)]
 
     @cached_property
     def _prompt_batches(self) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
         """This rank's (row indices, left-padded prompts), longest first; every rank has equally many."""
-        prompts = [render_prompt(row.prompt, self.tokenizer) for row in self.split.rows[: self.generated_rows]]
+        prompts = [sample.prompt for sample in self.asked]
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         return [(indices, _left_padded([prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id)) for indices in self._share(order)]
 

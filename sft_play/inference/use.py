@@ -12,10 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
-from sft_play.data.prepare import prepare
+from sft_play.data.arrange import PreparedData, arrange
+from sft_play.data.prepare import from_json, prepare
 from sft_play.data.render import render_prompt, stop_ids
 from sft_play.data.rows import Message
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, DataError
 from sft_play.evaluation.evaluator import Evaluator, Ranks
 from sft_play.models.load import Placement, load_base
 from sft_play.models.tokenizer import load_tokenizer
@@ -55,12 +56,20 @@ def load_run(folder: RunFolder, device: str) -> Loaded:
 def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     """Score a run's weights on its test rows again, write eval/again.json, and return the lines to print."""
     loaded = load_run(folder, device)
-    data = prepare(loaded.config, loaded.tokenizer)
+    data = data_of(folder, loaded)
     scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, loaded.ranks).score(loaded.model)
     metrics = scores.as_metrics()
     write_json(folder.evaluation / "again.json", metrics)
     rouge = "" if scores.rouge_l is None else f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
     return [f"{folder.name} eval_loss={scores.eval_loss:.4f}{rouge} rows={len(data.test)}"]
+
+
+def data_of(folder: RunFolder, loaded: Loaded) -> PreparedData:
+    """Return what a run was trained on and judged by, from its samples, or from the files where those are gone."""
+    try:
+        return arrange(loaded.config, from_json(folder.read_data()))
+    except DataError:
+        return prepare(loaded.config, loaded.tokenizer)
 
 
 def answer(loaded: Loaded, messages: Sequence[Message]) -> str:

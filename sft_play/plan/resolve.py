@@ -2,25 +2,25 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.config import deepspeed
 from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
-from sft_play.config.schema import Config, DataSection, env_name
-from sft_play.errors import ConfigError, DataError, EnvironmentFault
-from sft_play.plan import batch, memory
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan import batch, memory, sources
 from sft_play.plan.devices import Hardware
 from sft_play.plan.launch import Ranks, visible_entries
+from sft_play.plan.packing import resolve_packing
 from sft_play.plan.shapes import ModelShape, load_shape
 
 GIB = 2**30
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
 ZERO2 = PROJECT_ROOT / "configs" / "deepspeed_zero2.json"
 NCCL_SECONDS = 1800
-SHIPPED_DATA = PROJECT_ROOT / "data" / "desk"
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # accelerate puts DeepSpeed's CPU Adam in the place of any other too, without a word
 
 
@@ -31,6 +31,8 @@ class Plan:
     config: Config
     ranks: Ranks
     chosen: batch.Chosen
+    packing: bool
+    micro_batches: int  # of each rank and step; where rows are packed known once they are, and until then grad_accum
     memory: memory.StepBytes
     budget_bytes: int
     deepspeed: dict[str, Any] | None
@@ -50,6 +52,8 @@ class Plan:
             "per_device_batch_size": self.chosen.batch_size,
             "grad_accum": self.chosen.grad_accum,
             "effective_batch": self.chosen.effective_batch,
+            "packing": self.packing,
+            "micro_batches": self.micro_batches,
             "gradient_checkpointing": self.chosen.gradient_checkpointing,
             "zero_stage": self.zero_stage,
             "deepspeed": self.deepspeed,
@@ -65,9 +69,19 @@ class Plan:
         c, r = self.chosen, self.ranks
         return (
             f"plan device={r.device} world={r.world_size} strategy={r.strategy}{f' zero={self.zero_stage}' if self.deepspeed else ''} "
-            f"batch={c.batch_size} x {r.world_size} x accum={c.grad_accum} = {c.effective_batch} checkpointing={str(c.gradient_checkpointing).lower()} "
+            f"batch={c.batch_size} x {r.world_size} x accum={c.grad_accum} = {c.effective_batch} packing={str(self.packing).lower()} "
+            f"checkpointing={str(c.gradient_checkpointing).lower()} "
             f"compute={precision(self.config)} predicted_peak={self.memory.predicted_peak / GIB:.2f}GiB of {self.budget_bytes / GIB:.2f}GiB"
         )
+
+
+def with_micro_batches(plan: Plan, micro_batches: int) -> Plan:
+    """Return the plan of a packed run whose rows are known: fewer micro-batches make the same step."""
+    engine = plan.deepspeed
+    if engine is not None:  # its product must hold; in samples it would be effective_batch
+        sequences = plan.chosen.batch_size * micro_batches * plan.ranks.world_size
+        engine = {**engine, "gradient_accumulation_steps": micro_batches, "train_batch_size": sequences}
+    return replace(plan, micro_batches=micro_batches, deepspeed=engine)
 
 
 def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str], distributed: bool, use_deepspeed: bool) -> Plan:
@@ -80,7 +94,7 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     ranks = plan_ranks(invocation, hardware, environ, distributed, use_deepspeed)
     config = loaded.config
     _require_backend(config, hardware)
-    _require_data(loaded)
+    sources.require(loaded)
     raw, source = _read_deepspeed(invocation) if use_deepspeed else (None, None)
     shape = load_shape(config.model.name, config.model.revision, environ)
     bf16, fp16, notes = choose_precision(loaded, hardware, deepspeed.precision(raw) if raw else None)
@@ -96,7 +110,8 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     chosen = batch.choose(_wanted(loaded, ranks), peak, budget, "a GPU" if ranks.device == "cuda" else "this host for each process")
     estimate = _bytes(shape, step, chosen.batch_size, chosen.gradient_checkpointing)
     notes += _batch_notes(loaded, chosen, ranks, estimate.predicted_peak, budget)
-    resolved = _resolved(config, chosen, bf16, fp16, ranks, environ)
+    packing, _ = resolve_packing(config.train.packing, shape.model_type, config.tuning.backend, ranks.device)
+    resolved = _resolved(config, chosen, packing, bf16, fp16, ranks, environ)
     engine = None
     if raw is not None:
         engine = deepspeed.resolve(
@@ -110,7 +125,7 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
             hidden_size=shape.hidden,
             source=source or "",
         )
-    return Plan(resolved, ranks, chosen, estimate, budget, engine, source, tuple(notes))
+    return Plan(resolved, ranks, chosen, packing, chosen.grad_accum, estimate, budget, engine, source, tuple(notes))
 
 
 def _batch_notes(loaded: LoadedConfig, chosen: batch.Chosen, ranks: Ranks, peak_bytes: int, budget_bytes: int) -> list[str]:
@@ -203,16 +218,6 @@ def _require_backend(config: Config, hardware: Hardware) -> None:
         raise EnvironmentFault("tuning.backend=unsloth: unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb")
 
 
-def _require_data(loaded: LoadedConfig) -> None:
-    """Refuse a data file that is not there before a run folder is made."""
-    named = resolve_paths(loaded.config.data)
-    for setting in ("train_path", "val_path", "test_path"):
-        path = getattr(named, setting)
-        if path is not None and not Path(path).is_file():
-            name = f"data.{setting}"
-            raise DataError(f"{name}={path} ({loaded.origin[name]}): no such file; set {env_name(name)} to a .jsonl or .json file that is there")
-
-
 def _read_deepspeed(invocation: Invocation) -> tuple[dict[str, Any], str]:
     path = Path(invocation.deepspeed_config) if invocation.deepspeed_config else ZERO2
     return deepspeed.read(path), str(path)
@@ -276,7 +281,7 @@ def _wanted(loaded: LoadedConfig, ranks: Ranks) -> batch.Wanted:
     )
 
 
-def _resolved(config: Config, chosen: batch.Chosen, bf16: bool, fp16: bool, ranks: Ranks, environ: Mapping[str, str]) -> Config:
+def _resolved(config: Config, chosen: batch.Chosen, packing: bool, bf16: bool, fp16: bool, ranks: Ranks, environ: Mapping[str, str]) -> Config:
     """Return the config with no auto left and every path absolute, so that the run folder explains itself anywhere."""
     model = config.model
     if Path(model.name).is_dir():
@@ -286,6 +291,7 @@ def _resolved(config: Config, chosen: batch.Chosen, bf16: bool, fp16: bool, rank
             "batch_size": chosen.batch_size,
             "grad_accum": chosen.grad_accum,
             "effective_batch_size": chosen.effective_batch,
+            "packing": packing,
             "gradient_checkpointing": chosen.gradient_checkpointing,
             "bf16": bf16,
             "fp16": fp16,
@@ -295,21 +301,7 @@ def _resolved(config: Config, chosen: batch.Chosen, bf16: bool, fp16: bool, rank
             "resume_from": str(Path(config.train.resume_from).resolve()) if config.train.resume_from else None,
         }
     )
-    return config.model_copy(update={"model": model, "train": train, "data": resolve_paths(config.data)})
-
-
-def resolve_paths(data: DataSection) -> DataSection:
-    """Return the section with the shipped set's files in place of a null train_path, all paths absolute."""
-    if data.train_path is None:
-        data = data.model_copy(
-            update={
-                "train_path": str(SHIPPED_DATA / "train.jsonl"),
-                "val_path": data.val_path or str(SHIPPED_DATA / "val.jsonl"),
-                "test_path": data.test_path or str(SHIPPED_DATA / "test.jsonl"),
-            }
-        )
-    paths = {name: getattr(data, name) for name in ("train_path", "val_path", "test_path")}
-    return data.model_copy(update={name: str(Path(path).resolve()) for name, path in paths.items() if path})
+    return config.model_copy(update={"model": model, "train": train, "data": sources.resolved(config.data)})
 
 
 def _nccl_timeout(environ: Mapping[str, str]) -> int:

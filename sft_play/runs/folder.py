@@ -17,7 +17,7 @@ from sft_play.runs.files import read_json, write_json, write_text
 
 @dataclass(frozen=True)
 class RunFolder:
-    """outputs/<run>: config.yaml and plan.json from the front end, everything else from the worker."""
+    """outputs/<run>: config.yaml, plan.json and data.json from the front end, everything else from the worker."""
 
     path: Path
 
@@ -36,6 +36,11 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def quarantine(self) -> Path:
+        """Rows that could not be used, where data.on_bad_row says to go on without them."""
+        return self.path / "quarantine"
 
     @property
     def evaluation(self) -> Path:
@@ -58,6 +63,17 @@ class RunFolder:
             return json.loads(self._read("plan.json"))
         except ValueError as error:
             raise EnvironmentFault(f"{self.path / 'plan.json'}: cannot be read ({error}); train anew") from None
+
+    def read_data(self) -> dict[str, Any]:
+        """Return data.json: where the tokenised rows are. Raises EnvironmentFault when this is no run folder."""
+        try:
+            return json.loads(self._read("data.json"))
+        except ValueError as error:
+            raise EnvironmentFault(f"{self.path / 'data.json'}: cannot be read ({error}); train anew") from None
+
+    def write_data(self, facts: dict[str, Any]) -> None:
+        """Write data.json."""
+        write_json(self.path / "data.json", facts)
 
     def read_report(self) -> dict[str, Any]:
         """Return run.json, or {} where the worker has not written one."""

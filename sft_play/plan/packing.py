@@ -1,0 +1,36 @@
+"""Whether a run packs its samples: where documents are known to stay apart, and where it is faster. Loads no torch."""
+
+from sft_play.config.schema import Auto
+from sft_play.errors import ConfigError
+
+# Architectures whose attention keeps documents apart by position ids, under sdpa and eager attention, sliding windows included.
+# tests/test_packed_training.py builds each and looks. Not here: those with a state that runs on (Mamba, linear attention,
+# convolutions), those that count positions without position ids (ALiBi, OPT), and those that nobody has looked at.
+ISOLATING = frozenset(
+    "apertus arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neox granite granitemoe helium llama mistral "
+    "mixtral olmo olmo2 olmo3 phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
+)
+
+
+def resolve_packing(setting: bool | Auto, model_type: str, backend: str, device: str) -> tuple[bool, str | None]:
+    """Return whether train.packing is on, and for `auto` why it is off, else None.
+
+    `true` packs an architecture that is not in the list as well: the run looks whether its documents stay apart before the
+    first step. Raises: ConfigError for `true` where packing cannot work.
+    """
+    if backend == "unsloth":
+        if setting is True:
+            raise ConfigError("train.packing=true: Unsloth's attention is not fed packed documents; set TRAIN_PACKING=auto, or TUNING_BACKEND=bnb")
+        return False, "Unsloth's attention is not fed packed documents"
+    if setting != "auto":
+        return setting, None
+    if model_type not in ISOLATING:
+        return False, f"nobody has looked whether {model_type} keeps packed documents apart; TRAIN_PACKING=true looks before the first step"
+    if device == "cpu":
+        return False, "a CPU computes attention over whole sequences"
+    return True, None
+
+
+def needs_boundaries(attn_implementation: str) -> bool:
+    """Return whether a packed batch has to name the boundaries of its documents; these two find them in position ids, in any batch."""
+    return attn_implementation not in ("auto", "sdpa", "eager")
