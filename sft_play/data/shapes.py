@@ -7,6 +7,7 @@ taken as they stand, blanks and all.
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Shape:
     columns: Mapping[str, str]
     says_from: bool = False  # turns are from and value, as in ShareGPT, not role and content
 
-    @property
+    @cached_property
     def required(self) -> tuple[str, ...]:
         """The columns that every row has."""
         return tuple(self.columns[field] for field in SHAPES[self.name])
@@ -80,14 +81,14 @@ def rows_of(chunk: Chunk, shape: Shape, system_prompt: str | None = None, replac
 
     `system_prompt` goes before conversations that bring no system message; with `replaces_system` before all, in place of theirs.
     """
-    build = _BUILDERS[shape.name]
+    build, required = _BUILDERS[shape.name], frozenset(shape.required)
     for position, record in enumerate(parsed(chunk, shape.columns.values())):
         origin = chunk.origin(position)
         if isinstance(record, Unreadable):
             yield BadRow(origin, record.reason, record.raw)
             continue
         try:
-            if any(column not in record for column in shape.required):
+            if not record.keys() >= required:
                 raise NotRowError(f"the keys are {_listed(record)}; the rows of this file have {' and '.join(shape.required)}")
             row = build(record, shape, origin)
             yield row if row.text is not None else _with_system(row, record.get(shape.columns["system"]), system_prompt, replaces_system)

@@ -82,35 +82,47 @@ def function_list(value: Any, name: str) -> tuple[dict[str, Any], ...]:
 
 def conversation(parts: Sequence[tuple[str, Any]], says_from: bool) -> tuple[Message, ...]:
     """Return the messages of lists of turns, (name, turns) each, that follow one another. Raises NotRowError, naming the turn."""
-    messages, names = [], []
+    messages: list[Message] = []
+    read = _said if says_from else _message
     for name, value in parts:
         for number, turn in enumerate(turn_list(value, name)):
-            names.append(f"{name}[{number}]")
-            messages.append((_said if says_from else _message)(turn, names[-1]))
-    _check_order(messages, names, calls_in_text=says_from)
+            try:
+                messages.append(read(turn))
+            except NotRowError as error:
+                raise NotRowError(f"{name}[{number}]{error}") from None
+    fault = _fault_of_order(messages, calls_in_text=says_from)
+    if fault:
+        names = [f"{name}[{number}]" for name, value in parts for number in range(len(turn_list(value, name)))]
+        raise NotRowError(f"{names[fault[0]]}{fault[1]}")
     return tuple(messages)
 
 
-def _message(turn: dict[str, Any], name: str) -> Message:
+# What follows calls the turn "", so that a reason begins with its name whatever that is.
+
+
+def _message(turn: dict[str, Any]) -> Message:
     role = turn.get("role")
     if role is None:
-        raise NotRowError(f"{name} is not an object with role and content; its keys are {', '.join(turn) or 'none'}")
+        raise NotRowError(f" is not an object with role and content; its keys are {', '.join(turn) or 'none'}")
     if not isinstance(role, str) or role not in ROLES:
-        raise NotRowError(f"{name} has the role {shown(role)!r}; roles are {', '.join(ROLES)}")
-    return _made(ROLES[role], turn, turn.get("content"), f"{name}.content")
+        raise NotRowError(f" has the role {shown(role)!r}; roles are {', '.join(ROLES)}")
+    return _made(ROLES[role], turn, turn.get("content"), ".content")
 
 
-def _said(turn: dict[str, Any], name: str) -> Message:
+def _said(turn: dict[str, Any]) -> Message:
     speaker = turn.get("from")
     if speaker is None:
-        raise NotRowError(f"{name} is not an object with from and value; its keys are {', '.join(turn) or 'none'}")
+        raise NotRowError(f" is not an object with from and value; its keys are {', '.join(turn) or 'none'}")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise NotRowError(f"{name} is from {shown(speaker)!r}; turns are from {', '.join(SPEAKERS)}")
-    if speaker == "function_call":
-        value = turn.get("value")
-        called = _from_text(value, f"{name}.value") if isinstance(value, str) else value
-        return Message("assistant", "", _reasoning(turn, name), _calls(called if isinstance(called, list) else [called], f"{name}.value", required=True))
-    return _made(SPEAKERS[speaker], turn, turn.get("value"), f"{name}.value")
+        raise NotRowError(f" is from {shown(speaker)!r}; turns are from {', '.join(SPEAKERS)}")
+    value = turn.get("value")
+    if speaker != "function_call":
+        return _made(SPEAKERS[speaker], turn, value, ".value")
+    called = _from_text(value, ".value") if isinstance(value, str) else value
+    calls = _calls(called if isinstance(called, list) else [called], ".value")
+    if not calls:
+        raise NotRowError(".value calls no function")
+    return Message("assistant", "", _reasoning(turn), calls)
 
 
 def _made(role: str, turn: dict[str, Any], content: Any, name: str) -> Message:
@@ -120,19 +132,15 @@ def _made(role: str, turn: dict[str, Any], content: Any, name: str) -> Message:
     if role == "user":
         return Message(role, text(content, name))
     if role == "assistant":
-        where = name.rpartition(".")[0]
-        calls = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
-        may_be_empty = calls and (content is None or (isinstance(content, str) and not content.strip()))
-        return Message(role, content or "" if may_be_empty else text(content, name), _reasoning(turn, where), calls)
+        calls = _calls(turn.get("tool_calls"), ".tool_calls")
+        is_blank = content is None or (isinstance(content, str) and not content.strip())
+        return Message(role, content or "" if calls and is_blank else text(content, name), _reasoning(turn), calls)
     if not isinstance(content, str):
         raise NotRowError(f"{name} is {shown(content)}, not a text")
     _encodable(content, name)  # blank is fine: a function may return nothing
     if role == "system":
         return Message(role, content)
-    where = name.rpartition(".")[0]
-    return Message(
-        role, content, name=optional_text(turn.get("name"), f"{where}.name"), tool_call_id=optional_text(turn.get("tool_call_id"), f"{where}.tool_call_id")
-    )
+    return Message(role, content, name=optional_text(turn.get("name"), ".name"), tool_call_id=optional_text(turn.get("tool_call_id"), ".tool_call_id"))
 
 
 def _joined(parts: list[Any], name: str) -> str:
@@ -147,17 +155,18 @@ def _joined(parts: list[Any], name: str) -> str:
     return "".join(texts)
 
 
-def _reasoning(turn: dict[str, Any], name: str) -> str | None:
-    key = next((key for key in REASONING if turn.get(key) is not None), None)
-    return optional_text(turn[key], f"{name}.{key}") if key else None
+def _reasoning(turn: dict[str, Any]) -> str | None:
+    for key in REASONING:
+        if turn.get(key) is not None:
+            return optional_text(turn[key], f".{key}")
+    return None
 
 
-def _calls(value: Any, name: str, required: bool = False) -> tuple[dict[str, Any], ...]:
+def _calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Return calls as {"type": "function", "function": {"name", "arguments"}}, arguments as an object, which chat templates expect."""
-    calls = function_list(value, name)
-    if required and not calls:
-        raise NotRowError(f"{name} calls no function")
-    return tuple(_call(call, f"{name}[{number}]") for number, call in enumerate(calls))
+    if value is None:
+        return ()
+    return tuple(_call(call, f"{name}[{number}]") for number, call in enumerate(function_list(value, name)))
 
 
 def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
@@ -174,29 +183,30 @@ def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
     return {**outer, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _check_order(messages: Sequence[Message], names: Sequence[str], calls_in_text: bool) -> None:
-    """Raise NotRowError unless turns follow one another as a chat does, and the last is the assistant's.
+def _fault_of_order(messages: Sequence[Message], calls_in_text: bool) -> tuple[int, str] | None:
+    """Return the first turn that cannot stand where it does, and why; None if all can and the last is the assistant's.
 
     A tool answers calls. ShareGPT files may write those into the answer's text, where they cannot be seen.
     """
     before: Message | None = None
-    for message, name in zip(messages, names, strict=True):
-        if message.role not in (FOLLOWS[before.role] if before else ("system", "user")):
-            _refuse_order(message, name, before)
-        if message.role == "tool" and before.role == "assistant" and not before.tool_calls and not calls_in_text:
-            raise NotRowError(f"{name} is a tool's answer, and the turn before it calls no tool")
+    for number, message in enumerate(messages):
+        role = message.role
+        if role not in (FOLLOWS[before.role] if before else ("system", "user")):
+            return number, _why_not(role, before)
+        if role == "tool" and before and before.role == "assistant" and not before.tool_calls and not calls_in_text:
+            return number, " is a tool's answer, and the turn before it calls no tool"
         before = message
-    if before.role != "assistant":
-        raise NotRowError(f"{names[-1]}, the last turn, is the {before.role}'s; a row ends with an answer of the assistant")
+    if before is None or before.role != "assistant":
+        return len(messages) - 1, f", the last turn, is the {messages[-1].role}'s; a row ends with an answer of the assistant"
+    return None
 
 
-def _refuse_order(message: Message, name: str, before: Message | None) -> None:
-    if message.role == "system":
-        raise NotRowError(f"{name} is a system message; it stands first, and once")
+def _why_not(role: str, before: Message | None) -> str:
+    if role == "system":
+        return " is a system message; it stands first, and once"
     if before is None:
-        raise NotRowError(f"{name} is the {message.role}'s; a conversation begins with the user, or with a system message")
-    follow = " or ".join(FOLLOWS[before.role])
-    raise NotRowError(f"{name} is the {message.role}'s; behind a turn of role {before.role} comes {follow}")
+        return f" is the {role}'s; a conversation begins with the user, or with a system message"
+    return f" is the {role}'s; behind a turn of role {before.role} comes {' or '.join(FOLLOWS[before.role])}"
 
 
 def _from_text(value: str, name: str) -> Any:
