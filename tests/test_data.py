@@ -1,22 +1,18 @@
 """sft_play.data: which rows are read, what of them is trained, in which order; with tokenizers built here, so that ids are known."""
 
 import copy
-import doctest
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sft_play.config.schema import Config
-from sft_play.data import collate
 from sft_play.data.check import check_lines, check_rows
-from sft_play.data.collate import PadCollator, StepSampler, TrainRows
-from sft_play.data.prepare import MOST_HELD_OUT, Split, hold_out, prepare
+from sft_play.data.prepare import MOST_HELD_OUT, hold_out, prepare
 from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX, Rendered, RenderError, render, render_prompt, stop_ids
 from sft_play.data.rows import Message, Row, read_rows
 from sft_play.errors import DataError, ExitClass
@@ -518,80 +514,3 @@ def test_the_ledger_is_plain_data_and_a_line_a_split(tmp_path: Path) -> None:
     assert {"rows_in", "rows_used", "dropped", "tokens", "trained_tokens", "lost_fraction"} <= ledger.keys()
     assert (ledger["rows_in"], ledger["rows_used"], ledger["splits"]["validation"]["rows_used"]) == (19, 19, 1)
     assert check_lines(ledger)[0].startswith("train       rows_in=19 rows_used=19")
-
-
-# Order and batches
-
-
-def steps_of(rows: int, batch: int, effective: int, world: int, epoch: int = 0, seed: int = 5) -> list[list[int]]:
-    """The row indices of each optimizer step, put together from what `world` ranks see."""
-    per_rank = []
-    for rank in range(world):
-        sampler = StepSampler(rows, batch, effective, seed)
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
-        assert len(batches) == len(sampler)
-        per_rank.append(batches[rank::world])
-    accum = effective // (batch * world)
-    assert len({len(batches) for batches in per_rank}) == 1
-    count = len(per_rank[0]) // accum
-    return [sorted(index for batches in per_rank for one in batches[step * accum : (step + 1) * accum] for index in one) for step in range(count)]
-
-
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 23, 64])
-def test_a_step_trains_the_same_rows_on_any_number_of_ranks(rows: int) -> None:
-    one = steps_of(rows, 2, 8, 1)
-    assert one == steps_of(rows, 2, 8, 2) == steps_of(rows, 2, 8, 4) == steps_of(rows, 1, 8, 4) == steps_of(rows, 8, 8, 1)
-    assert all(len(step) == 8 for step in one)
-    assert sorted(index for step in one for index in step if index >= 0) == list(range(rows))
-    assert all(index >= 0 for step in one[:-1] for index in step)
-
-
-def test_epochs_differ_and_each_is_the_same_every_time() -> None:
-    epochs = [steps_of(64, 2, 8, 2, epoch) for epoch in range(3)]
-    assert epochs == [steps_of(64, 2, 8, 2, epoch) for epoch in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert steps_of(64, 2, 8, 2, seed=6) != epochs[0]
-
-
-def test_a_seed_of_any_size_orders_rows() -> None:
-    assert len(list(StepSampler(4, 1, 4, 10**30))) == 4
-
-
-def test_a_step_that_micro_batches_do_not_fill_is_refused() -> None:
-    with pytest.raises(AssertionError, match="a step of 8 rows is no multiple of 3"):
-        StepSampler(8, 3, 8, 0)
-
-
-def split() -> Split:
-    return Split([], [Rendered([1, 2, 3], [IGNORE_INDEX, 2, 3]), Rendered([4, 5], [IGNORE_INDEX, 5])])
-
-
-def test_a_filler_is_its_row_without_loss() -> None:
-    rows = TrainRows(split())
-    assert [rows[0], rows[1]] == [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}]
-    assert [rows[~0], rows[~1]] == [{"input_ids": [1, 2, 3], "labels": [-100] * 3}, {"input_ids": [4, 5], "labels": [-100] * 2}]
-
-
-def test_every_label_of_the_training_set_counts_once_an_epoch() -> None:
-    rows = TrainRows(split())
-    batches = [PadCollator(0)([rows[index] for index in indices]) for indices in StepSampler(2, 2, 8, 0)]
-    assert len(batches) == 4
-    assert sum(int(batch["labels"].ne(IGNORE_INDEX).sum()) for batch in batches) == 3
-
-
-def test_padding_stands_on_the_right_and_carries_nothing() -> None:
-    rows = TrainRows(split())
-    batch = PadCollator(9, multiple_of=4)([rows[0], rows[1]])
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
-        "input_ids": [[1, 2, 3, 9], [4, 5, 9, 9]],
-        "attention_mask": [[1, 1, 1, 0], [1, 1, 0, 0]],
-        "labels": [[-100, 2, 3, -100], [-100, 5, -100, -100]],
-    }
-    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert PadCollator(9)([rows[0]])["input_ids"].tolist() == [[1, 2, 3]]
-
-
-def test_the_example_in_the_docstring_runs() -> None:
-    assert doctest.testmod(collate).attempted == 1
-    assert doctest.testmod(collate).failed == 0

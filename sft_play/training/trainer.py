@@ -1,8 +1,10 @@
 """transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
 
+import functools
 import math
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import rotate_checkpoints
 
-from sft_play.data.collate import StepSampler
-from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.collate import Batch, TokenSequence
+from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator, Scores
 from sft_play.models.losses import summed_nll
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.check import check_finite
+
+REAL_TOKENS = "real_tokens"  # of a micro-batch: neither padding nor fillers; goes beside the model's inputs, up to the step
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
@@ -31,6 +35,11 @@ def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torc
     step is cut up; Trainer multiplies by the number of ranks because DDP averages their gradients.
     """
     return summed_nll(outputs.logits, labels) / num_items_in_batch
+
+
+def counted(collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]) -> Batch:
+    """Return the collated batch and its real tokens, a Python int: counting them on the GPU's tensors would cost kernels."""
+    return {**collate(sequences), REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences)}
 
 
 class SftTrainer(Trainer):
@@ -47,7 +56,7 @@ class SftTrainer(Trainer):
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=self.order,
-            collate_fn=self.data_collator,
+            collate_fn=functools.partial(counted, self.data_collator),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
@@ -68,9 +77,7 @@ class SftTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
         batches, labelled = super().get_batch_samples(epoch_iterator, num_batches, device)
-        for batch in batches:
-            has_loss = batch["labels"].ne(IGNORE_INDEX).any(dim=1, keepdim=True)  # (B, 1): no filler
-            self.throughput.tokens += (batch["attention_mask"] * has_loss).sum()
+        self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
         return batches, labelled
 
     def scores(self, evaluator: Evaluator) -> Scores:

@@ -1,0 +1,98 @@
+"""Whether the documents of a packed sequence are apart, tried on the model that trains.
+
+What keeps them apart is a convention between position ids, attention and cache, which a model's own code, a patched kernel
+or a new version breaks without a word. Legend: T tokens of a document, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.errors import ConfigError
+
+LENGTHS = (19, 27)  # of the documents; no multiple of what kernels like
+# As fractions of what a document's logits change when it does see the one before it. The same batch with other tokens in front
+# runs the same kernels, and gives the same bits where nothing is seen; a document by itself runs other kernels, whose rounding
+# in half precision adds up over many layers.
+MOST_SEEN, MOST_ROUNDED = 0.01, 0.25
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """Largest absolute differences of a document's logits."""
+
+    seen: float  # when the document before it changes
+    apart: float  # between packed and by itself
+    joined: float  # between one text with the document before it and by itself: what no isolation looks like
+
+    @property
+    def holds(self) -> bool:
+        return self.seen <= MOST_SEEN * self.joined and self.apart <= MOST_ROUNDED * self.joined
+
+
+def check_isolation(model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device) -> None:
+    """Raise ConfigError unless `model`, called as a packed step calls it, keeps documents apart.
+
+    Give it the wrapped model (DDP, ZeRO) after the trainer has turned the cache off. Every rank must call it.
+    """
+    found = measure_isolation(model, collator, vocabulary, device)
+    if not found.holds:
+        raise ConfigError(
+            f"train.packing: packed documents are not kept apart by {type(getattr(model, 'module', model)).__name__}: its logits change by {found.seen:.2g} "
+            f"with the tokens of another document and by {found.apart:.2g} against the document by itself, of {found.joined:.2g} for one text; "
+            "set TRAIN_PACKING=false"
+        )
+
+
+def measure_isolation(model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device) -> Isolation:
+    """Return how far the documents of a batch of two sequences of two documents see each other, without dropout."""
+    generator = np.random.default_rng(0)  # the same on all ranks
+    first, other, second = (generator.integers(vocabulary, size=length) for length in (LENGTHS[0], *LENGTHS))
+
+    def packed(*rows: Sequence[np.ndarray]) -> torch.Tensor:
+        batch = collator([_sequence(documents) for documents in rows])
+        del batch["labels"]
+        inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        return model(**inputs).logits.float()  # (2, T, V)
+
+    def alone(ids: np.ndarray) -> torch.Tensor:
+        return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)
+
+    with _without_dropout(model), torch.no_grad():
+        behind, before = packed((first, second), (second, first))
+        behind_other, before_other = packed((other, second), (second, other))
+        by_itself, after_first = alone(second), alone(np.concatenate([first, second]))
+    begin, length = LENGTHS
+    behind, behind_other = behind[begin : begin + length], behind_other[begin : begin + length]
+    before, before_other = before[:length], before_other[:length]
+    return Isolation(
+        seen=max(_difference(behind, behind_other), _difference(before, before_other)),
+        apart=max(_difference(behind, by_itself), _difference(before, by_itself)),
+        joined=_difference(after_first[begin:], by_itself),
+    )
+
+
+def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
+    ids = np.concatenate(documents)
+    return TokenSequence(ids, np.full(len(ids), IGNORE_INDEX), tuple(map(len, documents)), len(ids))
+
+
+def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Largest absolute difference; NaN, which no comparison passes, where either has one."""
+    return (one - two).abs().max().item()
+
+
+@contextlib.contextmanager
+def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    was_training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode

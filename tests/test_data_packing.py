@@ -1,0 +1,162 @@
+"""Which documents share a sequence, and what a batch of them holds."""
+
+import doctest
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sft_play.data import collate, packing
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
+from sft_play.data.packing import pack, padded_width
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.errors import ConfigError
+
+
+@dataclass
+class Document:
+    """A sample as a store gives it."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+ROWS = TrainRows([Document([1, 2, 3], [IGNORE_INDEX, 2, 3]), Document([4, 5], [IGNORE_INDEX, 5]), Document([6, 7, 8, 9], [IGNORE_INDEX] * 3 + [9])])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "sequences"),
+    [
+        ([], 8, []),
+        ([8], 8, [[0]]),
+        ([5, 3, 8, 2, 4], 8, [[2], [0, 1], [4, 3]]),
+        ([6, 5, 2, 3], 8, [[0, 2], [1, 3]]),  # the fullest sequence that has room
+        ([4, 4, 4], 8, [[0, 1], [2]]),  # equal lengths in their order
+        ([1, 1, 1], 1, [[0], [1], [2]]),
+    ],
+)
+def test_each_document_goes_to_the_fullest_sequence_with_room(lengths, capacity, sequences) -> None:
+    assert pack(lengths, capacity) == sequences
+
+
+def naive(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing as the textbook has it, with a scan of all sequences; return the lengths of each."""
+    filled: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        rooms = [(capacity - sum(one), number) for number, one in enumerate(filled) if capacity - sum(one) >= length]
+        if rooms:
+            filled[min(rooms)[1]].append(length)
+        else:
+            filled.append([length])
+    return filled
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_document_is_packed_once_within_capacity_and_within_the_guarantee(seed: int) -> None:
+    draw = random.Random(seed)
+    capacity = draw.choice([1, 2, 7, 64, 1000])
+    lengths = [draw.randint(1, draw.choice([capacity, max(1, capacity // 3)])) for _ in range(draw.randint(1, 300))]
+    sequences = pack(lengths, capacity)
+    assert sorted(index for sequence in sequences for index in sequence) == list(range(len(lengths)))
+    assert max(sum(lengths[index] for index in sequence) for sequence in sequences) <= capacity
+    assert sequences == pack(lengths, capacity)
+    assert len(sequences) == len(naive(lengths, capacity))
+    fewest = max(-(-sum(lengths) // capacity), sum(2 * length > capacity for length in lengths))  # no packing has fewer
+    assert len(sequences) <= 11 / 9 * fewest + 1
+
+
+def test_the_guarantee_holds_where_the_fewest_sequences_are_known() -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        capacity, full = 100, draw.randint(1, 60)
+        cuts = [sorted(draw.sample(range(1, capacity), draw.randint(0, 4))) for _ in range(full)]
+        lengths = [b - a for cut in cuts for a, b in zip([0, *cut], [*cut, capacity], strict=True)]
+        draw.shuffle(lengths)
+        assert full <= len(pack(lengths, capacity)) <= 11 / 9 * full + 1
+
+
+def test_a_document_that_is_too_long_is_refused_with_the_setting_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"a sample of 9 tokens does not fit into a sequence of 8; set MODEL_MAX_SEQ_LEN=9"):
+        pack([1, 9], 8)
+
+
+def test_widths_are_few_and_at_most_an_eighth_wider() -> None:
+    for longest in range(1, 3000):
+        width = padded_width(longest, 3000)
+        assert longest <= width <= max(8, longest * 9 // 8, longest + 7)
+    assert len({padded_width(longest, 2048) for longest in range(1, 2049)}) <= 48
+    assert [padded_width(longest, 1000) for longest in (993, 1000)] == [1000, 1000]
+    assert padded_width(20, 8) == 20  # what is there is never cut
+
+
+@pytest.mark.parametrize("module", [packing, collate])
+def test_the_examples_in_the_docstrings_run(module) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted >= 2 and found.failed == 0
+
+
+def tensors(batch: dict) -> dict:
+    return {name: value.tolist() for name, value in batch.items()}
+
+
+def test_padding_stands_on_the_right_and_carries_nothing() -> None:
+    batch = PadCollator(9)([ROWS[0], ROWS[1]])
+    assert tensors(batch) == {"input_ids": [[1, 2, 3], [4, 5, 9]], "attention_mask": [[1, 1, 1], [1, 1, 0]], "labels": [[-100, 2, 3], [-100, 5, -100]]}
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert PadCollator(9, max_seq_len=16)([ROWS[0], ROWS[1]])["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 2 + [0] * 6]
+
+
+def test_a_padded_row_holds_one_document() -> None:
+    with pytest.raises(AssertionError, match="keeps no documents apart"):
+        PadCollator(9)([ROWS[0, 1]])
+
+
+def test_packed_documents_begin_at_position_0_and_padding_is_one_of_them() -> None:
+    batch = PackCollator(9, max_seq_len=8)([ROWS[0, 1], ROWS[2, 0]])
+    assert tensors(batch) == {
+        "input_ids": [[1, 2, 3, 4, 5, 9, 9, 9], [6, 7, 8, 9, 1, 2, 3, 9]],
+        "labels": [[-100, 2, 3, -100, 5, -100, -100, -100], [-100, -100, -100, 9, -100, 2, 3, -100]],
+        "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 0]],
+    }
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_boundaries_are_those_of_the_flattened_batch() -> None:
+    batch = PackCollator(9, max_seq_len=8, varlen=True)([ROWS[0, 1], ROWS[2, 0]])
+    starts = torch.nonzero(batch["position_ids"].flatten() == 0).flatten().tolist()
+    for name in ("q", "k"):
+        assert batch[f"cu_seq_lens_{name}"].tolist() == [*starts, 16] == [0, 3, 5, 8, 12, 15, 16]
+        assert batch[f"cu_seq_lens_{name}"].dtype == torch.int32
+        assert batch[f"max_length_{name}"] == 4
+    full = PackCollator(9, max_seq_len=7, varlen=True)([ROWS[0, 2]])
+    assert full["cu_seq_lens_q"].tolist() == [0, 3, 7]  # nothing is padded, and no document is empty
+
+
+def test_a_filler_is_its_sample_without_loss_and_is_not_counted() -> None:
+    assert [ROWS[1].labels.tolist(), ROWS[~1].labels.tolist()] == [[-100, 5], [-100, -100]]
+    assert ROWS[~1].ids.tolist() == ROWS[1].ids.tolist()
+    assert [ROWS[0, 1].real_tokens, ROWS[0, ~1].real_tokens, ROWS[~0].real_tokens] == [5, 3, 0]
+    assert ROWS[0, ~1].lengths == (3, 2)
+
+
+def test_a_first_token_that_is_trained_is_refused() -> None:
+    with pytest.raises(AssertionError, match="would be predicted from the document before it"):
+        TrainRows([Document([1, 2], [1, 2])])[0]
+
+
+def test_samples_are_fetched_when_they_are_asked_for() -> None:
+    fetched = []
+
+    class Samples:
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, index: int) -> Document:
+            fetched.append(index)
+            return Document([index, index], [IGNORE_INDEX, index])
+
+    rows = TrainRows(Samples())
+    assert len(rows) == 10**9 and not fetched
+    assert rows[7, ~5].ids.tolist() == [7, 7, 5, 5]
+    assert fetched == [7, 5]
