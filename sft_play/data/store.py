@@ -7,6 +7,7 @@ and a record for each sample. Legend: N samples, T tokens of one of them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -111,13 +112,17 @@ class StoreWriter:
 def as_arrays(samples: Sequence[tuple[Rendered, Origin, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (ids, trained, records) of samples, each with its origin and the tokens cut off its left."""
     records = np.zeros(len(samples), dtype=RECORD)
-    ids = np.fromiter((i for rendered, _, _ in samples for i in rendered.ids), dtype="<i4")
-    labels = np.fromiter((label for rendered, _, _ in samples for label in rendered.labels), dtype=np.int64)
-    for record, (rendered, origin, cut) in zip(records, samples, strict=True):
-        record["number"], record["file"], record["exact"], record["normalised"] = origin.number, origin.file, origin.exact, origin.normalised
-        record["answer_start"], record["trained"], record["cut"] = rendered.answer_start, rendered.trained_tokens, cut
+    ids = np.fromiter(chain.from_iterable(rendered.ids for rendered, _, _ in samples), dtype="<i4")
+    labels = np.fromiter(chain.from_iterable(rendered.labels for rendered, _, _ in samples), dtype=np.int64)
+    trained = labels != IGNORE_INDEX
+    for name in ("number", "exact", "normalised", "file"):
+        records[name] = [getattr(origin, name) for _, origin, _ in samples]
+    records["answer_start"] = [rendered.answer_start for rendered, _, _ in samples]
+    records["cut"] = [cut for _, _, cut in samples]
     records["end"] = np.cumsum([len(rendered.ids) for rendered, _, _ in samples], dtype=np.int64)
-    return ids, labels != IGNORE_INDEX, records
+    counted = np.concatenate([[0], np.cumsum(trained)])  # trained tokens before each position
+    records["trained"] = counted[records["end"]] - counted[np.r_[0, records["end"][:-1]]] if len(samples) else 0
+    return ids, trained, records
 
 
 class Split:

@@ -137,8 +137,11 @@ class Tokeniser:
 
 def hashes(row: Row) -> tuple[int, int]:
     """Return 64-bit hashes of a row: of all its text, and of what is said without case, punctuation and spacing; system messages aside."""
-    whole = row.text if row.text is not None else json.dumps([asdict(message) for message in row.messages], ensure_ascii=False)
-    said = row.text if row.text is not None else "\n".join(message.content for message in row.messages if message.role != "system")
+    if row.text is not None:
+        whole = said = row.text
+    else:
+        whole = repr([(m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id) for m in row.messages])
+        said = "\n".join(message.content for message in row.messages if message.role != "system")
     words = " ".join(re.findall(r"\w+", said.casefold()))
     return _hash(whole), _hash(words or said)  # texts without a word are compared as they are
 
