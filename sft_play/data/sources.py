@@ -55,7 +55,7 @@ def find(entry: SourceEntry, setting: str) -> Source:
         files = _of_hub(entry, where)
         name += f" ({entry.subset})" if entry.subset else ""
     else:
-        raise DataError(f"{where}: no such file or folder; {_nearest(path)}")
+        raise DataError(f"{where}: no such file or folder{_hint(path) or '; write a data file, a folder of them, or a hub data set id'}")
     return Source(name, files, entry.weight, dict(entry.columns))
 
 
@@ -97,39 +97,46 @@ def _collect(folder: Path, found: list[Path], unread: list[Path]) -> None:
                 unread.append(path)
 
 
-def _nearest(path: Path) -> str:
-    """Return what to write instead of a path that is not there: a name like it, beside the last folder of it that is."""
+def _hint(path: Path) -> str:
+    """Return the name that a path which is not there most likely means: one like it, beside the first part of it that is missing."""
     parent = next(folder for folder in (*path.parents, Path()) if folder.is_dir())
-    missing = path.relative_to(parent).parts[0] if parent in path.parents else path.name
+    missing = path.relative_to(parent).parts[0]
     near = difflib.get_close_matches(missing, sorted(entry.name for entry in parent.iterdir()), n=1)
-    return f"did you mean {parent / near[0]}?" if near else f"{parent.resolve()} holds nothing of a name like {missing}"
+    return f"; did you mean {parent / near[0]}?" if near else ""
 
 
 def _of_hub(entry: SourceEntry, where: str) -> tuple[Path, ...]:
     """Return the Arrow files in which datasets keeps a split of a hub data set."""
     import datasets
     import httpx
-    from huggingface_hub.errors import HfHubHTTPError
 
     if not SPLIT.fullmatch(entry.split):
-        raise DataError(f"{where}: split {entry.split!r} is no split's name; name a whole one, such as train")
+        raise DataError(f"{where}: split {entry.split!r} is no name; name a whole split, such as train")
     try:
         loaded = datasets.load_dataset(entry.path, name=entry.subset, split=entry.split)
     except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
-        if "gated" in str(error):
-            page = f"https://huggingface.co/datasets/{entry.path}"
-            raise EnvironmentFault(f"{where}: a gated data set; ask for access at {page}, then `hf auth login`, or set HF_TOKEN") from None
-        advice = f"no such path here ({_nearest(Path(entry.path))}), and none of that id on the hub that you may read"
-        raise DataError(f"{where}: {advice}; if it is private, `hf auth login`, or set HF_TOKEN") from None
-    except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # an unknown split or subset, a loading script, files that are no table
-        raise DataError(f"{where}: {_first_line(error)}; set split and subset: [{{path: {entry.path}, subset: ..., split: ...}}]") from None
-    except (ConnectionError, httpx.HTTPError, HfHubHTTPError) as error:
-        advice = f"no such path here ({_nearest(Path(entry.path))}), and the hub cannot be asked ({_first_line(error)})"
-        raise EnvironmentFault(f"{where}: {advice}; check the network and HF_HUB_OFFLINE, or fetch the data set and name its folder") from None
+        raise _not_found(entry, where, str(error)) from None
+    except ValueError as error:  # an unknown split or subset
+        raise DataError(f"{where}: {_shown(error)} Write it as [{{path: {entry.path}, subset: <subset>, split: <split>}}]") from None
+    except (RuntimeError, datasets.exceptions.DatasetsError) as error:  # a loading script, files that are no table
+        raise DataError(f"{where}: {_shown(error)} Fetch its files, and name their folder") from None
+    except (ConnectionError, httpx.HTTPError) as error:
+        advice = "Check the network and HF_HUB_OFFLINE, or fetch the data set elsewhere and name its folder"
+        raise EnvironmentFault(f"{where}: no such path{_hint(Path(entry.path)) or '.'} The hub cannot be asked: {_shown(error)} {advice}") from None
     except OSError as error:
-        raise EnvironmentFault(f"{where}: cannot be fetched: {_first_line(error)}; see that HF_HOME has room and may be written") from None
+        raise EnvironmentFault(f"{where}: cannot be fetched: {_shown(error)} See that HF_HOME has room and may be written") from None
     return tuple(Path(file["filename"]) for file in loaded.cache_files)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().replace("\n", " ")[:300]
+def _not_found(entry: SourceEntry, where: str, reason: str) -> DataError | EnvironmentFault:
+    if "gated" in reason:
+        page = f"https://huggingface.co/datasets/{entry.path}"
+        return EnvironmentFault(f"{where}: a gated data set; ask for access at {page}, then type `hf auth login`, or set HF_TOKEN")
+    return DataError(
+        f"{where}: no such path, and no such data set on the hub{_hint(Path(entry.path)) or '.'} If it is a private one, type `hf auth login`, or set HF_TOKEN"
+    )
+
+
+def _shown(error: Exception) -> str:
+    """Return what a library says, as one sentence."""
+    return " ".join((str(error) or type(error).__name__).split())[:300].rstrip(".") + "."
