@@ -14,8 +14,8 @@ from sft_play.config.schema import Config
 from sft_play.data.check import check_lines, check_rows
 from sft_play.data.prepare import MOST_HELD_OUT, hold_out, prepare
 from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX, Rendered, RenderError, render, render_prompt, stop_ids
-from sft_play.data.rows import Message, Row, read_rows
-from sft_play.errors import DataError, ExitClass
+from sft_play.data.rows import Message, Row
+from sft_play.errors import DataError
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -100,143 +100,6 @@ def assert_consistent(rendered: Rendered) -> None:
 def write(path: Path, *records: Any) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
-
-
-# Rows
-
-QA = (Message("user", "q"), Message("assistant", "a"))
-
-
-@pytest.mark.parametrize(
-    ("record", "messages"),
-    [
-        ({"question": "q", "answer": "a"}, QA),
-        ({"prompt": "q", "completion": "a", "id": 3}, QA),
-        ({"instruction": "q", "output": "a"}, QA),
-        ({"instruction": "q", "input": "", "output": "a"}, QA),
-        ({"instruction": "q", "input": " \n", "output": "a"}, QA),
-        ({"instruction": "q", "input": None, "output": "a"}, QA),
-        ({"instruction": "q", "input": "of this", "output": "a"}, (Message("user", "q\n\nof this"), QA[1])),
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "name": "x"}]}, QA),
-        ({"messages": [{"role": m.role, "content": m.content} for m in (Message("system", "s"), *QA, *QA)]}, (Message("system", "s"), *QA, *QA)),
-        ({"question": " q\n", "answer": "a\u2028b"}, (Message("user", " q\n"), Message("assistant", "a\u2028b"))),
-    ],
-)
-def test_the_keys_of_a_record_say_what_it_is(record: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path) -> None:
-    (read,) = read_rows(write(tmp_path / "a.jsonl", record))
-    assert read.messages == messages
-    assert read.origin == f"{tmp_path / 'a.jsonl'}:1"
-
-
-def test_a_json_list_is_read_like_lines(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"question": "q", "answer": "a"}, {"prompt": "p", "completion": "c"}], indent=1))
-    assert [(read.answer, read.origin) for read in read_rows(path)] == [("a", f"{path}[0]"), ("c", f"{path}[1]")]
-
-
-def test_blank_lines_carriage_returns_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
-    line = b'{"question": "q", "answer": "a"}'
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n  \n" + line)
-    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf[" + line + b"]")
-    assert [read.origin.rpartition(":")[2] for read in read_rows(tmp_path / "a.jsonl")] == ["1", "4"]
-    assert len(read_rows(tmp_path / "a.json")) == 1
-
-
-def test_a_system_prompt_goes_before_rows_that_bring_none(tmp_path: Path) -> None:
-    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    path = write(tmp_path / "a.jsonl", own, {"question": "q", "answer": "a"})
-    assert [read.messages[0].content for read in read_rows(path, "ours")] == ["own", "ours"]
-    assert [read.messages[0].content for read in read_rows(path, "")] == ["own", "q"]
-
-
-def turns(*roles: str) -> str:
-    return json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
-
-
-BAD = [
-    ("{", "not valid JSON: Expecting property name enclosed in double quotes at column 2"),
-    ('{"question": "q", "answer": "a"} {}', "not valid JSON: Extra data at column 34"),
-    ("[" * 100_000, "not valid JSON: nested too deeply"),
-    ("1" * 5000, "not valid JSON: a number has too many digits"),
-    (b'{"question": "\xff", "answer": "a"}', "not UTF-8 at byte 14 of the row"),
-    ("[1]", "a row is a JSON object, not list"),
-    ("null", "a row is a JSON object, not NoneType"),
-    ('"text"', "a row is a JSON object, not str"),
-    ("{}", "keys are none; a row has messages, question and answer, prompt and completion, or instruction and output"),
-    ('{"text": "x"}', "keys are text; a row has messages"),
-    ('{"question": "q"}', "keys are question; a row has"),
-    ('{"prompt": "q", "answer": "a"}', "keys are prompt, answer; a row has"),
-    ('{"instruction": "i"}', "keys are instruction; a row has"),
-    ('{"output": "o"}', "keys are output; a row has"),
-    ('{"question": "", "answer": "a"}', "question is empty"),
-    ('{"question": "q", "answer": " \\n"}', "answer is empty"),
-    ('{"question": 1, "answer": "a"}', "question is 1, not a text"),
-    ('{"prompt": "q", "completion": null}', "completion is null, not a text"),
-    ('{"prompt": ["q"], "completion": "a"}', 'prompt is ["q"], not a text'),
-    ('{"instruction": "i", "input": 5, "output": "o"}', "input is 5, not a text"),
-    ('{"question": "\\ud800", "answer": "a"}', "question holds half of a surrogate pair"),
-    ('{"messages": []}', "messages is not a list of turns"),
-    ('{"messages": null}', "messages is not a list of turns"),
-    ('{"messages": {"role": "user"}}', "messages is not a list of turns"),
-    ('{"messages": ["hello"]}', "messages[0] is not an object with role and content"),
-    ('{"messages": [{"from": "human", "value": "x"}]}', "messages[0] is not an object with role and content"),
-    (
-        '{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}',
-        "messages[1] has the role 'tool'; roles are system, user, assistant",
-    ),
-    ('{"messages": [{"role": "user", "content": null}]}', "messages[0].content is null, not a text"),
-    ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', 'messages[0].content is [{"type": "text"}], not a text'),
-    (turns("user"), "turns are user; user and assistant take turns, and the last is the assistant's"),
-    (turns("assistant", "user"), "turns are assistant, user; user and"),
-    (turns("user", "assistant", "user"), "turns are user, assistant, user; user and"),
-    (turns("user", "user", "assistant"), "turns are user, user, assistant; user and"),
-    (turns("system"), "turns are system; user and"),
-    (turns("user", "system", "assistant"), "messages[1]: a system message stands first"),
-    (turns("system", "system", "user", "assistant"), "messages[1]: a system message stands first"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD)
-def test_a_bad_row_is_named_by_file_line_and_reason(line: str | bytes, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    good = b'{"question": "q", "answer": "a"}\n'
-    path.write_bytes(good + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
-    with pytest.raises(DataError) as error:
-        read_rows(path)
-    assert str(error.value).startswith(f"{path}:3: {reason}")
-    assert error.value.exit_class == ExitClass.DATA
-
-
-def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
-        read_rows(write(tmp_path / "a.jsonl", *[{}] * 8))
-    lines = str(error.value).splitlines()
-    assert [line.split(": ")[0] for line in lines[:5]] == [f"{tmp_path / 'a.jsonl'}:{n}" for n in range(1, 6)]
-    assert lines[5:] == ["... and 3 more bad rows"]
-    with pytest.raises(DataError) as error:
-        read_rows(write(tmp_path / "a.jsonl", *[{}] * 5))
-    assert len(str(error.value).splitlines()) == 5
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("a.jsonl", "\n \n", "no rows; a row is a JSON object such as"),
-        ("a.json", "[]", "no rows"),
-        ("a.json", '{"question": "q"}', "a .json data file holds a list of rows, not dict; one object a line is .jsonl"),
-        ("a.json", "[{]", "not valid JSON"),
-        ("a.csv", "q,a", r"a data file ends in .jsonl \(one JSON object a line\) or .json"),
-        ("missing.jsonl", None, "no such data file; set DATA_TRAIN_PATH, DATA_VAL_PATH or DATA_TEST_PATH"),
-        ("x" * 300 + ".jsonl", None, "cannot be read: File name too long"),
-    ],
-)
-def test_a_file_that_is_no_data_file_is_named(name: str, text: str | None, words: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(DataError, match=words) as error:
-        read_rows(path)
-    assert str(path) in str(error.value)
 
 
 # Rendering

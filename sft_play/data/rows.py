@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.errors import DataError
@@ -65,10 +64,3 @@ def refuse(bad: Sequence[BadRow], count: int) -> NoReturn:
     more = [f"... and {count - len(named)} more bad rows"] if count > len(named) else []
     advice = "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
     raise DataError("\n".join([*named, *more, advice]))
-
-
-def read_rows(path: Path, system_prompt: str | None = None) -> list[Row]:
-    """Return the rows of a file. Raises DataError."""
-    from sft_play.data.shapes import read_all
-
-    return read_all(path, system_prompt=system_prompt)

@@ -25,7 +25,7 @@ def load(data: bytes | str) -> Any:
 def load_row(data: bytes) -> dict[str, Any] | Unreadable:
     """Return the object that a line of JSONL holds, or why it holds none."""
     try:
-        record = load(data)
+        record = load(data.rstrip(b"\r\n"))
     except NotJsonError as error:
         if data.strip() in (b"{", b"["):
             reason = "the line ends behind the first bracket; a row stands on one line, whole"
@@ -106,7 +106,8 @@ def _reason(error: ValueError | RecursionError) -> str:
         case json.JSONDecodeError() if "\0" in error.doc:
             return "not valid JSON: it holds NUL bytes; if the file is UTF-16, save it as UTF-8"
         case json.JSONDecodeError():
-            return f"not valid JSON: {error.msg} at " + (f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}")
+            place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+            return f"not valid JSON: {error.msg.removesuffix(' at')} at {place}"
         case RecursionError():
             return "not valid JSON: nested too deeply"
         case _NotStrictError():

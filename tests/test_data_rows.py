@@ -1,0 +1,307 @@
+"""sft_play.data: which shape a file has, and what of its rows is refused, and why."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.data.files import read_chunks
+from sft_play.data.rows import BadRow, Message, Row, refuse
+from sft_play.data.shapes import SHAPES, read_all, recognise, rows_of
+from sft_play.errors import DataError, ExitClass
+
+S, Q, A = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
+QA = (Q, A)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2, 3]}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def turn(role: str, content: Any = "x", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": list(turns), **more}
+
+
+def said(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": value} for speaker, value in turns], **more}
+
+
+SHAPED = [
+    ("messages", chat(turn("user", "q"), turn("assistant", "a", name="x", weight=1)), QA),
+    ("messages", chat(turn("system", "s"), turn("user", "q"), turn("assistant", "a"), turn("user", "q"), turn("assistant", "a")), (S, *QA, *QA)),
+    ("messages", chat(turn("developer", "s"), turn("user", "q"), turn("assistant", "a")), (S, *QA)),
+    ("messages", chat(turn("system", ""), turn("user", "q"), turn("assistant", "a")), (Message("system", ""), *QA)),
+    ("messages", chat(turn("user", "q"), turn("assistant", "a"), system="s"), (S, *QA)),
+    ("messages", {"messages": json.dumps([turn("user", "q"), turn("assistant", "a")])}, QA),
+    ("messages", chat(turn("user", [{"type": "text", "text": "q"}]), turn("assistant", [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}])),
+     (Q, Message("assistant", "a b"))),
+    ("messages", chat(turn("user", "q"), turn("assistant", "a", reasoning_content="r")), (Q, Message("assistant", "a", "r"))),
+    ("messages", chat(turn("user", "q"), turn("assistant", "a", reasoning="r")), (Q, Message("assistant", "a", "r"))),
+    ("messages", chat(turn("user", "q"), turn("assistant", "a", thinking="r", reasoning=None)), (Q, Message("assistant", "a", "r"))),
+    ("messages", chat(turn("user", "q"), turn("assistant", "a", thinking=" ", tool_calls=None)), QA),
+    ("messages", chat(turn("user", "q"), turn("assistant", None, tool_calls=[CALL]), turn("tool", "6", name="add", tool_call_id="c1"), turn("assistant", "a")),
+     (Q, Message("assistant", "", tool_calls=(CALL,)), Message("tool", "6", name="add", tool_call_id="c1"), A)),
+    ("messages", chat(turn("user", "q"), turn("assistant", "", tool_calls=[{"name": "add", "arguments": '{"a": 1, "b": [2, 3]}'}])),
+     (Q, Message("assistant", "", tool_calls=(CALL,)))),
+    ("messages", chat(turn("user", "q"), {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "now"}}]},
+                      turn("tool", ""), turn("tool", "2"), turn("assistant", "a")),
+     (Q, Message("assistant", "", tool_calls=({"id": "c1", "type": "function", "function": {"name": "now", "arguments": {}}},)),
+      Message("tool", ""), Message("tool", "2"), A)),
+    ("conversations", said(("human", "q"), ("gpt", "a")), QA),
+    ("conversations", said(("system", "s"), ("user", "q"), ("assistant", "a")), (S, *QA)),
+    ("conversations", said(("human", "q"), ("gpt", "a"), system="s"), (S, *QA)),
+    ("conversations", said(("human", "q"), ("gpt", "a"), system=""), QA),
+    ("conversations", said(("human", "q"), ("function_call", '{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}'), ("observation", "6"), ("gpt", "a")),
+     (Q, Message("assistant", "", tool_calls=(CALL,)), Message("tool", "6"), A)),
+    ("conversations", said(("human", "q"), ("gpt", "<tool_call>add</tool_call>"), ("tool", "6"), ("gpt", "a")),
+     (Q, Message("assistant", "<tool_call>add</tool_call>"), Message("tool", "6"), A)),
+    ("conversations", {"conversations": [turn("user", "q"), turn("assistant", "a")]}, QA),
+    ("instruction", {"instruction": "q", "output": "a"}, QA),
+    ("instruction", {"instruction": "q", "input": "", "output": "a"}, QA),
+    ("instruction", {"instruction": "q", "input": " \n", "output": "a"}, QA),
+    ("instruction", {"instruction": "q", "input": None, "output": "a"}, QA),
+    ("instruction", {"instruction": "q", "input": "of this ", "output": "a"}, (Message("user", "q\n\nof this "), A)),
+    ("instruction", {"instruction": "q", "output": "a", "system": "s"}, (S, *QA)),
+    ("prompt", {"prompt": "q", "completion": "a", "id": 3}, QA),
+    ("prompt", {"prompt": [turn("system", "s"), turn("user", "q")], "completion": [turn("assistant", "a")]}, (S, *QA)),
+    ("question", {"question": "q", "answer": "a"}, QA),
+    ("question", {"question": " q\n", "answer": "a\u2028b"}, (Message("user", " q\n"), Message("assistant", "a\u2028b"))),
+    ("user", {"system": "s", "user": "q", "assistant": "a"}, (S, *QA)),
+    ("user", {"system": None, "user": "q", "assistant": "a"}, QA),
+    ("target", {"input": "q", "target": "a"}, QA),
+    ("input", {"input": "q", "output": "a"}, QA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "record", "messages"), SHAPED)
+def test_the_keys_of_a_record_say_what_it_is(shape: str, record: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", record)
+    assert recognise(path, {}).name == shape
+    assert read_all(path) == [Row(messages, f"{path}:1")]
+
+
+def test_every_shape_of_conversations_has_an_example() -> None:
+    assert {shape for shape, _, _ in SHAPED} == SHAPES.keys() - {"text"}
+
+
+def test_plain_text_is_taken_as_it_stands_and_gets_no_system_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": " Once\n", "label": 1})
+    assert read_all(path, system_prompt="ours") == [Row((), f"{path}:1", text=" Once\n")]
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
+    (row,) = read_all(write(tmp_path / "a.jsonl", chat(turn("user", "q"), turn("assistant", "a"), tools=tools)))
+    assert row.tools == (TOOL,)
+    for none in (None, [], "", "[]"):
+        (row,) = read_all(write(tmp_path / "a.jsonl", {"question": "q", "answer": "a", "tools": none}))
+        assert row.tools == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape"),
+    [
+        ("text messages question answer", "messages"),
+        ("conversations instruction output", "conversations"),
+        ("instruction input output", "instruction"),
+        ("prompt completion question answer", "prompt"),
+        ("question answer text", "question"),
+        ("system user assistant text", "user"),
+        ("input target output", "target"),
+        ("input output text", "input"),
+    ],
+)
+def test_of_several_shapes_the_first_holds(keys: str, shape: str, tmp_path: Path) -> None:
+    assert recognise(write(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name == shape
+
+
+def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "t", "messages": "m", "problem": "q", "solution": "a", "persona": "s"})
+    columns = {"question": "problem", "answer": "solution", "system": "persona"}
+    assert [row.messages for row in read_all(path, columns)] == [(S, *QA)]
+    turns = write(tmp_path / "b.jsonl", {"dialogue": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
+    assert [row.messages for row in read_all(turns, {"conversations": "dialogue"})] == [QA]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"question": "problm"}, "no column 'problm', which data.columns names as the question; the columns are problem, solution; did you mean problem?"),
+        ({"qestion": "problem"}, "no shape has a field 'qestion'; did you mean question?"),
+        ({"xyz": "problem"}, "no shape has a field 'xyz'; fields are messages, conversations"),
+        ({"question": "problem"}, "a.jsonl: the columns are problem, solution besides {'question': 'problem'}; a row has messages, or"),
+        ({"text": "problem", "answer": "solution"}, "a.jsonl: the columns are problem, solution besides"),
+        ({}, 'a.jsonl: the columns are problem, solution; a row has messages, or'),
+    ],
+)  # fmt: skip
+def test_columns_that_a_file_lacks_are_named_with_the_nearest(columns: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        recognise(write(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
+    assert words in str(error.value)
+
+
+def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path: Path) -> None:
+    own = chat(turn("system", "own"), turn("user", "q"), turn("assistant", "a"))
+    path = write(tmp_path / "a.jsonl", own, chat(turn("user", "q"), turn("assistant", "a")), chat(turn("user", "q"), turn("assistant", "a"), system="column"))
+    (chunk,), shape = read_chunks(path), recognise(path, {})
+
+    def first(*how: Any) -> list[str]:
+        return [row.messages[0].content for row in rows_of(chunk, shape, *how) if isinstance(row, Row)]
+
+    assert first(None, False) == first("", False) == ["own", "q", "column"]
+    assert first("ours", False) == ["own", "ours", "column"]
+    assert first("ours", True) == ["ours", "ours", "ours"]
+    assert first(None, True) == ["own", "q", "column"]
+    assert [len(row.messages) for row in rows_of(chunk, shape, "ours", True) if isinstance(row, Row)] == [3, 3, 3]
+
+
+def test_a_shape_travels_to_other_processes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"problem": "q", "answer": "a"}, {"problem": "q"})
+    shape = recognise(path, {"question": "problem"})
+    assert pickle.loads(pickle.dumps(shape)) == shape
+    (chunk,) = read_chunks(path)
+    assert list(rows_of(pickle.loads(pickle.dumps(chunk)), shape)) == list(rows_of(chunk, shape))
+
+
+CHAT = chat(turn("user"), turn("assistant"))
+QUESTION = {"question": "q", "answer": "a"}
+PROMPT = {"prompt": "q", "completion": "a"}
+INSTRUCTION = {"instruction": "i", "input": "", "output": "o"}
+SAID = said(("human", "q"), ("gpt", "a"))
+
+
+def turns(*roles: str) -> dict[str, Any]:
+    return chat(*(turn(role) for role in roles))
+
+
+# A file's first row, and another whose reason is given.
+BAD: list[tuple[dict[str, Any], Any, str]] = [
+    (QUESTION, "{", "the line ends behind the first bracket; a row stands on one line, whole"),
+    (QUESTION, '{"question": "q", "answer": }', "not valid JSON: Expecting value at column 29"),
+    (QUESTION, '{"question": "q", "answer": "a"} {}', "not valid JSON: Extra data at column 34"),
+    (QUESTION, '{"question": "q", "answer": "a', "not valid JSON: Unterminated string starting at column 29"),
+    (QUESTION, '{"question": "q", "answer": "a\tb"}', "not valid JSON: Invalid control character at column 31"),
+    (QUESTION, "[" * 100_000, "not valid JSON: nested too deeply"),
+    (QUESTION, "1" * 5000, "not valid JSON: a number has too many digits"),
+    (QUESTION, b'{"question": "\xff", "answer": "a"}', "not UTF-8 at byte 14; save the file as UTF-8"),
+    (QUESTION, b'{"question": "\xed\xa0\x80", "answer": "a"}', "not UTF-8 at byte 14"),
+    (QUESTION, b'{"question": "q\0", "answer": "a"}', "not valid JSON: it holds NUL bytes"),
+    (QUESTION, '{"question": "q", "question": "r", "answer": "a"}', "not valid JSON: the key 'question' stands twice in one object"),
+    (QUESTION, '{"question": "q", "answer": "a", "score": NaN}', "not valid JSON: NaN is no JSON value; write null"),
+    (QUESTION, '{"question": "q", "answer": "a", "score": -Infinity}', "not valid JSON: -Infinity is no JSON value"),
+    (QUESTION, "[1]", "a row is a JSON object, not a list"),
+    (QUESTION, "null", "a row is a JSON object, not null"),
+    (QUESTION, '"text"', "a row is a JSON object, not a text"),
+    (QUESTION, "true", "a row is a JSON object, not true or false"),
+    (QUESTION, {}, "the keys are none; the rows of this file have question and answer"),
+    (QUESTION, {"text": "x"}, "the keys are text; the rows of this file have question and answer"),
+    (QUESTION, {"question": "q"}, "the keys are question; the rows of this file have"),
+    (QUESTION, PROMPT, "the keys are prompt, completion; the rows of this file have question and answer"),
+    (CHAT, QUESTION, "the keys are question, answer; the rows of this file have messages"),
+    (QUESTION, {"question": "", "answer": "a"}, "question is empty"),
+    (QUESTION, {"question": "q", "answer": " \n"}, "answer is empty"),
+    (QUESTION, {"question": 1, "answer": "a"}, "question is 1, not a text"),
+    (QUESTION, {"question": "q", "answer": float("inf")}, "not valid JSON: Infinity is no JSON value"),
+    (QUESTION, {"question": "\ud800", "answer": "a"}, "question holds half of a surrogate pair"),
+    (QUESTION, {"question": "q\0", "answer": "a"}, "question holds a NUL character"),
+    (QUESTION, {**QUESTION, "system": 3}, "system is 3, not a text"),
+    (QUESTION, {**QUESTION, "tools": "x"}, "tools is a text that is no JSON (not valid JSON: Expecting value at column 1): x"),
+    (QUESTION, {**QUESTION, "tools": [1]}, "tools is [1], not a list of objects"),
+    (QUESTION, {**QUESTION, "tools": {"name": "f"}}, 'tools is {"name": "f"}, not a list of objects'),
+    (QUESTION, {**QUESTION, "tools": [{"name": "\udc00"}]}, "tools holds half of a surrogate pair"),
+    (PROMPT, {"prompt": "q", "completion": None}, "completion is null, not a text"),
+    (PROMPT, {"prompt": ["q"], "completion": "a"}, 'prompt is ["q"], not a text'),
+    (PROMPT, {"prompt": [turn("user")], "completion": [turn("user")]}, "completion[0] is the user's; behind a turn of role user comes assistant"),
+    (PROMPT, {"prompt": [turn("user")], "completion": []}, "completion is [], not a list of turns"),
+    (INSTRUCTION, {"instruction": "i", "input": 5, "output": "o"}, "input is 5, not a text"),
+    (INSTRUCTION, {"instruction": " ", "input": "x", "output": "o"}, "instruction is empty"),
+    (INSTRUCTION, {"instruction": "i", "output": ""}, "output is empty"),
+    ({"text": "x"}, {"text": "\t"}, "text is empty"),
+    (CHAT, chat(), "messages is [], not a list of turns"),
+    (CHAT, {"messages": None}, "messages is null, not a list of turns"),
+    (CHAT, {"messages": {"role": "user"}}, 'messages is {"role": "user"}, not a list of turns'),
+    (CHAT, {"messages": "hello"}, "messages is a text that is no JSON"),
+    (CHAT, {"messages": ["hello"]}, "messages[0] is hello, not an object"),
+    (CHAT, {"messages": [{"from": "human", "value": "x"}]}, "messages[0] is not an object with role and content; its keys are from, value"),
+    (CHAT, turns("user", "robot"), "messages[1] has the role 'robot'; roles are system, developer, user, assistant, tool"),
+    (CHAT, chat({"role": ["user"], "content": "x"}), """messages[0] has the role '["user"]'; roles are"""),
+    (CHAT, chat(turn("user", None)), "messages[0].content is null, not a text"),
+    (CHAT, chat(turn("user"), {"role": "assistant"}), "messages[1].content is null, not a text"),
+    (CHAT, chat(turn("user", [{"type": "text"}])), "messages[0].content[0].text is null, not a text"),
+    (CHAT, chat(turn("user", [{"type": "image_url", "image_url": "x"}])),
+     'messages[0].content[0] is {"type": "image_url", "image_url": "x"}; models here take text'),
+    (CHAT, chat(turn("user"), turn("assistant", "")), "messages[1].content is empty"),
+    (CHAT, chat(turn("user"), turn("assistant", "", tool_calls=[])), "messages[1].content is empty"),
+    (CHAT, chat(turn("user"), turn("assistant", reasoning=True)), "messages[1].reasoning is true, not a text"),
+    (CHAT, chat(turn("user"), turn("assistant", tool_calls="f()")), "messages[1].tool_calls is a text that is no JSON"),
+    (CHAT, chat(turn("user"), turn("assistant", tool_calls=[{"id": "1"}])), "messages[1].tool_calls[0] names no function"),
+    (CHAT, chat(turn("user"), turn("assistant", tool_calls=[{"name": "f", "arguments": "[1]"}])), "messages[1].tool_calls[0].arguments is [1], not an object"),
+    (CHAT, chat(turn("user"), turn("assistant"), system="s", tools=[], id=1) | {"messages": [turn("system"), turn("user"), turn("assistant")]},
+     "a system column and a system message; keep one of them"),
+    (CHAT, turns("user"), "messages[0], the last turn, is the user's; a row ends with an answer of the assistant"),
+    (CHAT, turns("system"), "messages[0], the last turn, is the system's; a row ends"),
+    (CHAT, turns("assistant", "user"), "messages[0] is the assistant's; a conversation begins with the user, or with a system message"),
+    (CHAT, turns("user", "assistant", "user"), "messages[2], the last turn, is the user's; a row ends with an answer"),
+    (CHAT, turns("user", "user", "assistant"), "messages[1] is the user's; behind a turn of role user comes assistant"),
+    (CHAT, turns("user", "assistant", "assistant"), "messages[2] is the assistant's; behind a turn of role assistant comes user or tool"),
+    (CHAT, turns("user", "system", "assistant"), "messages[1] is a system message; it stands first, and once"),
+    (CHAT, turns("system", "system", "user", "assistant"), "messages[1] is a system message; it stands first"),
+    (CHAT, turns("user", "assistant", "tool", "assistant"), "messages[2] is a tool's answer, and the turn before it calls no tool"),
+    (CHAT, turns("user", "tool", "assistant"), "messages[1] is the tool's; behind a turn of role user comes assistant"),
+    (CHAT, chat(turn("user"), turn("assistant", tool_calls=[CALL]), turn("tool")), "messages[2], the last turn, is the tool's"),
+    (CHAT, chat(turn("user"), turn("assistant", tool_calls=[CALL]), turn("tool"), turn("user")),
+     "messages[3] is the user's; behind a turn of role tool comes tool or assistant"),
+    (SAID, said(("robot", "x")), "conversations[0] is from 'robot'; turns are from system, human"),
+    (SAID, {"conversations": [turn("user")]}, "conversations[0] is not an object with from and value; its keys are role, content"),
+    (SAID, said(("human", "q"), ("function_call", "add(1)")), "conversations[1].value is a text that is no JSON"),
+    (SAID, said(("human", "q"), ("function_call", "[]")), "conversations[1].value calls no function"),
+    (SAID, said(("human", "q"), ("gpt", " ")), "conversations[1].value is empty"),
+    (SAID, said(("gpt", "a"), ("human", "q")), "conversations[0] is the assistant's; a conversation begins with the user"),
+]  # fmt: skip
+
+
+def as_line(record: Any) -> bytes:
+    return record if isinstance(record, bytes) else (record if isinstance(record, str) else json.dumps(record)).encode()
+
+
+@pytest.mark.parametrize(("good", "bad", "reason"), BAD)
+def test_a_bad_row_is_named_by_file_line_and_reason(good: dict[str, Any], bad: Any, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_line(good) + b"\n\n" + as_line(bad) + b"\n" + as_line(good))
+    with pytest.raises(DataError) as error:
+        read_all(path)
+    assert str(error.value).startswith(f"{path}:3: {reason}")
+    assert error.value.exit_class == ExitClass.DATA
+    (chunk,) = read_chunks(path)
+    first, set_aside, last = rows_of(chunk, recognise(path, {}))
+    assert isinstance(first, Row)
+    assert isinstance(last, Row)
+    assert isinstance(set_aside, BadRow)
+    assert set_aside.raw == as_line(bad).decode("utf-8", "backslashreplace")
+
+
+def test_bad_rows_may_come_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", 1, {}, {"question": "q", "answer": "a"})
+    (chunk,) = read_chunks(path)
+    assert [type(row) for row in rows_of(chunk, recognise(path, {}))] == [BadRow, BadRow, Row]
+
+
+def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        read_all(write(tmp_path / "a.jsonl", QUESTION, *[{}] * 8))
+    lines = str(error.value).splitlines()
+    assert [line.split(": ")[0] for line in lines[:5]] == [f"{tmp_path / 'a.jsonl'}:{n}" for n in range(2, 7)]
+    assert lines[5] == "... and 3 more bad rows"
+    assert "DATA_ON_BAD_ROW=quarantine" in lines[6]
+    with pytest.raises(DataError) as error:
+        refuse([BadRow("a:1", "bad", "")] * 5, 5)
+    assert len(str(error.value).splitlines()) == 6
