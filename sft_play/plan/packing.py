@@ -18,12 +18,14 @@ def resolve_packing(setting: bool | Auto, model_type: str, backend: str, device:
     `true` packs an architecture that is not in the list as well: the run looks whether its documents stay apart before the
     first step. Raises: ConfigError for `true` where packing cannot work.
     """
+    if setting is False:
+        return False, None
     if backend == "unsloth":
         if setting is True:
             raise ConfigError("train.packing=true: Unsloth's attention is not fed packed documents; set TRAIN_PACKING=auto, or TUNING_BACKEND=bnb")
         return False, "Unsloth's attention is not fed packed documents"
-    if setting != "auto":
-        return setting, None
+    if setting is True:
+        return True, None
     if model_type not in ISOLATING:
         return False, f"nobody has looked whether {model_type} keeps packed documents apart; TRAIN_PACKING=true looks before the first step"
     if device == "cpu":

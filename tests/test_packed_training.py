@@ -1,0 +1,377 @@
+"""Packing changes the speed of a run and nothing else: loss, gradients and whole runs, on real models, and what would break it."""
+
+import copy
+import dataclasses
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainingArguments
+
+from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.order import Layout, StepSampler, micro_batches_per_step
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.errors import ConfigError
+from sft_play.models import bnb
+from sft_play.plan.packing import ISOLATING, needs_boundaries, resolve_packing
+from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.isolation import check_isolation, measure_isolation
+from sft_play.training.runtime import Process
+from sft_play.training.trainer import SftTrainer, token_mean_loss
+
+VOCABULARY, MAX_SEQ_LEN, SEED = 97, 64, 3
+CPU = torch.device("cpu")
+Change = Callable[[Batch], Batch]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample as a store gives it."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+def documents(count: int) -> list[Document]:
+    """Samples of 2 to 40 tokens, the second half of each trained."""
+    draw = random.Random(count)
+    ids = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(2, 40))] for _ in range(count)]
+    return [Document(one, [IGNORE_INDEX] * (len(one) - len(one) // 2) + one[len(one) - len(one) // 2 :]) for one in ids]
+
+
+def llama(attention: str = "sdpa", is_lora: bool = False, dropout: float = 0.0) -> Any:
+    """A Llama of two layers with weights large enough that its attention looks at something, in training mode."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
+    )
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    spread(model, std=0.15)
+    if is_lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=dropout))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)  # zeros would give lora_A no gradient
+    model.config.use_cache = False
+    return model.train()
+
+
+def spread(model: torch.nn.Module, std: float = 0.3) -> None:
+    """Make every matrix of a new model so large that tokens matter to each other."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+
+
+def order_of(samples: list[Document], packed: bool, batch: int = 4, effective: int = 8, world: int = 1, epochs: int = 3) -> StepSampler:
+    lengths, layout = [len(sample.ids) for sample in samples], Layout(MAX_SEQ_LEN, batch, effective, world)
+    return StepSampler(lengths, layout, SEED, micro_batches_per_step(lengths, layout, SEED, epochs) if packed else None)
+
+
+def collator_of(packed: bool) -> PadCollator | PackCollator:
+    return PackCollator(0, MAX_SEQ_LEN) if packed else PadCollator(0, MAX_SEQ_LEN)
+
+
+def step(model: Any, packed: bool, change: Change = lambda batch: batch) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of a step of 16 samples in micro-batches of 4 sequences."""
+    rows = TrainRows(documents(16))
+    labelled = sum(label != IGNORE_INDEX for sample in rows.samples for label in sample.labels)
+    model.zero_grad()
+    total = 0.0
+    for micro_batch in order_of(rows.samples, packed, effective=16):
+        assert not packed or max(map(len, micro_batch)) > 1
+        batch = change(collator_of(packed)([rows[sequence] for sequence in micro_batch]))
+        labels = batch.pop("labels")
+        loss = token_mean_loss(model(**batch), labels, labelled)
+        loss.backward()
+        total += loss.item()
+    return total, [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def gap(one: tuple[float, list[torch.Tensor]], two: tuple[float, list[torch.Tensor]]) -> float:
+    """Largest difference of two steps' gradients relative to the largest gradient, or of their losses."""
+    largest = max(gradient.abs().max() for gradient in one[1])
+    assert largest > 1e-3 and len(one[1]) == len(two[1]) > 0
+    gradients = max(((a - b).abs().max() / largest).item() for a, b in zip(one[1], two[1], strict=True))
+    return max(gradients, abs(one[0] - two[0]) / abs(one[0]))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_packed_step_has_the_loss_and_gradients_of_a_padded_one(attention: str, is_lora: bool, checkpointing: bool) -> None:
+    model = llama(attention, is_lora)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert gap(step(model, packed=False), step(model, packed=True)) <= 1e-6  # float32 adds up in another order
+
+
+def all_ones_mask(batch: Batch) -> Batch:
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def positions_that_run_on(batch: Batch) -> Batch:
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
+
+
+def key_value_cache(batch: Batch) -> Batch:
+    return {**batch, "use_cache": True}
+
+
+def first_tokens_predicted(batch: Batch) -> Batch:
+    starts = batch["position_ids"] == 0
+    return {**batch, "labels": torch.where(starts, batch["input_ids"], batch["labels"])}
+
+
+@pytest.mark.parametrize("change", [all_ones_mask, positions_that_run_on, key_value_cache, first_tokens_predicted])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_whatever_joins_documents_shows_in_the_gradients(attention: str, change: Change) -> None:
+    model = llama(attention)
+    assert gap(step(model, packed=False), step(model, packed=True, change=change)) > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_boundaries_for_flash_attention_change_nothing_elsewhere(attention: str) -> None:
+    model, rows = llama(attention), TrainRows(documents(6))
+    outputs = []
+    for varlen in (False, True):
+        batch = PackCollator(0, MAX_SEQ_LEN, varlen)([rows[0, 1], rows[2], rows[3, 4]])
+        assert ("cu_seq_lens_q" in batch) == varlen
+        del batch["labels"]
+        outputs.append(model(**batch).logits)
+    assert torch.equal(*outputs)
+
+
+def test_a_packed_step_over_a_4_bit_base_is_the_padded_one(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, device_map={"": "cpu"})
+    bnb.keep_differentiable(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")).train()
+    model.config.use_cache = False
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    # the same rounded weights both times; what differs is the order of float32 sums, through kernels that are less careful with it
+    assert gap(step(model, packed=False), step(model, packed=True)) <= 1e-5
+    assert gap(step(model, packed=False), step(model, packed=True, change=all_ones_mask)) > 1e-2
+
+
+# Architectures
+
+SIZES = (
+    dict.fromkeys(("hidden_size", "n_embd"), 32)
+    | dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner"), 48)
+    | dict.fromkeys(("num_hidden_layers", "n_layer", "num_key_value_heads", "num_experts_per_tok"), 2)
+    | dict.fromkeys(("num_attention_heads", "n_head", "num_local_experts", "num_experts"), 4)
+    | {"vocab_size": VOCABULARY, "head_dim": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "max_position_embeddings": 128}
+    | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+)
+WINDOW = 8  # tokens: shorter than the documents of the check
+
+
+def tiny(model_type: str, attention: str) -> PreTrainedModel:
+    """A model of an architecture with random weights; every second layer looks through a window where the architecture can."""
+    config = AutoConfig.for_model(model_type)
+    for name, value in SIZES.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if hasattr(config, "sliding_window"):
+        config.sliding_window = WINDOW
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["sliding_attention", "full_attention"] if hasattr(config, "sliding_window") else config.layer_types[:2]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    spread(model)
+    model.config.use_cache = False
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", sorted(ISOLATING))
+def test_an_architecture_that_auto_packs_keeps_documents_apart(model_type: str, attention: str) -> None:
+    found = measure_isolation(tiny(model_type, attention), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    assert found.seen == 0, "the same kernels on the same tokens give the same bits"
+    assert found.apart <= 1e-4 * found.joined and found.joined > 0.1
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bloom", "qwen3_next"])
+def test_an_architecture_that_joins_documents_is_refused_before_the_first_step(model_type: str) -> None:
+    assert model_type not in ISOLATING
+    model = tiny(model_type, "eager")
+    with pytest.raises(ConfigError, match=rf"^train.packing: packed documents are not kept apart by {type(model).__name__}.*; set TRAIN_PACKING=false$"):
+        check_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+
+
+@dataclass(frozen=True)
+class Changed(PackCollator):
+    """A collator that does not do its part."""
+
+    change: Change = dataclasses.field(default=lambda batch: batch)
+
+    def __call__(self, sequences: Any) -> Batch:
+        return self.change(super().__call__(sequences))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("change", [all_ones_mask, positions_that_run_on, key_value_cache])
+def test_the_check_sees_whatever_joins_documents(change: Change, attention: str) -> None:
+    model = llama(attention)
+    check_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
+        check_isolation(model, Changed(0, MAX_SEQ_LEN, change=change), VOCABULARY, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_check_tells_rounding_from_seeing_in_half_precision(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        check_isolation(llama(), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+        with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
+            check_isolation(llama(), Changed(0, MAX_SEQ_LEN, change=all_ones_mask), VOCABULARY, CPU)
+
+
+def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was() -> None:
+    model = llama(is_lora=True, dropout=0.5)
+    frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    frozen.eval()
+    modes, weights = [module.training for module in model.modules()], copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    found = measure_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    assert found.seen == 0 and found.holds
+    assert modes == [module.training for module in model.modules()] and True in modes and False in modes
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state()), "the steps draw what they would have drawn"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "model_type", "backend", "device", "expected"),
+    [
+        ("auto", "llama", "bnb", "cuda", True),
+        ("auto", "mamba", "bnb", "cuda", False),
+        ("auto", "llama", "unsloth", "cuda", False),
+        (True, "mamba", "bnb", "cuda", True),
+        (True, "llama", "bnb", "cpu", True),
+        (False, "llama", "bnb", "cuda", False),
+        (False, "llama", "unsloth", "cuda", False),
+    ],
+)
+def test_packing_is_resolved(setting: Any, model_type: str, backend: str, device: str, expected: bool) -> None:
+    is_on, reason = resolve_packing(setting, model_type, backend, device)
+    assert is_on == expected
+    assert (reason is not None) == (setting == "auto" and not is_on), "what was asked for needs no reason"
+
+
+def test_packing_for_unsloth_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.packing=true: .*TRAIN_PACKING=auto"):
+        resolve_packing(True, "llama", "unsloth", "cuda")
+
+
+def test_only_attention_that_reads_position_ids_goes_without_boundaries() -> None:
+    assert [needs_boundaries(name) for name in ("auto", "sdpa", "eager", "flash_attention_2")] == [False, False, False, True]
+
+
+# Whole runs
+
+SAMPLES, EPOCHS = 19, 2  # steps of 8: the third of each epoch holds 3
+CUTS = [(1, False), (4, False), (8, False), (1, True), (4, True), (8, True)]  # (batch_size, packed)
+
+
+ALONE = Process(rank=0, local_rank=0, world_size=1, device=CPU)
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False, "logging_nan_inf_filter": False, "save_strategy": "no"}
+RUN = {"num_train_epochs": EPOCHS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "logging_steps": 1}
+
+
+def trainer_of(output_dir: Path, batch: int, packed: bool, process: Process = ALONE, tokenizer: Any = None, **arguments: Any) -> SftTrainer:
+    """The trainer of a new model."""
+    samples, speed = documents(SAMPLES), EvalSpeedCallback()
+    order = order_of(samples, packed, batch, world=process.world_size, epochs=EPOCHS)
+    cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": order.micro_batches}
+    return SftTrainer(
+        model=llama(is_lora=True),
+        args=TrainingArguments(str(output_dir), **{**QUIET, **RUN, **cut, **arguments}),
+        processing_class=tokenizer,
+        train_dataset=TrainRows(samples),
+        data_collator=collator_of(packed),
+        order=order,
+        evaluator=None,  # nothing is evaluated
+        speed=speed,
+        throughput=Throughput(process, speed),
+        stamp={},
+    )
+
+
+def losses_of(trainer: SftTrainer, resume: Path | None = None) -> list[float]:
+    """Train, and return the losses of all steps."""
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory) -> list[float]:
+    """The losses of a run that pads, two samples at a time."""
+    return losses_of(trainer_of(tmp_path_factory.mktemp("padded"), 2, packed=False))
+
+
+@pytest.mark.parametrize(("batch", "packed"), CUTS)
+def test_runs_have_the_same_losses_packed_and_padded(tmp_path: Path, curve: list[float], batch: int, packed: bool) -> None:
+    trainer = trainer_of(tmp_path, batch, packed)
+    losses = losses_of(trainer)
+    assert len(losses) == 6 and losses[0] - losses[-1] > 0.01
+    assert losses == pytest.approx(curve, abs=1e-5)  # six Adam steps on gradients that differ in the last bits
+    assert int(trainer.throughput.tokens) == EPOCHS * sum(len(sample.ids) for sample in documents(SAMPLES)), "neither padding nor fillers"
+    assert trainer.model.config.use_cache is False
+
+
+def test_packing_takes_fewer_micro_batches() -> None:
+    samples = documents(SAMPLES)
+    assert [order_of(samples, packed, batch=1).micro_batches for packed in (False, True)] == [8, 3]
+
+
+def test_a_resumed_packed_run_goes_on_with_the_samples_that_were_left(tmp_path: Path, curve: list[float], tokenizer: Any) -> None:
+    left = trainer_of(tmp_path, 1, packed=True, tokenizer=tokenizer, save_strategy="steps", save_steps=2, max_steps=2)
+    assert len(losses_of(left)) == 2
+    losses = losses_of(trainer_of(tmp_path, 1, packed=True, tokenizer=tokenizer), resume=tmp_path / "checkpoint-2")
+    assert losses == pytest.approx(curve, abs=1e-5)
+
+
+def test_workers_of_the_loader_collate_the_same_batches(tmp_path: Path, curve: list[float]) -> None:
+    trainer = trainer_of(tmp_path, 4, packed=True, dataloader_num_workers=1)
+    assert losses_of(trainer) == pytest.approx(curve, abs=1e-5)
+    assert int(trainer.throughput.tokens) == EPOCHS * sum(len(sample.ids) for sample in documents(SAMPLES))
+
+
+def train_one_rank(rank: int, port: int, folder: Path, packed: bool) -> None:
+    """Be one of two processes of a run, and leave the losses in `folder`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    trainer = trainer_of(folder / f"rank-{rank}", 1, packed, Process(rank, rank, 2, CPU), ddp_find_unused_parameters=False)
+    losses = losses_of(trainer)
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    if packed:
+        check_isolation(trainer.model_wrapped, trainer.data_collator, VOCABULARY, CPU)
+    torch.save((losses, int(trainer.throughput.tokens)), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    yield port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_processes_have_the_losses_of_one(tmp_path: Path, curve: list[float], free_port: int, packed: bool) -> None:
+    torch.multiprocessing.spawn(train_one_rank, (free_port, tmp_path, packed), nprocs=2)
+    (losses, first), (_, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert losses == pytest.approx(curve, abs=1e-5)
+    assert first + second == EPOCHS * sum(len(sample.ids) for sample in documents(SAMPLES))
