@@ -14,7 +14,7 @@ from os.path import commonprefix
 from typing import Any, Literal
 
 from sft_play.data.rows import Message, Row
-from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, strings_in, turns_of
+from sft_play.data.templates import ChatTemplate, RenderError, as_object, stop_ids, strings_in, turns_of
 
 SHOWN_CHARACTERS = 24  # of a text that an error quotes
 BLANK = re.compile(r"\s*")
@@ -45,6 +45,7 @@ class AnswerFinder:
 
     def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
         self._template, self._train_on, self._eos = ChatTemplate(tokenizer), train_on, tokenizer.eos_token
+        self.is_marked = self._template.is_marked
         self._stops = sorted(tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer))))
         self._stop = re.compile("|".join(map(re.escape, self._stops)))
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -141,14 +142,15 @@ def _check_prompt(messages: Sequence[Message], prompt: str) -> None:
         content = message.content.strip()
         forms = [content]
         if message.role == "assistant":
-            forms = [""] if message.tool_calls else [content, _reasoning_and_answer(message)[1]]
+            forms = [""] if message.tool_calls else [content, _split_thought(content)[1]]
         elif message.role == "tool":
             forms = [content, json.dumps(content, ensure_ascii=False)[1:-1]]  # Llama 3 and gpt-oss write it as JSON
-        # in their order, so that a question asked twice is written twice; some templates put the system message further behind
-        found = next(((place, form) for form in forms for place in (prompt.find(form, position), prompt.find(form)) if place >= 0), None)
+        # in their order, so that a question asked twice is written twice; Mistral puts the system message into the last question
+        found = next(((place, form) for form in forms if (place := prompt.find(form, 0 if message.role == "system" else position)) >= 0), None)
         if found is None:
             raise RenderError(f"the chat template leaves out or changes messages[{number}], of the role {message.role}: {_quoted(content)}")
-        position = max(position, found[0] + len(found[1]))
+        if message.role != "system":
+            position = found[0] + len(found[1])
 
 
 def _check_answer(piece: str, behind: str, message: Message, number: int, ending: re.Pattern[str]) -> None:
@@ -160,13 +162,11 @@ def _check_answer(piece: str, behind: str, message: Message, number: int, ending
     if message.reasoning and message.reasoning.strip() not in piece:
         raise RenderError(f"the chat template leaves out or changes the reasoning of messages[{number}]: {_quoted(message.reasoning.strip())}")
     content = message.content.strip()
-    reasoning, answer = _reasoning_and_answer(message)
     if message.tool_calls:
         _check_calls(piece, message, number)
-        is_there = content in piece
-    else:
-        is_there = _ends_with(piece, content, ending) or (reasoning in piece and answer != content and _ends_with(piece, answer, ending))
-    if is_there:
+        if content in piece:
+            return
+    elif _ends_with(piece, content, ending) or ("</think>" in content and _ends_with_thought(piece, content, ending)):
         return
     if content in piece:
         extra = _quoted(piece[piece.rfind(content) + len(content) :].strip())
@@ -180,8 +180,7 @@ def _check_calls(piece: str, message: Message, number: int) -> None:
     for call in message.tool_calls:
         function = call.get("function", call)
         arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) and arguments.lstrip().startswith("{") else arguments
-        for word in (function.get("name", ""), *strings_in(arguments)):
+        for word in (function.get("name", ""), *strings_in(as_object(arguments))):
             if word not in piece and json.dumps(word, ensure_ascii=False)[1:-1] not in piece and json.dumps(word)[1:-1] not in piece:
                 raise RenderError(f"the chat template leaves out or changes a tool call of messages[{number}]: {_quoted(word)}")
 
@@ -193,9 +192,14 @@ def _ends_with(piece: str, content: str, ending: re.Pattern[str]) -> bool:
     return place >= 0 and ending.fullmatch(piece, place + len(content)) is not None
 
 
-def _reasoning_and_answer(message: Message) -> tuple[str, str]:
-    """Return what is before and behind the last </think> of a content that has its reasoning within."""
-    before, _, answer = message.content.rpartition("</think>")
+def _ends_with_thought(piece: str, content: str, ending: re.Pattern[str]) -> bool:
+    reasoning, answer = _split_thought(content)
+    return reasoning in piece and _ends_with(piece, answer, ending)
+
+
+def _split_thought(content: str) -> tuple[str, str]:
+    """Return the reasoning and the answer of a content that holds both; some templates space them anew."""
+    before, _, answer = content.rpartition("</think>")
     return before.strip().removeprefix("<think>").strip(), answer.strip()
 
 

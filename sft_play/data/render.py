@@ -5,6 +5,7 @@ equals use: the ids before an answer are those that `render_prompt` gives the mo
 Legend: T tokens of one sample.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate, RenderError,
 __all__ = ["DEFAULT_TEMPLATE", "IGNORE_INDEX", "RenderError", "Rendered", "Renderer", "render", "render_prompt", "stop_ids", "template_of"]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
-SEAM_TOKENS = 32  # looked back from the end of a prompt for a token that texts are split at
+SEAM_CHARACTERS = 64  # looked back from the end of a prompt for a token that texts are split at
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,11 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Tokenised:
-    """A draft's tokens, and for each of its answers (token, text) of the end of its prompt."""
+    """A draft's tokens, and for each of its answers the end of its prompt, and which token that begins at."""
 
     draft: Draft
-    encoding: Any
     ids: list[int]
+    encoding: Any
     seams: list[tuple[int, str]]
 
 
@@ -52,7 +53,9 @@ class Renderer:
         self._tokenizer.no_truncation()  # what an earlier user of the tokenizer left set
         self._tokenizer.no_padding()
         self._stops, self._bos, self._eos = stop_ids(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._splitting = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._encode_batch = self._tokenizer.encode_batch if self._finder.is_marked else self._tokenizer.encode_batch_fast  # without offsets
+        self._splitting = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._splits = re.compile("|".join(map(re.escape, sorted(self._splitting, key=len, reverse=True))))
         with_special, without = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
         self._text_begins = with_special[:1] if with_special[:1] == [self._bos] != without[:1] else []
 
@@ -65,10 +68,11 @@ class Renderer:
         """
         found = [self._drafts(row) for row in rows]
         drafts = [draft for of_row in found if not isinstance(of_row, RenderError) for draft in of_row]
-        encodings = self._tokenizer.encode_batch([draft.text for draft in drafts], add_special_tokens=False)
+        encodings = self._encode_batch([draft.text for draft in drafts], add_special_tokens=False)
         texts = [self._tokenised(draft, encoding) for draft, encoding in zip(drafts, encodings, strict=True)]
         seams = list({seam for text in texts for _, seam in text.seams})
-        seam_ids = dict(zip(seams, (encoding.ids for encoding in self._tokenizer.encode_batch(seams, add_special_tokens=False)), strict=True))
+        encodings = self._tokenizer.encode_batch_fast(seams, add_special_tokens=False)
+        seam_ids = {seam: encoding.ids for seam, encoding in zip(seams, encodings, strict=True)}
         waiting = iter(texts)
         return [
             of_row if isinstance(of_row, RenderError) else self._samples(row, [next(waiting) for _ in of_row], seam_ids)
@@ -85,19 +89,22 @@ class Renderer:
 
     def _tokenised(self, draft: Draft, encoding: Any) -> _Tokenised:
         ids = encoding.ids
-        return _Tokenised(draft, encoding, ids, [self._seam(draft.text, answer.start, encoding, ids) for answer in draft.answers])
+        return _Tokenised(draft, ids, encoding, [self._seam(draft.text, answer.start, ids) for answer in draft.answers])
 
-    def _seam(self, text: str, start: int, encoding: Any, ids: list[int]) -> tuple[int, str]:
-        """Return (token, text from there to the end of a prompt): tokenised alone, it proves that the prompt's ids begin the sample's.
+    def _seam(self, text: str, start: int, ids: list[int]) -> tuple[int, str]:
+        """Return (token, text from it to the end of a prompt), which, tokenised alone, proves that the prompt's ids begin the sample's.
 
         Tokenizers split texts at their added tokens first, so that what is before one does not depend on what is behind it: it is
         enough to compare from the last one in the prompt (`<|im_start|>assistant\n`). Without one, the whole prompt is compared.
         """
-        last = encoding.char_to_token(start - 1) if start else None
-        if last is not None:
-            for token in range(last, max(last - SEAM_TOKENS, -1), -1):
-                if ids[token] in self._splitting:
-                    return token, text[encoding.token_to_chars(token)[0] : start]
+        *_, found = None, *self._splits.finditer(text, max(0, start - SEAM_CHARACTERS), start)
+        if found is not None:
+            number = self._splitting[found[0]]
+            if ids.count(number) == text.count(found[0]):  # then its n-th place in the text is its n-th among the tokens
+                token = -1
+                for _ in range(text.count(found[0], 0, found.end())):
+                    token = ids.index(number, token + 1)
+                return token, text[found.start() : start]
         return 0, text[:start]
 
     def _samples(self, row: Row, texts: list[_Tokenised], seam_ids: dict[str, list[int]]) -> tuple[Rendered, ...] | RenderError:
@@ -130,12 +137,10 @@ class Renderer:
             straddling = next(index for index, number in enumerate(seam_ids, before) if ids[index : index + 1] != [number])
             token = self._tokenizer.decode(ids[straddling : straddling + 1], skip_special_tokens=False)
             raise RenderError(f"the token {token!r} straddles the end of the prompt of turn {answer.number}")
-        last = text.encoding.char_to_token(answer.stop)
-        if last is None or ids[last] not in self._stops or not self._stops.isdisjoint(ids[first:last]):
-            stop = text.draft.text[answer.stop : answer.end]
-            raise RenderError(f"the tokenizer does not read {stop!r} as the one stop token of messages[{answer.number}]")
-        self._check_read_back(ids[first : last + 1], text.draft.text[answer.start : answer.end], answer.number)
-        return first, last + 1
+        rest = ids[first:]
+        behind = first + 1 + min((rest.index(stop) for stop in self._stops if stop in rest), default=len(rest))
+        self._check_read_back(ids[first:behind], text.draft.text[answer.start : answer.end], answer.number)
+        return first, behind
 
     def _check_read_back(self, ids: list[int], piece: str, number: int) -> None:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False)

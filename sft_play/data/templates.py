@@ -41,6 +41,7 @@ class ChatTemplate:
         own = None if tokenizer.chat_template else DEFAULT_TEMPLATE
         # some tokenizers have two, the other for conversations with tools
         self._source = {with_tools: tokenizer.get_chat_template(own, tools=[{}] if with_tools else None) for with_tools in (False, True)}
+        self.is_marked = any(GENERATION.search(source) for source in self._source.values())
         self._words = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
 
     def prompt(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
@@ -64,7 +65,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self._source[bool(tools)]
-        is_marked = not add_generation_prompt and GENERATION.search(source) is not None
+        is_marked = self.is_marked and not add_generation_prompt and GENERATION.search(source) is not None
         try:
             (text,), marks = render_jinja_template(
                 conversations=[turns],
@@ -99,6 +100,16 @@ def stop_ids(tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *known.values()}
 
 
+def as_object(arguments: Any) -> Any:
+    """Return JSON text as what it says: OpenAI's API writes arguments as text, transformers' templates expect an object."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments  # a template may still write it as it is
+
+
 def strings_in(value: Any) -> Iterator[str]:
     """Yield the texts and keys within JSON."""
     if isinstance(value, str):
@@ -117,7 +128,7 @@ def _turn(message: Message) -> dict[str, Any]:
     if message.reasoning is not None:
         turn["reasoning_content"] = turn["thinking"] = message.reasoning  # Qwen, GLM; gpt-oss
     if message.tool_calls:
-        turn["tool_calls"] = [_with_arguments(call, _as_object) for call in message.tool_calls]
+        turn["tool_calls"] = [_with_arguments(call, as_object) for call in message.tool_calls]
     if message.name is not None:
         turn["name"] = message.name
     if message.tool_call_id is not None:
@@ -130,16 +141,6 @@ def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> di
     if not isinstance(function, Mapping) or "arguments" not in function:
         return dict(call)
     return {**call, "function": {**function, "arguments": change(function["arguments"])}}
-
-
-def _as_object(arguments: Any) -> Any:
-    """Return JSON text as what it says: OpenAI's API writes arguments as text, transformers' templates expect an object."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments  # a template may still write it as it is
 
 
 def _with_json_arguments(turn: dict[str, Any]) -> dict[str, Any]:
