@@ -15,7 +15,7 @@ export PYTHON
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 SFT := $(PY) -m sft_play
 
-.PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan data-check \
+.PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan data-check preview \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
   tensorboard tb-stop runs eval infer chat merge embedded test test-fast test-gpu lint clean
 
@@ -43,6 +43,8 @@ plan: $(ENV) ## batch, memory and command of a run, here or on GPUS=2xH200
 	@$(SFT) plan
 data-check: $(ENV) ## read and render every row, and account for each
 	@$(SFT) data-check
+preview: $(ENV) ## training samples token by token, what is trained in colour; and as a page
+	@$(SFT) preview
 
 ## Train
 train: $(ENV) ## fine-tune CONFIG, by default the tiny model on the rows that ship

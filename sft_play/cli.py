@@ -75,6 +75,18 @@ def data_check(config: ConfigOption = None, set_: SetOption = None, json: JsonOp
     typer.echo(commands.as_text(ledger) if json else "\n".join(check_lines(ledger)))
 
 
+@app.command()
+def preview(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="How many of the first samples; the instructive ones come on top.")] = 3,
+    page: Annotated[str | None, typer.Option("--page", help="Where the page goes; default preview.html in train.output_dir.")] = None,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Mark what is trained with ⟦ ⟧ instead of a colour.")] = False,
+) -> None:
+    """Show training samples token by token, trained ones marked: here, and as a page."""
+    commands.preview(commands.call(config, set_ or ()), rows, page, no_color)
+
+
 @app.command("setup-accelerate")
 def setup_accelerate(config: ConfigOption = None) -> None:
     """Write the accelerate file that train-distributed uses; asks nothing."""

@@ -28,6 +28,8 @@ from sft_play.runs.files import write_json, write_text
 
 if TYPE_CHECKING:
     from sft_play.data.arrange import PreparedData
+    from sft_play.data.order import Layout
+    from sft_play.data.preview import Shown
 
 ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 DEFAULT_OF_BACKEND = {"bnb": "run_bnb", "unsloth": "run_unsloth"}
@@ -140,8 +142,14 @@ def tokenise(folder: run_folders.RunFolder, plan: Plan) -> Plan:
     from sft_play.data import order
 
     train = plan.config.train
-    layout = order.Layout(plan.config.model.max_seq_len, train.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
-    return with_micro_batches(plan, order.micro_batches_per_step(data.train.lengths, layout, train.order_seed, train.passes(len(data.train))))
+    return with_micro_batches(plan, order.micro_batches_per_step(data.train.lengths, layout_of(plan), train.order_seed, train.passes(len(data.train))))
+
+
+def layout_of(plan: Plan) -> "Layout":
+    """Return how the steps of a planned run are cut up."""
+    from sft_play.data.order import Layout
+
+    return Layout(plan.config.model.max_seq_len, plan.chosen.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
 
 
 def packing_line(plan: Plan) -> str:
@@ -273,7 +281,43 @@ def data_ledger(call: Call) -> dict[str, Any]:
     """Return the ledger of a config's data."""
     from sft_play.data.check import ledger_json
 
-    return ledger_json(prepared_data(make_plan(call, distributed=False, use_deepspeed=False)[1].config))
+    config = make_plan(call, distributed=False, use_deepspeed=False)[1].config
+    return ledger_json(prepared_data(config), config.model.max_seq_len)
+
+
+def preview(call: Call, first: int, page: str | None, no_color: bool) -> None:
+    """Print what the model sees of some training samples, and write it as a page, whose path comes last. Raises EnvironmentFault."""
+    from sft_play.data.check import ledger_json
+    from sft_play.data.preview import packed_samples, show
+    from sft_play.data.preview_page import page as page_of
+    from sft_play.models.tokenizer import load_tokenizer
+
+    loaded, plan = make_plan(call, distributed=False, use_deepspeed=False)
+    config, data = plan.config, prepared_data(plan.config)
+    packed = packed_samples(data.train.lengths, layout_of(plan), config.train) if plan.packing else []
+    sequences = show(data, load_tokenizer(config), first, config.data.too_long, packed)
+    print_sequences(sequences, no_color)
+    path = Path(page or Path(config.train.output_dir) / "preview.html")
+    facts = {"config": str(loaded.source), "model": config.model.name, "train_on": config.data.train_on, "packing": "on" if plan.packing else "off"}
+    try:
+        write_text(path, page_of(facts, ledger_json(data, config.model.max_seq_len), sequences))
+    except OSError as error:
+        raise EnvironmentFault(f"--page {path}: {error.strerror}; name a file in a folder that can be written") from None
+    print(path)
+
+
+def print_sequences(sequences: Iterable["Shown"], no_color: bool) -> None:
+    """Print sequences in colour, or with marks where the terminal shows none."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from sft_play.data.preview import in_colour, in_marks
+
+    console = Console(color_system=None) if no_color else Console()
+    is_coloured = console.color_system is not None and not console.no_color
+    for sequence in sequences:
+        shown = Text.assemble(*in_colour(sequence)) if is_coloured else Text(in_marks(sequence))
+        console.print(shown, soft_wrap=True)
 
 
 def plan_lines(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
