@@ -127,7 +127,9 @@ def _text_chunks(path: Path, form: str, rows_per_chunk: int) -> Iterator[Chunk]:
         if form == ".json":
             records = _json_records(path, stream.read())
         elif form in TABLES:
-            records = _table_records(path, stream, TABLES[form])
+            # bytes that are no UTF-8 come through as surrogates, so that the row that holds them can be named
+            text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            records = _table_records(path, text, TABLES[form])
         else:
             records = _lines(path, stream)
         yield from _chunked(path, records, raw.tell, rows_per_chunk)
@@ -203,11 +205,9 @@ def _wrapped_list(path: Path, text: str) -> Iterator[Record]:
         yield index, record if isinstance(record, dict) else Unreadable(strict_json.no_object(record), json.dumps(record)), 0
 
 
-def _table_records(path: Path, stream: IO[bytes], delimiter: str) -> Iterator[Record]:
+def _table_records(path: Path, text: IO[str], delimiter: str) -> Iterator[Record]:
     """Yield the records of a CSV or TSV file, every value a text; the first record names the columns."""
     csv.field_size_limit(LONGEST_FIELD)  # the module's own is 128 KiB, shorter than some documents
-    # bytes that are no UTF-8 come through as surrogates, so that the row that holds them can be named
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
