@@ -109,17 +109,18 @@ def _of_hub(entry: SourceEntry, where: str) -> tuple[Path, ...]:
     """Return the Arrow files in which datasets keeps a split of a hub data set."""
     import datasets
     import httpx
+    import pyarrow as pa
 
     if not SPLIT.fullmatch(entry.split):
         raise DataError(f"{where}: split {entry.split!r} is no name; name a whole split, such as train")
     try:
         loaded = datasets.load_dataset(entry.path, name=entry.subset, split=entry.split)
-    except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
+    except datasets.exceptions.DatasetNotFoundError as error:
         raise _not_found(entry, where, str(error)) from None
+    except (FileNotFoundError, RuntimeError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:  # a loading script, no rows, damaged ones
+        raise DataError(f"{where}: {_shown(error)} Fetch its files, and name their folder") from None
     except ValueError as error:  # an unknown split or subset
         raise DataError(f"{where}: {_shown(error)} Write it as [{{path: {entry.path}, subset: <subset>, split: <split>}}]") from None
-    except (RuntimeError, datasets.exceptions.DatasetsError) as error:  # a loading script, files that are no table
-        raise DataError(f"{where}: {_shown(error)} Fetch its files, and name their folder") from None
     except (ConnectionError, httpx.HTTPError) as error:
         advice = "Check the network and HF_HUB_OFFLINE, or fetch the data set elsewhere and name its folder"
         raise EnvironmentFault(f"{where}: no such path{_hint(Path(entry.path)) or '.'} The hub cannot be asked: {_shown(error)} {advice}") from None

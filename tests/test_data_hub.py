@@ -1,0 +1,152 @@
+"""sft_play.data.sources and the hub: asked for real, of a server here that speaks as much of its protocol as datasets needs."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sft_play.data.shapes import read_all
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT = "a" * 40
+ASK = """
+import json, sys
+from sft_play.data.sources import SourceEntry, find
+from sft_play.errors import SftPlayError
+for entry in json.loads(sys.argv[1]):
+    try:
+        source = find(SourceEntry(**entry), "data.train_path")
+        print(json.dumps([source.name, *map(str, source.files)]))
+    except SftPlayError as error:
+        print(json.dumps([error.exit_class.name, str(error)]))
+"""
+
+
+def parquet(*questions: str) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"question": questions, "answer": ["a"] * len(questions)}), sink)
+    return sink.getvalue()
+
+
+FILES = {
+    "owner/rows": {"data/train-0.parquet": parquet("q1", "q2", "q3"), "data/test-0.parquet": parquet("t1")},
+    "owner/subsets": {
+        "README.md": b"---\nconfigs:\n- config_name: en\n  data_files: en.parquet\n- config_name: de\n  data_files: de.parquet\n---\n",
+        "en.parquet": parquet("red"),
+        "de.parquet": parquet("rot"),
+    },
+    "owner/damaged": {"train.parquet": b"PAR1 and no more PAR1"},
+    "owner/pictures": {"README.md": b"# Nothing but a description\n"},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers for FILES; owner/gated is there and may not be read, of any other id it knows nothing."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].removeprefix("/api").removeprefix("/datasets/")
+        name = "/".join(path.split("/")[:2])
+        files, rest = FILES.get(name), path.removeprefix(f"{name}/")
+        if files is None:
+            code = (403, "GatedRepo") if name == "owner/gated" else (404, "RepoNotFound")
+            self.answer(code[0], b"", **{"X-Error-Code": code[1]})
+        elif not self.path.startswith("/api"):
+            held = files.get(rest.removeprefix("resolve/").partition("/")[2])
+            headers = {"X-Error-Code": "EntryNotFound"} if held is None else {"ETag": f'"{hash(held)}"', "X-Repo-Commit": COMMIT}
+            self.answer(404 if held is None else 200, held or b"", **headers)
+        elif rest.startswith("tree/"):
+            folder = rest.removeprefix(f"tree/{COMMIT}").removeprefix("/")
+            listed = [{"type": "file", "path": path, "size": len(held), "oid": "0" * 40} for path, held in files.items() if path.startswith(folder)]
+            self.answer(200, json.dumps(listed).encode()) if listed else self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+        else:
+            self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]}).encode())
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Say of the paths in a form which are files and which are folders."""
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
+        files = FILES["/".join(self.path.removeprefix("/api/datasets/").split("/")[:2])]
+        known = [{"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40} for path in asked if path in files]
+        folders = [{"type": "directory", "path": path, "oid": "0" * 40} for path in asked if any(held.startswith(f"{path}/") for held in files)]
+        self.answer(200, json.dumps(known + folders).encode())
+
+    def answer(self, code: int, body: bytes, **headers: str) -> None:
+        self.send_response(code)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def ask(entries: list[dict[str, str]], home: Path, **env: str) -> list[list[str]]:
+    """Find entries in a process of their own: the libraries read the hub's address and their folder when they are loaded."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), "HF_HOME": str(home / "hub"), "PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run([sys.executable, "-c", ASK, json.dumps(entries)], cwd=home, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def questions(path: str) -> list[str]:
+    return [row.messages[0].content for row in read_all(Path(path))]
+
+
+def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(hub: str, tmp_path: Path) -> None:
+    entries = [
+        {"path": "owner/rows"},
+        {"path": "owner/rows", "split": "test"},
+        {"path": "owner/subsets", "subset": "de"},
+    ]
+    answers = ask(entries, tmp_path, HF_ENDPOINT=hub)
+    assert [(name, questions(file)) for name, file in answers] == [
+        ("owner/rows", ["q1", "q2", "q3"]),
+        ("owner/rows", ["t1"]),
+        ("owner/subsets (de)", ["rot"]),
+    ]
+    assert ask(entries[:2], tmp_path, HF_HUB_OFFLINE="1") == answers[:2]
+
+
+def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_path: Path) -> None:
+    (tmp_path / "ownr").mkdir()
+    expected = [
+        ({"path": "owner/rows", "split": "dev"}, "DATA", "Unknown split \"dev\". Should be one of ['train', 'test']. Write it as [{path: owner/rows, subset:"),
+        ({"path": "owner/subsets"}, "DATA", "Please pick one among the available configs: ['en', 'de']"),
+        ({"path": "owner/subsets", "subset": "fr"}, "DATA", "BuilderConfig 'fr' not found. Available: ['en', 'de']."),
+        ({"path": "owner/nothing"}, "DATA", "no such path, and no such data set on the hub; did you mean ownr? If it is a private one, type `hf auth login`"),
+        ({"path": "owner/gated"}, "ENVIRONMENT", "a gated data set; ask for access at https://huggingface.co/datasets/owner/gated, then type `hf auth login`"),
+        ({"path": "owner/damaged"}, "DATA", "Fetch its files, and name their folder"),
+        ({"path": "owner/pictures"}, "DATA", "Fetch its files, and name their folder"),
+    ]
+    answers = ask([entry for entry, _, _ in expected], tmp_path, HF_ENDPOINT=hub)
+    for (entry, exit_class, words), (found_class, message) in zip(expected, answers, strict=True):
+        assert message.startswith(f"data.train_path={entry['path']}: ")
+        assert (found_class, words in message) == (exit_class, True), message
+
+
+def test_a_hub_that_cannot_be_asked_is_the_machines_fault(tmp_path: Path) -> None:
+    ((exit_class, message),) = ask([{"path": "owner/rows"}], tmp_path, HF_HUB_OFFLINE="1")
+    assert exit_class == "ENVIRONMENT"
+    assert message.startswith("data.train_path=owner/rows: no such path. The hub cannot be asked: Couldn't reach 'owner/rows' on the Hub")
+    assert "Check the network and HF_HUB_OFFLINE" in message
