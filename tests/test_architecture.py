@@ -31,7 +31,7 @@ ALLOWED = {
     "__init__": set(),
 }
 READ_THE_ENVIRONMENT = {"config/loader.py", "training/runtime.py"}
-START_PROCESSES = {"plan/launch.py", "plan/devices.py", "monitor/"}
+START_PROCESSES = {"plan/launch.py", "plan/devices.py", "monitor/", "data/tokenise.py"}
 HEAVY = {"torch", "transformers", "numpy", "peft", "accelerate", "datasets", "bitsandbytes", "deepspeed", "unsloth"}
 LIGHT_ROOMS = ("errors", "config", "runs", "plan", "monitor", "commands", "cli")
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8

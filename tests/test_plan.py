@@ -27,7 +27,7 @@ from sft_play.plan.shapes import ModelShape, load_shape, shape_of
 
 EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 CPU = Hardware("cpu", (), 8, 64 * GIB)
-EIGHT_B = ModelShape(vocab=128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, is_tied=False)
+EIGHT_B = ModelShape(vocab=128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, is_tied=False, model_type="llama")
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
@@ -506,7 +506,8 @@ def test_a_data_file_that_is_not_there_is_refused_before_a_run_is_made(tmp_path:
         with pytest.raises(DataError) as error:
             planned(CPU, f"data.{name}_path={missing}")
         assert str(error.value) == (
-            f"data.{name}_path={missing} (--set data.{name}_path): no such file; set DATA_{name.upper()}_PATH to a .jsonl or .json file that is there"
+            f"data.{name}_path={missing} (--set data.{name}_path): no such file; set DATA_{name.upper()}_PATH to a data file, "
+            "a folder of them, or a hub data set id"
         )
 
 

@@ -19,8 +19,9 @@ EPOCHS = {"train.max_steps": None, "train.epochs": 2}  # 10 rows, 4 a step: 3 st
 def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(plan_run, build_trainer):
     trainer, data = build_trainer(plan_run({}))
     collate, rows = trainer.data_collator, [trainer.train_dataset[i] for i in range(6)]
-    assert len({row.trained_tokens for row in data.train.rendered[:6]}) == 6
-    labelled = sum(row.trained_tokens for row in data.train.rendered[:6])
+    counts = [data.train[i].trained_tokens for i in range(6)]
+    assert len(set(counts)) == 6
+    labelled = sum(counts)
 
     def gradients(cuts: list[list[dict]]) -> list[torch.Tensor]:
         trainer.model.zero_grad()
@@ -41,12 +42,12 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(pl
 def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(plan_run, run_worker, build_trainer, losses_of):
     folder = plan_run({"train.max_steps": 1})
     trainer, data = build_trainer(folder)
-    rows = [index for batch in list(trainer.order)[:2] for index in batch]
+    rows = [index for batch in list(trainer.order)[:2] for (index,) in batch]
     nats = tokens = 0
     trainer.model.eval()
-    for row in (data.train.rendered[index] for index in rows):
+    for row in (data.train[index] for index in rows):
         with torch.no_grad():
-            scores = trainer.model(input_ids=torch.tensor([row.ids])).logits[0].double().log_softmax(-1)
+            scores = trainer.model(input_ids=torch.tensor(row.ids[None])).logits[0].double().log_softmax(-1)
         nats -= sum(scores[t, label].item() for t, label in enumerate(row.labels[1:]) if label != IGNORE_INDEX)
         tokens += row.trained_tokens
     run_worker(folder)
@@ -67,7 +68,7 @@ def test_a_step_may_be_cut_into_micro_batches_in_any_way(plan_run, run_worker, c
 def test_padding_and_fillers_are_not_counted_as_tokens_of_the_throughput(plan_run, build_trainer):
     trainer, data = build_trainer(plan_run({**EPOCHS, "train.epochs": 1}))
     trainer.train()
-    assert int(trainer.throughput.tokens) == sum(len(row.ids) for row in data.train.rendered)
+    assert int(trainer.throughput.tokens) == data.train.lengths.sum()
 
 
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])

@@ -77,11 +77,3 @@ def test_an_engine_is_what_its_strategy_calls_for(tmp_path):
     for model, strategy in ((plain, "ddp"), (plain, "deepspeed"), (wrapped, "single"), (wrapped, "deepspeed"), (torch.nn.DataParallel(plain), "single")):
         with pytest.raises(EnvironmentFault, match=f"strategy={strategy} was planned, and the model is wrapped in {type(model).__name__}"):
             check.check_engine(model, strategy)
-
-
-def test_rows_with_tokens_that_the_model_does_not_embed_are_class_13(plan_run, build_trainer):
-    model = build_trainer(plan_run({}))[0].model
-    rows = model.get_input_embeddings().num_embeddings
-    check.check_vocabulary(model, rows - 1)
-    with pytest.raises(EnvironmentFault, match=f"token {rows} and the model embeds {rows}"):
-        check.check_vocabulary(model, rows)

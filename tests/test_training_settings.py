@@ -12,7 +12,8 @@ def arguments_of(plan_run):
 
     def arguments(device="cpu", **changes):
         folder = plan_run({})
-        config, plan = folder.read_config(), {**folder.read_plan(), "device": device}
+        planned = {"device": device, "micro_batches": changes.get("grad_accum", 2)}  # equal to it where nothing is packed
+        config, plan = folder.read_config(), {**folder.read_plan(), **planned}
         return training_arguments(config.model_copy(update={"train": config.train.model_copy(update=changes)}), plan, folder)
 
     return arguments
@@ -63,6 +64,7 @@ ELSEWHERE = {
     "generation_num_beams": "evaluation",
     "generation_max_new_tokens": "evaluation",
     "generation_max_rows": "evaluation",
+    "packing": "worker.build_trainer",
     "resume_from": "worker.checkpoint_to_resume",
     "allow_backend_change": "worker.checkpoint_to_resume",
 }

@@ -89,7 +89,8 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     asked = []
     really = use.answer
     monkeypatch.setattr("builtins.input", standing_in("Count to 3.", "Count to 6."))
-    monkeypatch.setattr(use, "answer", lambda loaded, messages: asked.append([vars(turn) for turn in messages]) or really(loaded, messages))
+    said = lambda messages: [{"role": turn.role, "content": turn.content} for turn in messages]  # noqa: E731
+    monkeypatch.setattr(use, "answer", lambda loaded, messages: asked.append(said(messages)) or really(loaded, messages))
     use.chat_with(answering, "cpu")
     first = {"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}
     assert asked == [[first[0]], [*first, {"role": "user", "content": "Count to 6."}]]

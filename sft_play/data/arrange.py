@@ -10,7 +10,7 @@ import numpy as np
 
 from sft_play.config.schema import Config
 from sft_play.data import splits
-from sft_play.data.files import LINED, format_of
+from sft_play.data.files import origin_of
 from sft_play.data.ledger import Tally, of_lengths
 from sft_play.data.rows import SHOWN
 from sft_play.data.store import Split, Store
@@ -40,8 +40,7 @@ class TokenisedSource:
 
     def place(self, file: int, number: int) -> str:
         """Return the file and line, or index, of a row."""
-        path = self.files[file]
-        return f"{path}:{number}" if format_of(Path(path)).removesuffix(".gz") in LINED else f"{path}[{number}]"
+        return origin_of(Path(self.files[file]), number)
 
 
 Tokenised = dict[str, tuple[TokenisedSource, ...]]  # by split: train, and validation and test where they have rows of their own
@@ -138,7 +137,9 @@ def arrange(config: Config, sources: Tokenised) -> PreparedData:
             sides["train"] = _without_overlap(sides["train"], sides[split], split, config)
     _refuse_nothing(sides)
     epoch = replace(sides["train"], chosen=_mixed(sides["train"], seed))
-    made = {split: Split(side.stores, list(enumerate(side.chosen))) for split, side in {**sides, "train": epoch}.items()}
+    made = {
+        split: Split(side.stores, list(enumerate(side.chosen)), [source.files for source in side.sources]) for split, side in {**sides, "train": epoch}.items()
+    }
     ledger = {split: _ledger(side) for split, side in sides.items()}
     ledger["train"] |= {"overlap": dict(sides["train"].overlap), "epoch": _epoch(epoch)}
     return PreparedData(made["train"], made["validation"], made.get("test", made["validation"]), ledger, sources)

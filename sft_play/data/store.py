@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from sft_play.data.files import origin_of
 from sft_play.data.render import IGNORE_INDEX, Rendered
 
 IDS, TRAINED, RECORDS = "ids.bin", "trained.bin", "records.bin"
@@ -128,9 +129,9 @@ def as_arrays(samples: Sequence[tuple[Rendered, Origin, int]]) -> tuple[np.ndarr
 class Split:
     """Samples of one or more stores in a fixed order, some of them perhaps several times."""
 
-    def __init__(self, stores: Sequence[Store], chosen: Sequence[tuple[int, np.ndarray]]):
-        """`chosen` holds (store, indices of samples in it); without any, the split is empty."""
-        self.stores = tuple(stores)
+    def __init__(self, stores: Sequence[Store], chosen: Sequence[tuple[int, np.ndarray]], files: Sequence[Sequence[str]] = ()):
+        """`chosen` holds (store, indices of samples in it); `files`, what the files of each store are called."""
+        self.stores, self.files = tuple(stores), tuple(files)
         self.store_of = np.concatenate([np.full(len(indices), number, dtype=np.int32) for number, indices in chosen] or [np.zeros(0, np.int32)])
         self.index_in = np.concatenate([np.asarray(indices, dtype=np.int64) for _, indices in chosen] or [np.zeros(0, np.int64)])
 
@@ -144,6 +145,12 @@ class Split:
 
     def __getitem__(self, index: int) -> Sample:
         return self.stores[self.store_of[index]][int(self.index_in[index])]
+
+    def origin(self, index: int) -> str:
+        """Return `file:line` or `file[index]` of a sample's row."""
+        store = self.store_of[index]
+        record = self.stores[store].records[self.index_in[index]]
+        return origin_of(Path(self.files[store][record["file"]]), int(record["number"]))
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -205,7 +205,7 @@ def _begin(tokeniser: Tokeniser) -> None:
     global _tokeniser
     _tokeniser = tokeniser
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
 
 
 def _work(task: Task) -> Tokenised:

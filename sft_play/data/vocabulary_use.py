@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from sft_play.data.files import origin_of
 from sft_play.data.store import Store
 
 CHUNK_TOKENS = 1 << 22  # scanned at once: 16 MiB of ids
@@ -31,7 +33,7 @@ class VocabularyUse:
                 found = np.flatnonzero(store.ids[start : start + CHUNK_TOKENS] == token_id)
                 if len(found):
                     record = store.records[np.searchsorted(store.records["end"], start + found[0], side="right")]
-                    return f"{files[record['file']]}:{record['number']}"
+                    return origin_of(Path(files[record["file"]]), int(record["number"]))
         return None
 
 

@@ -42,6 +42,16 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Question:
+    """A row that is generated for: its `file:line`, the prompt as the model gets it and without special tokens, and the answer in the row."""
+
+    origin: str
+    prompt: str
+    words: str
+    expected: str
+
+
+@dataclass(frozen=True)
 class Ranks:
     """This process among those that evaluate together."""
 
@@ -65,10 +75,18 @@ class Evaluator:
         self.batch_size = train.eval_batch_size
 
     @cached_property
-    def asked(self) -> list[Sample]:
+    def asked(self) -> list[int]:
         """The first samples that end in an answer to a prompt: those that are generated for."""
-        has_prompt = np.flatnonzero(self.split.records["answer_start"])
-        return [self.split[int(index)] for index in has_prompt[: self.train.generation_max_rows]]
+        return np.flatnonzero(self.split.records["answer_start"])[: self.train.generation_max_rows].tolist()
+
+    @cached_property
+    def questions(self) -> list[Question]:
+        """What is asked, in order."""
+        samples = [self.split[index] for index in self.asked]
+        return [
+            Question(self.split.origin(index), self.tokenizer.decode(sample.prompt), self._text(sample.ids[: sample.answer_start]), self._answer(sample))
+            for index, sample in zip(self.asked, samples, strict=True)
+        ]
 
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which the caller has put in evaluation mode."""
@@ -82,7 +100,7 @@ class Evaluator:
         if not self.train.predict_with_generate or not self.asked:
             return Scores(loss, None, (), loss_seconds, 0.0)
         answers = self.answers(model)
-        references = [self._text(sample.labels[sample.answer_start :]) for sample in self.asked]
+        references = [question.expected for question in self.questions]
         score = rouge_l(answers, references, None if self.train.eval_do_concat_batches else self.batch_size)
         return Scores(loss, score, tuple(answers), loss_seconds, time.perf_counter() - started - loss_seconds)
 
@@ -141,9 +159,13 @@ class Evaluator:
             found += [(index, text.strip()) for index, text in zip(indices, texts, strict=True) if index >= 0]
         return found
 
-    def _text(self, labels: np.ndarray) -> str:
-        """Return what the model should have generated: the labelled ids, decoded as generated ones are."""
-        return self.tokenizer.decode(labels[labels != IGNORE_INDEX].tolist(), skip_special_tokens=True).strip()
+    def _answer(self, sample: Sample) -> str:
+        """Return what the model should generate: the labelled ids, decoded as generated ones are."""
+        labels = sample.labels[sample.answer_start :]
+        return self._text(labels[labels != IGNORE_INDEX])
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
 
     @cached_property
     def _loss_batches(self) -> list[dict[str, torch.Tensor]]:
@@ -155,7 +177,7 @@ class Evaluator:
     @cached_property
     def _prompt_batches(self) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
         """This rank's (row indices, left-padded prompts), longest first; every rank has equally many."""
-        prompts = [sample.prompt for sample in self.asked]
+        prompts = [self.split[index].prompt for index in self.asked]
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         return [(indices, _left_padded([prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id)) for indices in self._share(order)]
 

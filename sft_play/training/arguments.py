@@ -20,7 +20,7 @@ def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) 
     arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=train.batch_size,
-        gradient_accumulation_steps=train.grad_accum,
+        gradient_accumulation_steps=plan["micro_batches"],
         per_device_eval_batch_size=train.eval_batch_size,
         learning_rate=train.learning_rate,
         lr_scheduler_type=train.lr_scheduler_type,

@@ -19,13 +19,6 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
         raise EnvironmentFault(f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor")
 
 
-def check_vocabulary(model: torch.nn.Module, largest_id: int) -> None:
-    """Raise EnvironmentFault when the tokenizer writes ids that the model has no embedding for; a GPU dies of them without a name."""
-    rows = model.get_input_embeddings().num_embeddings
-    if largest_id >= rows:
-        raise EnvironmentFault(f"the rows hold token {largest_id} and the model embeds {rows}: its tokenizer is another model's; get both from one place")
-
-
 def check_finite(model: torch.nn.Module, step: int) -> None:
     """Raise DivergedError when a trained weight is no number. Weights that ZeRO-3 has partitioned are empty here and pass."""
     for name, parameter in model.named_parameters():

@@ -4,8 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 
-from sft_play.data.rows import Row
-from sft_play.evaluation.evaluator import Evaluator, Scores
+from sft_play.evaluation.evaluator import Evaluator, Question, Scores
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training.report import Report
@@ -21,26 +20,21 @@ class Judge:
         self.trainer, self.evaluator, self.folder, self.report = trainer, evaluator, folder, report
         self.found: dict[str, Scores] = {}
 
-    @property
-    def rows(self) -> Sequence[Row]:
-        """The rows that are judged."""
-        return self.evaluator.split.rows
-
     def score(self, when: str) -> Scores:
         """Score the model as it is now under the name `when`. Every rank must call it."""
         scores = self.found[when] = self.trainer.scores(self.evaluator)
         self.report.facts["metrics"][when] = scores.as_metrics()
         self.report.update(global_step=self.trainer.state.global_step)
         if self.report.rank == 0:
-            write_text(self.folder.evaluation / f"{when}.jsonl", "".join(_records(self.rows, scores.answers)))
+            write_text(self.folder.evaluation / f"{when}.jsonl", "".join(_records(self.evaluator.questions, scores.answers)))
             rouge = "" if scores.rouge_l is None else f" rougeL={scores.rouge_l:.3f} answers={len(scores.answers)}"
-            logger.info("%s eval_loss=%.4f%s rows=%d", when, scores.eval_loss, rouge, len(self.rows))
+            logger.info("%s eval_loss=%.4f%s rows=%d", when, scores.eval_loss, rouge, len(self.evaluator.split))
         return scores
 
 
-def _records(rows: Sequence[Row], answers: Sequence[str]) -> list[str]:
-    """Return a JSON line for each answered row."""
+def _records(questions: Sequence[Question], answers: Sequence[str]) -> list[str]:
+    """Return a JSON line for each question that was answered; none where nothing was generated."""
     return [
-        json.dumps({"origin": row.origin, "prompt": [vars(turn) for turn in row.prompt], "expected": row.answer, "answer": answer}, ensure_ascii=False) + "\n"
-        for row, answer in zip(rows[: len(answers)], answers, strict=True)
+        json.dumps({"origin": question.origin, "prompt": question.prompt, "expected": question.expected, "answer": answer}, ensure_ascii=False) + "\n"
+        for question, answer in zip(questions, answers, strict=False)
     ]

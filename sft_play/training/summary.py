@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.rows import Row
+from sft_play.evaluation.evaluator import Question
 from sft_play.runs.folder import RunFolder
 from sft_play.training.judge import Judge
 
@@ -33,7 +33,7 @@ def score_lines(judge: Judge) -> list[str]:
     if before.rouge_l is not None and after.rouge_l is not None:
         lines.append(f"{'ROUGE-L':<16}{before.rouge_l:>10.3f}{after.rouge_l:>10.3f}")
     for number in sample_indices(len(after.answers)):
-        lines += ["", *_sample(judge.rows[number], before.answers[number], after.answers[number])]
+        lines += ["", *_sample(judge.evaluator.questions[number], before.answers[number], after.answers[number])]
     return lines
 
 
@@ -52,10 +52,12 @@ def sample_indices(count: int) -> list[int]:
     return sorted({i * count // SAMPLES for i in range(SAMPLES)}) if count else []
 
 
-def _sample(row: Row, before: str, after: str) -> list[str]:
-    earlier = "[...] " if sum(turn.role == "user" for turn in row.prompt) > 1 else ""
-    parts = (("prompt", earlier + row.prompt[-1].content), ("expected", row.answer), ("before", before), ("after", after))
-    return [f"{name:<9}{_short(text)}" for name, text in parts]
+def _sample(question: Question, before: str, after: str) -> list[str]:
+    flat = " ".join(question.words.split())
+    asked = flat if len(flat) <= WIDTH else f"...{flat[3 - WIDTH :]}"  # the question stands at a prompt's end
+    return [
+        f"{name:<9}{text}" for name, text in (("prompt", asked), ("expected", _short(question.expected)), ("before", _short(before)), ("after", _short(after)))
+    ]
 
 
 def _short(text: str) -> str:

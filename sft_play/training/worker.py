@@ -16,20 +16,26 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import PadCollator, StepSampler, TrainRows
-from sft_play.data.prepare import PreparedData, Split, prepare
+from sft_play.data.arrange import PreparedData, arrange
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
+from sft_play.data.order import Layout, StepSampler
+from sft_play.data.prepare import from_json
 from sft_play.data.render import template_of
+from sft_play.data.store import Split
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator, Ranks
 from sft_play.models.load import Placement, load_model
 from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
+from sft_play.models.vocabulary import check_vocabulary
+from sft_play.plan.packing import needs_boundaries
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.callbacks import BeforeFirstStep, EvalSpeedCallback, Progress, StopOnSignal, Throughput
-from sft_play.training.check import check_engine, check_resumable, check_saved_adapter, check_saved_model, check_vocabulary
+from sft_play.training.check import check_engine, check_resumable, check_saved_adapter, check_saved_model
+from sft_play.training.isolation import check_isolation
 from sft_play.training.judge import Judge
 from sft_play.training.report import Report, peak_bytes
 from sft_play.training.runtime import Process
@@ -47,8 +53,8 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     stop = StopOnSignal(process, when_stuck=report.abandon)
 
     tokenizer = load_tokenizer(config)
-    data = prepare(config, tokenizer)
-    report.update(data={name: ledger.as_json() for name, ledger in data.ledger.items()})
+    data = arrange(config, from_json(folder.read_data()))
+    report.update(data=data.ledger)
     log_data(data, process)
     clock.lap("data")
 
@@ -57,8 +63,8 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     arguments = training_arguments(config, plan, folder)
     made_of = make_stamp(config, plan, data, tokenizer)
     checkpoint = checkpoint_to_resume(config, plan, made_of)
+    check_vocabulary(config, tokenizer, data.vocabulary())
     model = load_model(config, Placement(process.device, compute_dtype(config), plan["zero_stage"]))
-    check_vocabulary(model, largest_id(data, tokenizer))
     log_model(model, config, process, plan)
     clock.lap("load")
 
@@ -67,6 +73,8 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
 
     def before_the_first_step() -> None:
         check_engine(trainer.model_wrapped, plan["strategy"])
+        if plan["packing"]:
+            check_isolation(trainer.model_wrapped, trainer.data_collator, model.get_input_embeddings().num_embeddings, process.device)
         judge.score("before")
 
     for callback in (
@@ -110,12 +118,6 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
 
 
-def largest_id(data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest token id that a batch can hold."""
-    splits = (data.train, data.validation, data.test)
-    return max(tokenizer.pad_token_id, max(max(row.ids) for split in splits for row in split.rendered))
-
-
 def build_trainer(
     config: Config,
     plan: dict[str, Any],
@@ -127,7 +129,8 @@ def build_trainer(
     made_of: dict[str, Any],
 ) -> SftTrainer:
     """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
-    seed = config.train.seed if config.train.data_seed is None else config.train.data_seed
+    layout = Layout(config.model.max_seq_len, config.train.batch_size, plan["effective_batch"], plan["world_size"])
+    micro_batches = plan["micro_batches"] if plan["packing"] else None
     speed = EvalSpeedCallback()
     trainer = SftTrainer(
         model=model,
@@ -135,8 +138,8 @@ def build_trainer(
         processing_class=tokenizer,
         train_dataset=TrainRows(data.train),
         eval_dataset=TrainRows(data.validation),  # Trainer asks for one; the evaluator holds what is evaluated
-        data_collator=PadCollator(tokenizer.pad_token_id),
-        order=StepSampler(len(data.train), config.train.batch_size, plan["effective_batch"], seed),
+        data_collator=collator(config, plan, tokenizer),
+        order=StepSampler(data.train.lengths, layout, config.train.order_seed, micro_batches),
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
         speed=speed,
         throughput=Throughput(process, speed),
@@ -145,6 +148,13 @@ def build_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def collator(config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PackCollator | PadCollator:
+    """Return what makes a micro-batch of sequences: several documents in each where the run packs, else one."""
+    if plan["packing"]:
+        return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, needs_boundaries(config.model.attn_implementation))
+    return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
 
 
 def evaluator_of(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config, plan: dict[str, Any], process: Process) -> Evaluator:
@@ -159,7 +169,7 @@ def make_stamp(config: Config, plan: dict[str, Any], data: PreparedData, tokeniz
         **stamp.wanted(config),
         "tokenizer_digest": stamp.digest_of_text(json.dumps(tokenizer.get_vocab(), sort_keys=True)),
         "template_digest": stamp.digest_of_text(template_of(tokenizer)),
-        "data_digest": stamp.digest_of_files(*data.files),
+        "data_digest": stamp.digest_of_text(*data.digests),
         "world_size": plan["world_size"],
         "strategy": plan["strategy"],
         "effective_batch": plan["effective_batch"],
@@ -239,9 +249,10 @@ def send_transformers_records_to_our_log() -> None:
 
 def log_data(data: PreparedData, process: Process) -> None:
     """Log a line a split: rows, what was dropped and why, tokens."""
-    for name, ledger in data.ledger.items() if process.is_main else ():
-        dropped = " ".join(f"{reason}={count}" for reason, count in ledger.dropped.items()) or "dropped=0"
-        logger.info("data %s rows=%d used=%d %s tokens=%d trained=%d", name, ledger.rows_in, ledger.rows_used, dropped, ledger.tokens, ledger.trained_tokens)
+    for name, facts in data.ledger.items() if process.is_main else ():
+        dropped = " ".join(f"{reason}={count}" for reason, count in facts["dropped"].items()) or "dropped=0"
+        counts = f"rows={facts['rows_in']} used={facts['rows_used']} {dropped} tokens={facts['tokens']} trained={facts['trained_tokens']}"
+        logger.info("data %s %s", name, counts)
 
 
 def log_model(model: torch.nn.Module, config: Config, process: Process, plan: dict[str, Any]) -> None:
