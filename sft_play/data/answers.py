@@ -76,8 +76,15 @@ class AnswerFinder:
         try:
             return [self._live(row, turns, number) for number in numbers]
         except RenderError as error:
-            self._live(row, turns, numbers[-1])  # where not even the last answer can be trained, that is what the row is refused for
+            if not self._is_trainable(row, turns, numbers[-1]):
+                raise
             raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
+
+    def _is_trainable(self, row: Row, turns: list[dict[str, Any]], number: int) -> bool:
+        try:
+            return bool(self._live(row, turns, number))
+        except RenderError:
+            return False
 
     def _live(self, row: Row, turns: list[dict[str, Any]], number: int) -> Draft:
         """Return the live text of the answer `messages[number]`, with its place.
