@@ -112,7 +112,7 @@ def test_no_file_is_a_drawer() -> None:
 
 
 def reads_environment(tree: ast.AST) -> bool:
-    names = {"environ", "getenv", "putenv", "environb", "unsetenv"}
+    names = {"environ", "getenv", "environb", "unsetenv"}
     attributes = any(isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os" for node in ast.walk(tree))
     return attributes or any(f"os.{name}" in set(imported(node)) for node in ast.walk(tree) for name in names)
 
