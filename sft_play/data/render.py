@@ -136,7 +136,7 @@ class Renderer:
         if ids[before:first] != seam_ids:
             straddling = next(index for index, number in enumerate(seam_ids, before) if ids[index : index + 1] != [number])
             token = self._tokenizer.decode(ids[straddling : straddling + 1], skip_special_tokens=False)
-            raise RenderError(f"the token {token!r} straddles the end of the prompt of turn {answer.number}")
+            raise RenderError(f"the token {token!r} straddles the end of the prompt of messages[{answer.number}]")
         rest = ids[first:]
         behind = first + 1 + min((rest.index(stop) for stop in self._stops if stop in rest), default=len(rest))
         self._check_read_back(ids[first:behind], text.draft.text[answer.start : answer.end], answer.number)
