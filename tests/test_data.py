@@ -1,19 +1,15 @@
-"""sft_play.data: which rows are read, what of them is trained, in which order; with tokenizers built here, so that ids are known."""
+"""sft_play.data: splits, and the ledger of what was dropped."""
 
-import copy
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from families import tokenizer
 
 from sft_play.config.schema import Config
 from sft_play.data.check import check_lines, check_rows
 from sft_play.data.prepare import MOST_HELD_OUT, hold_out, prepare
-from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX, Rendered, RenderError, render, render_prompt, stop_ids
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError
 
@@ -21,56 +17,6 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-PLAIN = (  # no token of its own, and no stop
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-)
-PHI3 = (  # ends every conversation with eos, so that none is the beginning of a longer one
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-REWRITING = CHATML.replace("m['content']", "(m['content'] if m['role'] == 'user' or loop.last else '(cut)')")  # as templates do that shorten the history
-SPECIAL = {
-    "chatml": ["<|im_start|>", "<|im_end|>"],
-    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "gemma": ["<bos>", "<start_of_turn>", "<end_of_turn>"],
-    "phi3": ["<|user|>", "<|assistant|>", "<|end|>"],
-}
-LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEXTS = ["What is red? A rose is red.", "user: What is blue?\nassistant: The sea is blue, 12 miles.\n\n", "It is a rose.  Two   blanks, naïve 🙂"] * 5
-
-
-@cache
-def tokenizer(
-    template: str | None, special: str = "", trim_offsets: bool = False, bos: bool = False, strip: bool = False, drops_blanks: bool = False
-) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 320 tokens, split as by GPT-2 or Llama 3; `special` names a family whose marks it has; `strip`: they swallow blanks behind them."""
-    marks = SPECIAL.get(special, [])
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if special == "llama3":
-        words = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
-        bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    if drops_blanks:
-        bpe.normalizer = normalizers.Replace(" ", "")
-    bpe.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    added = [AddedToken(text, special=True, normalized=False, rstrip=strip) for text in ("<eos>", "<pad>", *marks)]
-    bpe.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=320, special_tokens=added, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
-    )
-    names = {"bos_token": next(text for text in marks if "b" in text)} if bos else {}
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>", **names)
-    made.chat_template = template
-    return made
 
 
 def row(*contents: str, system: str | None = None) -> Row:
@@ -79,174 +25,9 @@ def row(*contents: str, system: str | None = None) -> Row:
     return Row(tuple(([Message("system", system)] if system else []) + turns), "rows.jsonl:7")
 
 
-def trained(rendered: Rendered, tok: PreTrainedTokenizerFast) -> list[str]:
-    """Decode every run of labelled tokens."""
-    runs: list[list[int]] = [[]]
-    for label in rendered.labels:
-        if label == IGNORE_INDEX:
-            runs.append([])
-        else:
-            runs[-1].append(label)
-    return [tok.decode(run) for run in runs if run]
-
-
-def assert_consistent(rendered: Rendered) -> None:
-    """Labels are the ids, or nothing; the first token is never predicted."""
-    assert len(rendered.ids) == len(rendered.labels)
-    assert all(label in (IGNORE_INDEX, token) for label, token in zip(rendered.labels, rendered.ids, strict=True))
-    assert rendered.labels[0] == IGNORE_INDEX
-
-
 def write(path: Path, *records: Any) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
-
-
-# Rendering
-
-FAMILIES = [("chatml", CHATML, "<|im_end|>"), ("llama3", LLAMA3, "<|eot_id|>"), ("gemma", GEMMA, "<end_of_turn>"), ("phi3", PHI3, "<|end|>")]
-
-
-@pytest.mark.parametrize(("family", "template", "stop"), FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"trim_offsets": True}, {"strip": True}], ids=str)
-def test_labels_are_the_answer_and_its_stop_token(family: str, template: str, stop: str, options: dict[str, bool]) -> None:
-    tok = tokenizer(template, family, bos="bos_token" in template, **options)
-    for answer in ("A rose is red.", "12", "naïve 🙂", "two   blanks\n\n\tand a tab"):
-        rendered = render(row("What is red?", answer), tok)
-        assert trained(rendered, tok) == [answer + stop]
-        assert_consistent(rendered)
-
-
-def test_the_mask_of_a_chatml_row_by_eye() -> None:
-    tok = tokenizer(CHATML, "chatml")
-    rendered = render(row("a", "b", system="s"), tok)
-    shown = [tok.decode([token]) if label == IGNORE_INDEX else f"[{tok.decode([token])}]" for token, label in zip(rendered.ids, rendered.labels, strict=True)]
-    assert "".join(shown) == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b][<|im_end|>]\n"
-
-
-@pytest.mark.parametrize(("family", "template", "stop"), FAMILIES)
-def test_every_assistant_turn_is_trained(family: str, template: str, stop: str) -> None:
-    tok = tokenizer(template, family, bos="bos_token" in template)
-    rendered = render(row("What is red?", "A rose.", "And blue?", "The sea.", "Thanks", "You are welcome."), tok)
-    assert trained(rendered, tok) == [f"A rose.{stop}", f"The sea.{stop}", f"You are welcome.{stop}"]
-    assert_consistent(rendered)
-
-
-@pytest.mark.parametrize(("family", "template", "stop"), [*FAMILIES, ("", PLAIN, "<eos>"), ("", None, "<eos>")])
-def test_what_is_trained_follows_the_prompt_that_use_will_send(family: str, template: str | None, stop: str) -> None:
-    tok = tokenizer(template, family, bos="bos_token" in (template or ""))
-    conversation = row("What is red?", "A rose.", "And blue?", "The sea.")
-    rendered = render(conversation, tok)
-    for turn in (1, 3):
-        prompt = render_prompt(conversation.messages[:turn], tok)
-        assert rendered.ids[: len(prompt)] == prompt
-        assert rendered.labels[len(prompt) - 1] == IGNORE_INDEX
-        assert rendered.labels[len(prompt)] != IGNORE_INDEX
-
-
-def test_a_template_without_a_stop_gets_eos_behind_the_last_answer() -> None:
-    tok = tokenizer(PLAIN)
-    assert trained(render(row("What is red?", "A rose."), tok), tok) == [" A rose.\n<eos>"]
-    assert trained(render(row("What is red?", "A rose.", "And blue?", "The sea."), tok), tok) == [" A rose.\n", " The sea.\n<eos>"]
-
-
-def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_out() -> None:
-    tok = tokenizer("{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '|' }}{% endif %}", trim_offsets=True)
-    assert trained(render(row("a", "b  c   "), tok), tok) == ["b  c   <eos>"]
-
-
-def test_a_model_without_a_template_is_rendered_in_plain_words() -> None:
-    tok = tokenizer(None)
-    rendered = render(row("What is red?", "A rose.", "And blue?", "The sea."), tok)
-    assert tok.decode(rendered.ids) == "### User:\nWhat is red?\n\n### Assistant:\nA rose.<eos>\n\n### User:\nAnd blue?\n\n### Assistant:\nThe sea.<eos>\n\n"
-    assert trained(rendered, tok) == ["A rose.<eos>", "The sea.<eos>"]
-
-
-def test_a_base_model_with_a_beginning_of_text_sees_it_once() -> None:
-    tok = tokenizer(None, "llama3", bos=True)
-    assert tok.decode(render(row("a", "b"), tok).ids) == "<|begin_of_text|>### User:\na\n\n### Assistant:\nb<eos>\n\n"
-    assert tok.decode(render_prompt([Message("user", "a")], tok)) == "<|begin_of_text|>### User:\na\n\n### Assistant:\n"
-
-
-def test_the_template_alone_writes_the_beginning_of_a_text() -> None:
-    tok = copy.deepcopy(tokenizer(LLAMA3, "llama3", bos=True))
-    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tok.bos_token_id)]
-    )
-    assert tok("a")["input_ids"][0] == tok.bos_token_id
-    rendered = render(row("q", "a"), tok)
-    assert rendered == render(row("q", "a"), tokenizer(LLAMA3, "llama3", bos=True))
-    assert rendered.ids.count(tok.bos_token_id) == render_prompt([Message("user", "q")], tok).count(tok.bos_token_id) == 1
-
-
-def test_a_template_that_rewrites_history_is_refused_by_name() -> None:
-    tok = tokenizer(REWRITING, "chatml")
-    assert trained(render(row("q", "a"), tok), tok) == ["a<|im_end|>"]
-    with pytest.raises(RenderError, match=r"^rows.jsonl:7: the chat template writes turn 1 otherwise in a longer conversation, so its answer cannot be found"):
-        render(row("q", "a", "q2", "a2"), tok)
-
-
-def test_a_template_that_drops_reasoning_from_the_history_is_refused() -> None:
-    template = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
-    tok = tokenizer(template, "chatml")
-    with pytest.raises(RenderError, match="writes turn 1 otherwise"):
-        render(row("q", "<think>x</think>a", "q2", "a2"), tok)
-
-
-def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
-    tok = tokenizer("{{ messages | length }}" + CHATML, "chatml")
-    with pytest.raises(RenderError, match=r"rows.jsonl:7: the chat template writes what is before turn 1 otherwise"):
-        render(row("q", "a"), tok)
-
-
-def test_a_token_over_the_seam_is_refused_by_name() -> None:
-    template = PLAIN.replace("'assistant:'", "'assistant: '")
-    for trim_offsets in (False, True):
-        with pytest.raises(RenderError, match=r"rows.jsonl:7: the token ' .+' straddles the end of the prompt of turn 1"):
-            render(row("What is red?", "A rose."), tokenizer(template, trim_offsets=trim_offsets))
-
-
-def test_a_tokenizer_that_joins_the_blanks_at_the_end_of_a_prompt_is_no_straddling() -> None:
-    tok = tokenizer(PLAIN.replace("'assistant:'", "'assistant:\n\n'").replace("': ' + m['content']", "':\n\n' + m['content']"))
-    assert trained(render(row("a", "b"), tok), tok) == ["b\n<eos>"]
-
-
-def test_a_tokenizer_that_drops_the_end_of_a_prompt_is_no_straddling() -> None:
-    tok = copy.deepcopy(tokenizer(PLAIN.replace("'assistant:'", "'assistant: '"), drops_blanks=True))
-    assert trained(render(row("a", "b c", "d", "e"), tok), tok) == ["bc\n", "e\n<eos>"]
-    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", tok.pad_token_id)])
-    assert trained(render(row("a", "b c", "d", "e"), tok), tok) == ["bc\n", "e\n<eos>"]
-
-
-def test_what_a_template_refuses_is_a_bad_row() -> None:
-    with pytest.raises(RenderError, match=r"rows.jsonl:7: the chat template refuses the conversation: System role not supported"):
-        render(row("q", "a", system="s"), tokenizer(GEMMA, "gemma", bos=True))
-
-
-def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not() -> None:
-    tok = tokenizer(CHATML, "chatml")
-    for stop in ("<|im_end|>", "<eos>"):
-        with pytest.raises(RenderError, match=r"rows.jsonl:7: messages\[1\] holds .* which ends an answer"):
-            render(row("q", f"before {stop} after"), tok)
-    assert trained(render(row("What is <|im_end|>?", "a mark"), tok), tok) == ["a mark<|im_end|>"]
-
-
-def test_an_answer_at_the_very_beginning_leaves_its_first_token_out() -> None:
-    tok = tokenizer("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}")
-    rendered = render(row("q", "abc def"), tok)
-    assert_consistent(rendered)
-    assert tok.decode(rendered.ids) == "abc def<eos>"
-
-
-def test_stops_are_eos_and_the_ends_of_turns_that_the_tokenizer_has() -> None:
-    for family, stop in (("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>")):
-        tok = tokenizer(None, family)
-        assert stop_ids(tok) == {tok.eos_token_id, tok.convert_tokens_to_ids(stop)}
-    assert stop_ids(tokenizer(None)) == {tokenizer(None).eos_token_id}
-
-
-def test_the_default_template_needs_no_token_of_its_own() -> None:
-    assert "<|" not in DEFAULT_TEMPLATE
 
 
 # Splits and the ledger
@@ -286,7 +67,7 @@ def settings(tmp_path: Path, train: int = 20, **data: Any) -> Config:
 
 
 def test_every_row_is_used_or_its_loss_is_named(tmp_path: Path) -> None:
-    tok = tokenizer(CHATML, "chatml")
+    tok = tokenizer(CHATML)
     full = prepare(settings(tmp_path), tok)
     lengths = sorted(len(item.ids) for part in (full.train, full.validation) for item in part.rendered)
     cut = prepare(settings(tmp_path, max_seq_len=lengths[10], max_lost=0.99), tok)
@@ -302,14 +83,14 @@ def test_every_row_is_used_or_its_loss_is_named(tmp_path: Path) -> None:
 
 
 def test_a_row_of_exactly_the_limit_is_used(tmp_path: Path) -> None:
-    tok = tokenizer(CHATML, "chatml")
+    tok = tokenizer(CHATML)
     full = prepare(settings(tmp_path), tok)
     longest = max(len(item.ids) for part in (full.train, full.validation) for item in part.rendered)
     assert prepare(settings(tmp_path, max_seq_len=longest, too_long="error"), tok).ledger == full.ledger
 
 
 def test_too_much_lost_stops_the_run_and_says_which_length_would_do(tmp_path: Path) -> None:
-    tok = tokenizer(CHATML, "chatml")
+    tok = tokenizer(CHATML)
     longest = max(len(item.ids) for item in prepare(settings(tmp_path), tok).train.rendered)
     with pytest.raises(DataError) as error:
         prepare(settings(tmp_path, max_seq_len=longest - 4), tok)
@@ -321,11 +102,11 @@ def test_too_much_lost_stops_the_run_and_says_which_length_would_do(tmp_path: Pa
 
 def test_too_long_is_an_error_where_that_is_asked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.too_long=error; set MODEL_MAX_SEQ_LEN=[0-9]+, or DATA_TOO_LONG=drop"):
-        prepare(settings(tmp_path, max_seq_len=25, too_long="error", max_lost=0.9), tokenizer(CHATML, "chatml"))
+        prepare(settings(tmp_path, max_seq_len=25, too_long="error", max_lost=0.9), tokenizer(CHATML))
 
 
 def test_nothing_may_be_lost_and_nothing_is(tmp_path: Path) -> None:
-    assert prepare(settings(tmp_path, max_lost=0), tokenizer(CHATML, "chatml")).ledger["train"].lost_fraction == 0
+    assert prepare(settings(tmp_path, max_lost=0), tokenizer(CHATML)).ledger["train"].lost_fraction == 0
 
 
 def test_rows_without_anything_to_train_are_counted_and_all_of_them_are_an_error(tmp_path: Path) -> None:
@@ -343,7 +124,7 @@ def test_rows_that_cannot_be_proven_stop_the_run_and_are_counted(tmp_path: Path)
     path = write(tmp_path / "a.jsonl", *[{"question": "q", "answer": "a<eos>b"}] * 9, {"question": "q", "answer": "a"})
     config = Config.model_validate({"data": {"train_path": str(path), "val_path": str(path)}})
     with pytest.raises(DataError) as error:
-        prepare(config, tokenizer(CHATML, "chatml"))
+        prepare(config, tokenizer(CHATML))
     lines = str(error.value).splitlines()
     assert len(lines) == 6
     assert lines[0].startswith(f"{path}:1: messages[1] holds <eos>")
@@ -351,7 +132,7 @@ def test_rows_that_cannot_be_proven_stop_the_run_and_are_counted(tmp_path: Path)
 
 
 def test_given_files_are_used_as_they_are_and_test_defaults_to_validation(tmp_path: Path) -> None:
-    tok = tokenizer(CHATML, "chatml")
+    tok = tokenizer(CHATML)
     val = write(tmp_path / "val.jsonl", {"question": "v", "answer": "v"})
     test = write(tmp_path / "test.jsonl", {"question": "t", "answer": "t"}, {"question": "t", "answer": "t"})
     two = prepare(settings(tmp_path, val_path=str(val)), tok)
@@ -362,7 +143,7 @@ def test_given_files_are_used_as_they_are_and_test_defaults_to_validation(tmp_pa
 
 
 def test_the_seed_of_the_split_is_data_seed_else_seed(tmp_path: Path) -> None:
-    tok, base = tokenizer(CHATML, "chatml"), settings(tmp_path)
+    tok, base = tokenizer(CHATML), settings(tmp_path)
 
     def held(**train: Any) -> list[Row]:
         return prepare(base.model_copy(update={"train": base.train.model_copy(update=train)}), tok).validation.rows
@@ -372,7 +153,7 @@ def test_the_seed_of_the_split_is_data_seed_else_seed(tmp_path: Path) -> None:
 
 
 def test_the_ledger_is_plain_data_and_a_line_a_split(tmp_path: Path) -> None:
-    ledger = check_rows(settings(tmp_path), tokenizer(CHATML, "chatml"))
+    ledger = check_rows(settings(tmp_path), tokenizer(CHATML))
     assert json.loads(json.dumps(ledger)) == ledger
     assert {"rows_in", "rows_used", "dropped", "tokens", "trained_tokens", "lost_fraction"} <= ledger.keys()
     assert (ledger["rows_in"], ledger["rows_used"], ledger["splits"]["validation"]["rows_used"]) == (19, 19, 1)
