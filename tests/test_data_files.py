@@ -311,6 +311,25 @@ def test_a_bad_file_is_named_with_the_place_and_the_reason(name: str, data: byte
     assert error.value.exit_class == ExitClass.DATA
 
 
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    for _ in range(draw.randint(1, 4)):
+        place = draw.randrange(len(data))
+        data = data[:place] + bytes(draw.choices(b'"{}[],\n\0\xff:\\x0', k=draw.randrange(4))) + data[place + draw.randrange(4) :]
+    return data
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -> None:
+    for seed in range(60):
+        draw = random.Random(seed)
+        path = tmp_path / name
+        path.write_bytes(damaged(WRITERS[name](GOLDEN[draw.choice(list(GOLDEN))]), draw))
+        try:
+            assert read_all(path)
+        except DataError as error:
+            assert str(path) in str(error)
+
+
 def test_a_line_without_end_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b" " + b"x" * (2 << 20))

@@ -22,7 +22,7 @@ def batches(path: Path, most_rows: int, most_bytes: int) -> Iterator[tuple[pa.Re
                 # a copy, not a slice: pickled, a slice takes all of its batch along
                 part = batch if rows >= batch.num_rows else batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
                 yield part, share * part.num_rows / batch.num_rows
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter over the name of a column
         raise DataError(f"{path}: no {path.suffix} file, or a damaged one ({str(error).splitlines()[0]}); fetch or write it anew") from None
 
 
@@ -48,7 +48,7 @@ def records(batch: pa.RecordBatch, columns: Iterable[str] | None = None) -> Iter
 
 
 def _of_parquet(path: Path, most_rows: int) -> Iterator[tuple[pa.RecordBatch, float]]:
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_names(path, file.schema_arrow.names)
         for batch in file.iter_batches(most_rows):
             yield batch, batch.num_rows / file.metadata.num_rows
@@ -64,6 +64,7 @@ def _of_arrow(path: Path, most_rows: int) -> Iterator[tuple[pa.RecordBatch, floa
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _check_names(path, reader.schema.names)
         for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            batch.validate(full=True)  # or a damaged offset ends the process with a signal
             if batch.num_rows:
                 yield batch, min(1.0, batch.nbytes / source.size())
 
