@@ -56,8 +56,8 @@ def split_table(ledger: Facts) -> Table:
     lines = [
         line("rows in", lambda facts: facts["rows_in"]),
         line("= used", lambda facts: facts["rows_used"]),
-        *counts("dropped", "+", DROPPED),
         *counts("shortened", "  of them", SHORTENED),
+        *counts("dropped", "+", DROPPED),
         line("samples that they give", lambda facts: facts["samples"]),
         line("tokens", lambda facts: facts["tokens"]),
         line("trained tokens", lambda facts: facts["trained_tokens"]),

@@ -18,7 +18,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 
 SCANNED = 10_000  # samples that are searched for one with several answers
-TERMINAL_TOKENS = 400  # of one sample that a terminal shows; the page shows them all
+TERMINAL_TOKENS, TERMINAL_DOCUMENTS = 400, 4  # of a sample, of a sequence, that a terminal shows; the page shows them all
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
 TRAINED, SPECIAL, TRAINED_SPECIAL, FAINT, HEADING = "bold green", "cyan", "bold green reverse", "dim", "bold"  # rich's words for styles
 SHOWN_BLANKS = " \n\t\u3000"
@@ -122,10 +122,10 @@ def cut_note(cut: int, too_long: str) -> str | None:
 
 
 def packed_samples(lengths: np.ndarray, layout: Layout, train: TrainSection) -> list[int]:
-    """Return the samples of one sequence as a packed run makes it: the one with most documents in the first micro-batch."""
+    """Return the samples of a sequence in the first micro-batch of a packed run: the fewest that have a seam; none where none has."""
     micro_batches = micro_batches_per_step(lengths, layout, train.order_seed, train.passes(len(lengths)))
     first = next(iter(StepSampler(lengths, layout, train.order_seed, micro_batches)))
-    return [index for index in max(first, key=len) if index >= 0]
+    return min((sequence for sequence in first if len(sequence) > 1), key=len, default=[])
 
 
 class SpanFinder:
@@ -140,7 +140,7 @@ class SpanFinder:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def __call__(self, sample: Sample) -> tuple[Span, ...]:
-        """Return a sample's spans, whose texts one behind the other are its decoded ids.
+        """Return a sample's spans, whose texts one behind the other are its decoded ids, unless these end within a character.
 
         A token alone has no text: bytes of a character may be spread over several, and a blank before a word belongs to some
         tokens only behind others. So each is decoded behind the span before it, and what this adds is its text.
@@ -185,7 +185,7 @@ def in_marks(sequence: Shown) -> str:
 
 def _told(sequence: Shown, body: Callable[[Sequence[Span]], Fragments]) -> Fragments:
     told: Fragments = [(f"── {visible(sequence.heading)}\n", HEADING)]
-    for number, document in enumerate(sequence.documents, 1):
+    for number, document in enumerate(sequence.documents[:TERMINAL_DOCUMENTS], 1):
         if len(sequence.documents) > 1:
             told.append((f"┄┄ document {number}: {visible(document.place)}  {counts([document])}\n", FAINT))
         if document.note:
@@ -193,7 +193,8 @@ def _told(sequence: Shown, body: Callable[[Sequence[Span]], Fragments]) -> Fragm
         for part in _shortened(document.spans):
             told += body(part) if isinstance(part, tuple) else [(part, FAINT)]
         told.append(("\n", ""))
-    return told
+    more = len(sequence.documents) - TERMINAL_DOCUMENTS
+    return [*told, (f"┄┄ {more} documents more, on the page\n", FAINT)] if more > 0 else told
 
 
 def _shortened(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...] | str]:

@@ -38,12 +38,12 @@ p { margin: .25rem 0 }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
 th, td { padding: .1rem .8rem .1rem 0; text-align: right; white-space: nowrap }
 th { font-weight: normal; color: var(--faint) }
-th:first-child { text-align: left }
+th:first-child { min-width: 10rem; text-align: left; white-space: normal; overflow-wrap: anywhere }
 thead th { border-bottom: 1px solid var(--line); color: inherit; font-weight: 600 }
 .sequence { border: 1px solid var(--line); border-radius: .4rem; overflow: hidden }
 pre { margin: 0; padding: .6rem .8rem; font: 14px/1.7 ui-monospace, monospace; tab-size: 4 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: plaintext }
-pre + .note { border-top: 1px solid var(--line) }
+h3 + pre, .note + pre { padding-top: 0 }
 i { font-style: normal; border-radius: .15rem }
 i:nth-of-type(even) { background: var(--shade) }
 i:hover { outline: 1px solid var(--label) }
@@ -55,7 +55,7 @@ u { text-decoration: none; color: var(--faint) }
 u.line::before { content: "\\21B5" }
 u.tab { position: relative }
 u.tab::before { content: "\\21E5"; position: absolute }
-u.blanks { background: radial-gradient(circle, var(--faint) 1px, transparent 1.5px) 0 / 1ch 100% }
+u.blanks { font-family: ui-monospace, monospace; white-space: pre-wrap; background: radial-gradient(circle, var(--faint) 1px, transparent 1.5px) 0 / 1ch 100% }
 """
 
 LEGEND = (
@@ -120,5 +120,5 @@ def span_html(span: Span) -> str:
 
 def _html(text: str) -> str:
     text = re.sub("⟨U\\+[0-9A-F]+⟩", r"<u>\g<0></u>", escape(visible(text)))
-    text = re.sub(r" {2,}| +(?=\n)", r'<u class="blanks">\g<0></u>', text)
+    text = re.sub(r"^ +$| {2,}| +(?=\n)", r'<u class="blanks">\g<0></u>', text)
     return text.replace("\t", '<u class="tab">\t</u>').replace("\n", '<u class="line"></u>\n')
