@@ -154,7 +154,8 @@ def _refuse_lost(side: Side, config: Config) -> None:
     counts = {**tally.dropped, **tally.shortened}
     rows = sum(counts.get(reason, 0) for reason in ("too_long", "truncated", "split"))
     held = f"{rows} of {tally.rows_in} rows are too long, and {tally.lost_fraction:.1%} of the trained tokens are lost (data.too_long={config.data.too_long})"
-    advice = f"set MODEL_MAX_SEQ_LEN={long[0][0]}, DATA_TOO_LONG=split, or raise DATA_MAX_LOST={config.data.max_lost} to go on without them"
+    split = "DATA_TOO_LONG=split, " if config.data.too_long != "split" else ""
+    advice = f"set MODEL_MAX_SEQ_LEN={long[0][0]}, {split}or raise DATA_MAX_LOST, which is {config.data.max_lost}, to go on without them"
     raise DataError("\n".join([*named, f"{held}; {advice}"]))
 
 
