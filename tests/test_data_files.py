@@ -19,8 +19,8 @@ import pytest
 
 from sft_play.data import files
 from sft_play.data.files import Unreadable, parsed, read_chunks
-from sft_play.data.rows import Row
-from sft_play.data.shapes import read_all, recognise
+from sft_play.data.rows import BadRow, Row
+from sft_play.data.shapes import read_all, recognise, rows_of
 from sft_play.data.sources import Source, SourceEntry, find
 from sft_play.errors import DataError, ExitClass
 
@@ -361,6 +361,15 @@ def test_a_bad_row_in_a_batch_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet_of(question=["q", "q"], answer=bad_text(b"\xff")))
     (chunk,) = read_chunks(tmp_path / "a.parquet")
     assert list(parsed(chunk)) == [{"question": "q", "answer": "q"}, Unreadable("a text is not UTF-8", "\\xff")]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_bad_row_is_set_aside_with_all_its_columns(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(WRITERS[name]([{**QA, "id": "1"}, {**QA, "answer": " ", "id": "2"}]))
+    (chunk,) = read_chunks(tmp_path / name)
+    _, bad = rows_of(chunk, recognise(tmp_path / name, {}))
+    assert isinstance(bad, BadRow)
+    assert (bad.reason, json.loads(bad.raw)) == ("answer is empty", {**QA, "answer": " ", "id": "2"})
 
 
 # From settings to files

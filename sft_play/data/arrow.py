@@ -23,7 +23,7 @@ def batches(path: Path, most_rows: int, most_bytes: int) -> Iterator[tuple[pa.Re
                 part = batch if rows >= batch.num_rows else batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
                 yield part, share * part.num_rows / batch.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter over the name of a column
-        raise DataError(f"{path}: no {path.suffix} file, or a damaged one ({str(error).splitlines()[0]}); fetch or write it anew") from None
+        raise DataError(f"{path}: no {path.suffix} file, or a damaged one ({str(error).partition(chr(10))[0]}); fetch or write it anew") from None
 
 
 def records(batch: pa.RecordBatch, columns: Iterable[str] | None = None) -> Iterator[dict[str, Any] | Unreadable]:

@@ -50,7 +50,7 @@ class Chunk:
 
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it stands in the file, else JSON."""
-        record = self.records[position] if isinstance(self.records, list) else self.records.slice(position, 1).to_pylist()[0]
+        record = self.records[position] if isinstance(self.records, list) else next(_of_batch(self.records.slice(position, 1)))
         if isinstance(record, bytes):
             return record.decode("utf-8", "backslashreplace").rstrip("\r\n")
         return record.raw if isinstance(record, Unreadable) else json.dumps(record, default=str)
@@ -83,14 +83,16 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
 
 
 def parsed(chunk: Chunk, columns: Iterable[str] | None = None) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yield every record of a chunk as an object with keys, or why it is none; from Arrow batches only `columns`, if given."""
-    if not isinstance(chunk.records, list):
-        from sft_play.data import arrow
+    """Return every record of a chunk as an object with keys, or why it is none; from Arrow batches only `columns`, if given."""
+    if isinstance(chunk.records, list):
+        return (strict_json.load_row(record) if isinstance(record, bytes) else record for record in chunk.records)
+    return _of_batch(chunk.records, columns)
 
-        yield from arrow.records(chunk.records, columns)
-        return
-    for record in chunk.records:
-        yield strict_json.load_row(record) if isinstance(record, bytes) else record
+
+def _of_batch(batch: "pa.RecordBatch", columns: Iterable[str] | None = None) -> Iterator[dict[str, Any] | Unreadable]:
+    from sft_play.data import arrow  # a quarter of a second to load, which JSONL need not wait for
+
+    return arrow.records(batch, columns)
 
 
 @contextlib.contextmanager
@@ -105,7 +107,7 @@ def _explained(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error) as error:
         raise DataError(f"{path}: the compressed text breaks off or is damaged ({error}); fetch or compress it anew") from None
     except OSError as error:  # of Arrow, too, over damaged pages
-        raise DataError(f"{path}: cannot be read: {error.strerror or str(error).splitlines()[0]}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror or str(error).partition(chr(10))[0]}") from None
 
 
 def _arrow_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
