@@ -251,7 +251,7 @@ MUTANTS = {
     "the question in lower case": (writes(OF_USERS, "m['content'] | lower"), r"leaves out or changes messages\[1\], of the role user: 'What is red\?'"),
     "the question cut off": (writes(OF_USERS, "m['content'][:4]"), r"leaves out or changes messages\[1\], of the role user"),
     "no system message": ("{% set messages = messages[1:] %}" + CHATML, r"leaves out or changes messages\[0\], of the role system"),
-    "the last two messages alone": ("{% set messages = messages[-2:] %}" + CHATML, r"otherwise once it is answered"),
+    "the last two messages alone": ("{% set messages = messages[-2:] %}" + CHATML, r"leaves out the system message once a question is answered"),
     "a closing phrase": (CHATML.replace(STOPS, "' Bye.<|im_end|>\n'"), r"writes 'Bye\.' behind messages\[2\]"),
     "a text behind the stop token": (CHATML.replace(STOPS, "'<|im_end|>END\n'"), r"writes 'END' behind the stop token of messages\[2\]"),
     "a stop token that is none": (CHATML.replace(STOPS, "'<|stop|>\n'"), r"writes '<\|stop\|>' behind messages\[2\]; if it ends answers, name it as eos_token"),
@@ -266,6 +266,10 @@ MUTANTS = {
     "a thought only when asked": (CHATML.replace(ASKS, "'<|im_start|>assistant\n<think>\n'"), r"otherwise once it is answered"),
     "how many messages": ("{{ messages | length }}" + CHATML, r"the prompt has '2<\|im_start\|>system\\nBe b...' where the conversation has '3"),
     "another prompt in the history": ("{% if not add_generation_prompt %}{{ 'Done. ' }}{% endif %}" + CHATML, r"otherwise once it is answered"),
+    "the system message in prompts alone": (
+        "{% set messages = messages if add_generation_prompt else messages[1:] %}" + CHATML,
+        r"leaves out the system message once a question is answered; write it into the first question",
+    ),
     "chance": ("{{ range(10 ** 5) | random }}" + CHATML, r"otherwise once it is answered"),
     "a history without answers": (
         CHATML.replace(WRITES, "(m['content'] if m['role'] != 'assistant' or loop.last else '(cut)')"),

@@ -17,7 +17,7 @@ from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate, RenderError,
 __all__ = ["DEFAULT_TEMPLATE", "IGNORE_INDEX", "RenderError", "Rendered", "Renderer", "render", "render_prompt", "stop_ids", "template_of"]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
-SEAM_CHARACTERS = 64  # looked back from the end of a prompt for a token that texts are split at
+SEAM_CHARACTERS = 64  # looked back from the end of a prompt for a token that texts are split at; then 16 times as far
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,10 @@ class Renderer:
         Tokenizers split texts at their added tokens first, so that what is before one does not depend on what is behind it: it is
         enough to compare from the last one in the prompt (`<|im_start|>assistant\n`). Without one, the whole prompt is compared.
         """
-        *_, found = None, *self._splits.finditer(text, max(0, start - SEAM_CHARACTERS), start)
+        found, reach = None, SEAM_CHARACTERS
+        while found is None and reach < 16 * start:
+            *_, found = None, *self._splits.finditer(text, max(0, start - reach), start)
+            reach *= 16
         if found is not None:
             number = self._splitting[found[0]]
             if ids.count(number) == text.count(found[0]):  # then its n-th place in the text is its n-th among the tokens

@@ -9,9 +9,9 @@ from typing import Any
 from sft_play.data.rows import Message
 from sft_play.errors import DataError
 
-# Tokens that end an answer where a tokenizer has them, besides its eos: ChatML, Llama 3 and 4, Gemma, Phi, Llama 3's base, gpt-oss, Cohere, DeepSeek Coder.
+# Tokens that end an answer where a tokenizer has them, besides its eos: of ChatML, Llama 3 and 4, Gemma 2 to 4, Phi, gpt-oss, Cohere and DeepSeek Coder.
 TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<|end|>", "<|end_of_text|>"),
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|end_of_text|>"),
     *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
 )
 
