@@ -89,6 +89,12 @@ def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_i
     assert [trained(sample, tok) for sample in (first, second)] == [[" A rose.\n<eos>"], [" The sea.\n<eos>"]]
 
 
+def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too() -> None:
+    marked = "{% for m in messages %}{{ m['role'] + ':' }}{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}{% else %}{% generation %}{{ m['content'] }}"
+    tok = tokenizer(marked + "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
+    assert [trained(sample, tok) for sample in samples_of(row("a", "b", "c", "d"), tok)] == [["b<eos>"], ["d<eos>"]]
+
+
 def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None:
     template = (
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"

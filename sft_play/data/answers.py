@@ -37,7 +37,7 @@ class Draft:
 
     text: str
     answers: list[Answer] = field(default_factory=list)
-    marks: Sequence[tuple[int, int]] | None = None  # what `{% generation %}` says of this text; None: nothing
+    marks: list[tuple[int, int]] | None = None  # what `{% generation %}` says of this text; None: nothing
     is_whole: bool = False  # every answer of the text is trained in it
 
 
@@ -114,6 +114,7 @@ class AnswerFinder:
         self._check_places(turns[: number + 1], row.tools)
         if not found:
             text, end = text + self._eos, stop + len(self._eos)
+            marks = marks and [*marks, (stop, end)]
         return Draft(text, [Answer(number, len(prompt), stop, end)], marks)
 
     def _refuse_stop_inside(self, message: Message, number: int) -> None:

@@ -41,7 +41,8 @@ class ChatTemplate:
         own = None if tokenizer.chat_template else DEFAULT_TEMPLATE
         # some tokenizers have two, the other for conversations with tools
         self._source = {with_tools: tokenizer.get_chat_template(own, tools=[{}] if with_tools else None) for with_tools in (False, True)}
-        self.is_marked = any(GENERATION.search(source) for source in self._source.values())
+        self._is_marked = {with_tools: GENERATION.search(source) is not None for with_tools, source in self._source.items()}
+        self.is_marked = any(self._is_marked.values())
         self._words = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
 
     def prompt(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
@@ -65,7 +66,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self._source[bool(tools)]
-        is_marked = self.is_marked and not add_generation_prompt and GENERATION.search(source) is not None
+        is_marked = self._is_marked[bool(tools)] and not add_generation_prompt
         try:
             (text,), marks = render_jinja_template(
                 conversations=[turns],
