@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sft_play.data import length
 from sft_play.data.length import fit
-from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX, Rendered, Renderer, RenderError, render, render_prompt, stop_ids, template_of
+from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX, Rendered, Renderer, RenderError, render_prompt, stop_ids, template_of
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError, ExitClass
 
@@ -39,6 +39,15 @@ def trained(rendered: Rendered, tok: PreTrainedTokenizerFast) -> list[str]:
         else:
             found[-1].append(label)
     return [tok.decode(run) for run in found if run]
+
+
+def render(given: Row, tok: PreTrainedTokenizerFast) -> Rendered:
+    """The one sample of a row, or its error raised."""
+    (samples,) = Renderer(tok).render([given])
+    if isinstance(samples, RenderError):
+        raise samples
+    (sample,) = samples
+    return sample
 
 
 def samples_of(given: Row, tok: PreTrainedTokenizerFast) -> tuple[Rendered, ...]:
@@ -232,6 +241,13 @@ def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused() -> None:
     tok.backend_tokenizer.decoder = None  # which reads bytes back as other characters
     with pytest.raises(RenderError, match=r"the tokens of messages\[1\] read .* not the answer"):
         render(row("q", "naïve"), tok)
+
+
+def test_a_tokenizer_that_spells_its_stop_token_out_is_refused() -> None:
+    tok = copy.deepcopy(tokenizer(CHATML))
+    tok.backend_tokenizer.encode_special_tokens = True
+    with pytest.raises(RenderError, match=r"rows.jsonl:7: the tokenizer does not read '<\|im_end\|>' behind messages\[1\] as its stop token"):
+        render(ONE_TURN, tok)
 
 
 def test_truncation_that_is_left_set_on_a_tokenizer_cuts_nothing() -> None:

@@ -14,7 +14,7 @@ from sft_play.data.answers import Answer, AnswerFinder, Draft
 from sft_play.data.rows import Message, Row
 from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate, RenderError, stop_ids, template_of, turns_of
 
-__all__ = ["DEFAULT_TEMPLATE", "IGNORE_INDEX", "RenderError", "Rendered", "Renderer", "render", "render_prompt", "stop_ids", "template_of"]
+__all__ = ["DEFAULT_TEMPLATE", "IGNORE_INDEX", "RenderError", "Rendered", "Renderer", "render_prompt", "stop_ids", "template_of"]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 SEAM_CHARACTERS = 64  # looked back from the end of a prompt for a token that texts are split at; then 16 times as far
@@ -140,9 +140,12 @@ class Renderer:
             straddling = next(index for index, number in enumerate(seam_ids, before) if ids[index : index + 1] != [number])
             token = self._tokenizer.decode(ids[straddling : straddling + 1], skip_special_tokens=False)
             raise RenderError(f"the token {token!r} straddles the end of the prompt of messages[{answer.number}]")
-        rest = ids[first:]
-        behind = first + 1 + min((rest.index(stop) for stop in self._stops if stop in rest), default=len(rest))
-        self._check_read_back(ids[first:behind], text.draft.text[answer.start : answer.end], answer.number)
+        rest, written = ids[first:], text.draft.text
+        ends = [rest.index(stop) for stop in self._stops if stop in rest]
+        if not ends:
+            raise RenderError(f"the tokenizer does not read {written[answer.stop : answer.end]!r} behind messages[{answer.number}] as its stop token")
+        behind = first + 1 + min(ends)
+        self._check_read_back(ids[first:behind], written[answer.start : answer.end], answer.number)
         return first, behind
 
     def _check_read_back(self, ids: list[int], piece: str, number: int) -> None:
@@ -188,14 +191,6 @@ def check_marks(draft: Draft, spans: Sequence[tuple[int, int]], encoding: Any) -
     if draft.is_whole and 1 in marked:
         start, end = encoding.token_to_chars(marked.find(1))
         raise RenderError(f"the template's generation marks hold {draft.text[start:end]!r}, which no answer holds")
-
-
-def render(row: Row, tokenizer: Any) -> Rendered:
-    """Return the sample that trains a row's last answer, and with it the others that stand in it as they would be given. Raises RenderError."""
-    (samples,) = Renderer(tokenizer).render([row])
-    if isinstance(samples, RenderError):
-        raise samples
-    return samples[-1]
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
