@@ -26,8 +26,9 @@ WORD = 900
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def config_of(folder, mode: str = "lora", **lora) -> Config:
-    return Config.model_validate({"model": {"name": str(folder)}, "tuning": {"mode": mode, "lora": lora}})
+def config_of(folder, mode: str = "lora", allow_untrained_tokens: bool = False, **lora) -> Config:
+    tuning = {"mode": mode, "allow_untrained_tokens": allow_untrained_tokens, "lora": lora}
+    return Config.model_validate({"model": {"name": str(folder)}, "tuning": tuning})
 
 
 def use_of(ids, trained=()) -> VocabularyUse:
@@ -169,6 +170,7 @@ def test_untrained_rows_are_fine_where_embeddings_are_trained_or_no_row_holds_th
     set_rows(base, {SYSTEM: 0.0, USER: 0.0})
     check(base, mode="full")
     check(base, target_modules=["q_proj", "embed_tokens"])
+    check(base, allow_untrained_tokens=True)
     check(base, ids=(END, ASSISTANT, WORD))
 
 
@@ -354,9 +356,9 @@ def test_a_token_that_only_opens_samples_is_read_and_never_written(tmp_path):
 def test_the_use_of_a_store_is_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chunk_tokens):
     store = store_of(tmp_path / "rows", ([9, 5, 9], [True, True, False]), ([8], [True]), ([5, 8, 7], [True, False, True]))
     monkeypatch.setattr(vocabulary_use, "CHUNK_TOKENS", chunk_tokens)
-    used = used_in([store], [["a"]])
+    used = used_in([store], [["a.jsonl"]])
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([5, 7, 8, 9], [5, 7])
-    assert [used.origin(token) for token in (5, 7, 8, 9)] == ["a:1", "a:3", "a:2", "a:1"]
+    assert [used.origin(token) for token in (5, 7, 8, 9)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:2", "a.jsonl:1"]
 
 
 def test_a_refusal_names_the_row_where_the_token_is_met_first(base, tmp_path):

@@ -42,6 +42,12 @@ class ModelSection(Section):
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="Attention kernel; auto is sdpa where the architecture has it."
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Chat template in place of the tokenizer's own: a Jinja file, or default for the built-in one in plain words; "
+        "null is the tokenizer's, and the built-in one where it has none.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository brings along.")
 
 
@@ -64,6 +70,9 @@ class TuningSection(Section):
     )
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of a qlora base.")
     bnb_4bit_use_double_quant: bool = Field(True, description="Quantise the quantisation constants of a qlora base too (0.37 bit a weight less).")
+    allow_untrained_tokens: bool = Field(
+        False, description="Train adapters although the rows hold added tokens whose embedding the base model never trained; it stays as it is."
+    )
     lora: LoraSection = LoraSection()
 
 
@@ -98,9 +107,7 @@ class TrainSection(Section):
     bf16: bool | Auto = Field("auto", description="Compute in bfloat16; auto is where the GPU supports it (capability 8.0), never on a CPU.")
     fp16: bool | Auto = Field("auto", description="Compute in float16 with loss scaling; auto is on GPUs without bfloat16. bf16 wins where both are true.")
     packing: bool | Auto = Field(
-        "auto",
-        description="Put samples one behind the other into sequences of at most model.max_seq_len tokens, apart from each other, rather than pad them; "
-        "it changes the speed of a run and nothing else. auto is on a GPU with an architecture that is known to keep them apart.",
+        "auto", description="Train several rows in one sequence, apart from each other: it changes the speed alone. auto is on a GPU whose model can."
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto", description="Recompute activations in the backward pass; auto is only where the memory estimate needs it."

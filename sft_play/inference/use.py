@@ -142,8 +142,8 @@ def _compute_dtype(config: Config, trained_on: str, used_on: str) -> torch.dtype
 
 
 def at(config: Config, weights: Path) -> Config:
-    """Return the config of a run with its own folder of weights for the base model."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(weights), "revision": None})})
+    """Return the config of a run with its own folder of weights for the base model, and the chat template that lies there."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(weights), "revision": None, "chat_template": None})})
 
 
 def with_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:

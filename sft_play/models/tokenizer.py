@@ -3,11 +3,13 @@
 transformers' AutoTokenizer itself imports torch.
 """
 
+from pathlib import Path
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
-from sft_play.data.render import template_of
-from sft_play.errors import EnvironmentFault
+from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
+from sft_play.errors import ConfigError, EnvironmentFault
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -24,8 +26,21 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked out everywhere; the id only has to exist
+    if config.model.chat_template is not None:
+        tokenizer.chat_template = _template(config.model.chat_template)
     tokenizer.chat_template = template_of(tokenizer)  # saved with the adapter: use renders as training did
     return tokenizer
+
+
+def _template(setting: str) -> str:
+    """Return the template that model.chat_template names. Raises ConfigError when it is no file that can be read."""
+    if setting == "default":
+        return DEFAULT_TEMPLATE
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default") from None
 
 
 def first_line(error: Exception) -> str:

@@ -78,7 +78,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: V
         _refuse_ids_without_rows(config, tokenizer, used, embedding.rows if embedding else _vocab_size(config))
         # what a row only reads needs an embedding; what it learns to write needs a row of the head, where that is a matrix of its own
         for matrix, ids, use in ((embedding, used.ids, "read"), (head, used.trained_ids, "write")):
-            if matrix and not _is_trained(config, matrix.name):
+            if matrix and not config.tuning.allow_untrained_tokens and not _is_trained(config, matrix.name):
                 _refuse_untrained(config, tokenizer, used, matrix, ids, use)
     except (OSError, SafetensorError, ValueError, KeyError) as error:  # KeyError: an index of shards without its map
         raise EnvironmentFault(f"model.name={config.model.name}: its files cannot be read: {first_line(error)}; get the model again") from error
@@ -159,7 +159,8 @@ def _refuse_untrained(config: Config, tokenizer: PreTrainedTokenizerBase, used: 
         named = "; ".join(f"{_named(token, tokenizer, used)}, whose row of {matrix.name} is {what}" for token, what in untrained.items())
         kept = f"tuning.mode={config.tuning.mode} leaves these rows as they are, so the model could not {use} them"
         advice = (
-            "set MODEL_NAME to the instruct model of this base, or TUNING_MODE=full, or delete the base's chat template: the built-in one needs no new token"
+            "set MODEL_NAME to the instruct model of this base, TUNING_MODE=full, or MODEL_CHAT_TEMPLATE=default, which needs no new token "
+            "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains all the same)"
         )
         raise EnvironmentFault(f"model.name={config.model.name} never learned tokens that the rows hold: {named}. {kept}; {advice}")
 

@@ -286,6 +286,8 @@ def _resolved(config: Config, chosen: batch.Chosen, packing: bool, bf16: bool, f
     model = config.model
     if Path(model.name).is_dir():
         model = model.model_copy(update={"name": str(Path(model.name).resolve())})
+    if model.chat_template not in (None, "default"):
+        model = model.model_copy(update={"chat_template": str(Path(model.chat_template).resolve())})
     train = config.train.model_copy(
         update={
             "batch_size": chosen.batch_size,

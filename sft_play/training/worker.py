@@ -20,8 +20,8 @@ from sft_play.data.arrange import PreparedData, arrange
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import Layout, StepSampler
 from sft_play.data.prepare import from_json
-from sft_play.data.render import template_of
 from sft_play.data.store import Split
+from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator, Ranks
 from sft_play.models.load import Placement, load_model
@@ -169,6 +169,7 @@ def make_stamp(config: Config, plan: dict[str, Any], data: PreparedData, tokeniz
         **stamp.wanted(config),
         "tokenizer_digest": stamp.digest_of_text(json.dumps(tokenizer.get_vocab(), sort_keys=True)),
         "template_digest": stamp.digest_of_text(template_of(tokenizer)),
+        "template": "built-in" if template_of(tokenizer) == DEFAULT_TEMPLATE else config.model.chat_template or "the tokenizer's own",
         "data_digest": stamp.digest_of_text(*data.digests),
         "world_size": plan["world_size"],
         "strategy": plan["strategy"],
