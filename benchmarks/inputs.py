@@ -10,9 +10,6 @@ import random
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sft_play.plan.shapes import KNOWN
@@ -26,6 +23,9 @@ ALPACA_INPUTS = 0.4
 
 def random_model(shape: str, folder: Path) -> None:
     """Save a Llama of a known model's shape in bfloat16, weights drawn on the GPU where there is one, with the tiny model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         **{name: value for name, value in json.loads(KNOWN.read_text())[shape].items() if name != "model_type"},
         max_position_embeddings=8192,
@@ -45,6 +45,8 @@ def random_model(shape: str, folder: Path) -> None:
 
 def fixed_rows(path: Path, tokens: int, rows: int) -> None:
     """Write question/answer rows of `tokens` tokens each, a fifth of them in the answer, give or take the chat template."""
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     words = [word for word in CORPUS.read_text(encoding="utf-8").split() if word.isalpha()]
     draw = random.Random(0)
