@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from families import FAMILIES, LLAMA3_WORDS, TEMPLATES, family, tokenizer
+from families import FAMILIES, LLAMA3_WORDS, TEMPLATES, family, template, tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sft_play.data.render import IGNORE_INDEX, Rendered, Renderer, RenderError, render_prompt, stop_ids
@@ -327,6 +327,20 @@ def test_the_templates_that_these_come_from_are_proven(chat_template: str) -> No
 def test_a_change_of_messages_of_a_letter_is_refused_too(form: str, change: str) -> None:
     row = Row((Message("system", "s"), Message("user", "a"), Message("assistant", "s")), "rows.jsonl:7")
     assert "leaves out or changes messages" in error_of(row, writes(form, change))
+
+
+def test_marks_are_compared_by_token() -> None:
+    in_prompt = template("vicuna", marked=True).replace("{%- generation %}{{- ' ' + message.content", "{{- ' ' }}{%- generation %}{{- message.content")
+    tok = tokenizer(in_prompt, (), "</s>", "<s>", LLAMA3_WORDS)
+    assert [trained(sample, tok) for sample in samples_of(conversation("vicuna"), tok)] == TRAINED["vicuna"]  # " A" is one token, which is marked
+
+
+def test_marks_of_earlier_answers_are_not_asked_of_the_last() -> None:
+    tok = family("chatml", marked=True)
+    (sample,) = samples_of(conversation("chatml"), tok, "last")
+    assert trained(sample, tok) == ["The sea.<|im_end|>"]
+    chat_template, reason = MUTANTS["marks without the stop token"]
+    assert re.search(reason.replace("2", "4"), error_of(conversation("chatml"), chat_template, "last"))
 
 
 def test_a_template_that_escapes_is_refused() -> None:

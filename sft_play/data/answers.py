@@ -46,7 +46,6 @@ class AnswerFinder:
 
     def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
         self._template, self._train_on, self._eos = ChatTemplate(tokenizer), train_on, tokenizer.eos_token
-        self.is_marked = self._template.is_marked
         self._stops = sorted(tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer))))
         self._stop = re.compile("|".join(map(re.escape, self._stops)))
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

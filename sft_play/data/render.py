@@ -40,7 +40,6 @@ class _Tokenised:
 
     draft: Draft
     ids: list[int]
-    encoding: Any
     seams: list[tuple[int, str]]
 
 
@@ -53,7 +52,6 @@ class Renderer:
         self._tokenizer.no_truncation()  # what an earlier user of the tokenizer left set
         self._tokenizer.no_padding()
         self._stops, self._bos, self._eos = stop_ids(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._encode_batch = self._tokenizer.encode_batch if self._finder.is_marked else self._tokenizer.encode_batch_fast  # without offsets
         self._splitting = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._splits = re.compile("|".join(map(re.escape, sorted(self._splitting, key=len, reverse=True))))
         with_special, without = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
@@ -68,11 +66,9 @@ class Renderer:
         """
         found = [self._drafts(row) for row in rows]
         drafts = [draft for of_row in found if not isinstance(of_row, RenderError) for draft in of_row]
-        encodings = self._encode_batch([draft.text for draft in drafts], add_special_tokens=False)
-        texts = [self._tokenised(draft, encoding) for draft, encoding in zip(drafts, encodings, strict=True)]
+        texts = [self._tokenised(draft, ids) for draft, ids in zip(drafts, self._ids_of([draft.text for draft in drafts]), strict=True)]
         seams = list({seam for text in texts for _, seam in text.seams})
-        encodings = self._tokenizer.encode_batch_fast(seams, add_special_tokens=False)
-        seam_ids = {seam: encoding.ids for seam, encoding in zip(seams, encodings, strict=True)}
+        seam_ids = dict(zip(seams, self._ids_of(seams), strict=True))
         waiting = iter(texts)
         return [
             of_row if isinstance(of_row, RenderError) else self._samples(row, [next(waiting) for _ in of_row], seam_ids)
@@ -87,9 +83,11 @@ class Renderer:
         except RenderError as error:
             return RenderError(f"{row.origin}: {error}")
 
-    def _tokenised(self, draft: Draft, encoding: Any) -> _Tokenised:
-        ids = encoding.ids
-        return _Tokenised(draft, ids, encoding, [self._seam(draft.text, answer.start, ids) for answer in draft.answers])
+    def _ids_of(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]  # fast: without offsets
+
+    def _tokenised(self, draft: Draft, ids: list[int]) -> _Tokenised:
+        return _Tokenised(draft, ids, [self._seam(draft.text, answer.start, ids) for answer in draft.answers])
 
     def _seam(self, text: str, start: int, ids: list[int]) -> tuple[int, str]:
         """Return (token, text from it to the end of a prompt), which, tokenised alone, proves that the prompt's ids begin the sample's.
@@ -128,8 +126,8 @@ class Renderer:
         spans = [self._span(text, answer, before, seam_ids[seam]) for answer, (before, seam) in zip(text.draft.answers, text.seams, strict=True)]
         for first, behind in spans:
             labels[first:behind] = ids[first:behind]
-        if text.draft.marks is not None:
-            check_marks(text.draft, spans, text.encoding)
+        if text.draft.marks is not None and not _marks_are_answers(text.draft):
+            check_marks(text.draft, spans, self._tokenizer.encode(text.draft.text, add_special_tokens=False))
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
         return Rendered(ids, labels, spans[-1][0])
 
@@ -161,6 +159,21 @@ class Renderer:
     def _refuse_two_beginnings(self, ids: list[int]) -> None:
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             raise RenderError("the text begins with the beginning-of-text token twice: the row brings one that is written anyway")
+
+
+def _marks_are_answers(draft: Draft) -> bool:
+    """Return whether a draft's marks are its answers to the character, but for blanks behind them; then they are to the token."""
+    joined: list[tuple[int, int]] = []
+    for start, end in draft.marks or []:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return (
+        draft.is_whole
+        and [start for start, _ in joined] == [answer.start for answer in draft.answers]
+        and all(end >= answer.end and not draft.text[answer.end : end].strip() for (_, end), answer in zip(joined, draft.answers, strict=True))
+    )
 
 
 def check_marks(draft: Draft, spans: Sequence[tuple[int, int]], encoding: Any) -> None:

@@ -42,7 +42,6 @@ class ChatTemplate:
         # some tokenizers have two, the other for conversations with tools
         self._source = {with_tools: tokenizer.get_chat_template(own, tools=[{}] if with_tools else None) for with_tools in (False, True)}
         self._is_marked = {with_tools: GENERATION.search(source) is not None for with_tools, source in self._source.items()}
-        self.is_marked = any(self._is_marked.values())
         self._words = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
 
     def prompt(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
