@@ -107,7 +107,8 @@ class TrainSection(Section):
     bf16: bool | Auto = Field("auto", description="Compute in bfloat16; auto is where the GPU supports it (capability 8.0), never on a CPU.")
     fp16: bool | Auto = Field("auto", description="Compute in float16 with loss scaling; auto is on GPUs without bfloat16. bf16 wins where both are true.")
     packing: bool | Auto = Field(
-        "auto", description="Train several rows in one sequence, apart from each other: it changes the speed alone. auto is on a GPU whose model can."
+        "auto",
+        description="Train several rows in one sequence, apart from each other: it changes the speed alone. auto is on for models that are known to keep them apart.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto", description="Recompute activations in the backward pass; auto is only where the memory estimate needs it."

@@ -110,7 +110,7 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     chosen = batch.choose(_wanted(loaded, ranks), peak, budget, "a GPU" if ranks.device == "cuda" else "this host for each process")
     estimate = _bytes(shape, step, chosen.batch_size, chosen.gradient_checkpointing)
     notes += _batch_notes(loaded, chosen, ranks, estimate.predicted_peak, budget)
-    packing, _ = resolve_packing(config.train.packing, shape.model_type, config.tuning.backend, ranks.device)
+    packing, _ = resolve_packing(config.train.packing, shape.model_type, config.tuning.backend)
     resolved = _resolved(config, chosen, packing, bf16, fp16, ranks, environ)
     engine = None
     if raw is not None:
