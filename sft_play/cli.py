@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sft_play import commands
+from sft_play import commands, preparation
 from sft_play.config import loader
 from sft_play.errors import SftPlayError
 
@@ -71,7 +71,8 @@ def data_check(config: ConfigOption = None, set_: SetOption = None, json: JsonOp
     """Read and render all rows as a run would, and account for each."""
     from sft_play.data.check import check_lines
 
-    ledger = commands.data_ledger(commands.call(config, set_ or ()))
+    _, planned = commands.make_plan(commands.call(config, set_ or ()), distributed=False, use_deepspeed=False)
+    ledger = preparation.ledger(planned)
     typer.echo(commands.as_text(ledger) if json else "\n".join(check_lines(ledger)))
 
 
@@ -84,7 +85,8 @@ def preview(
     no_color: Annotated[bool, typer.Option("--no-color", help="Mark what is trained with ⟦ ⟧ instead of a colour.")] = False,
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
-    commands.preview(commands.call(config, set_ or ()), rows, page, no_color)
+    loaded, planned = commands.make_plan(commands.call(config, set_ or ()), distributed=False, use_deepspeed=False)
+    preparation.preview(planned, loaded.source, rows, page, no_color)
 
 
 @app.command("setup-accelerate")

@@ -10,26 +10,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from sft_play import preparation
 from sft_play.config import invocation as invocations
 from sft_play.config import loader
 from sft_play.config.loader import DEFAULT, PROJECT_ROOT, LoadedConfig
-from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan import devices, launch
-from sft_play.plan.resolve import Plan, precision, resolve, with_micro_batches
+from sft_play.plan.resolve import Plan, precision, resolve
 from sft_play.runs import folder as run_folders
 from sft_play.runs import stamp
-from sft_play.runs.files import write_json, write_text
-
-if TYPE_CHECKING:
-    from sft_play.data.arrange import PreparedData
-    from sft_play.data.order import Layout
-    from sft_play.data.preview import Shown
+from sft_play.runs.files import write_json
 
 ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 DEFAULT_OF_BACKEND = {"bnb": "run_bnb", "unsloth": "run_unsloth"}
@@ -96,7 +91,7 @@ def train(call: Call, distributed: bool, use_deepspeed: bool, with_tensorboard: 
     print(plan.line())
     print(f"run {folder.path}")
     with recorded(folder):
-        plan = tokenise(folder, plan)
+        plan = preparation.tokenise(folder, plan)
     if plan.packing:  # known now: how many micro-batches make a step
         run_folders.fill(folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env})
         print(packing_line(plan))
@@ -123,33 +118,6 @@ def recorded(folder: run_folders.RunFolder) -> Iterator[None]:
         stopped, cause = ExitClass.STOPPED, "stopped on request while rows were tokenised; nothing was trained"
         folder.write_report({**folder.read_report(), "status": "stopped", "exit_class": int(stopped), "cause": cause})
         raise
-
-
-def tokenise(folder: run_folders.RunFolder, plan: Plan) -> Plan:
-    """Tokenise a run's rows before any process group, write where they are, and return the plan with what follows from them.
-
-    Rows that are set aside go to quarantine/. Raises DataError for what cannot be trained on, before a GPU is asked for.
-    """
-    from sft_play.data import prepare
-
-    data = prepared_data(plan.config)
-    for split, rows in prepare.quarantined(data.sources).items():
-        write_text(folder.quarantine / f"{split}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        print(f"warning: {len(rows)} {split} rows cannot be used and are in {folder.quarantine / split}.jsonl")
-    folder.write_data(prepare.as_json(data.sources))
-    if not plan.packing:
-        return plan
-    from sft_play.data import order
-
-    train = plan.config.train
-    return with_micro_batches(plan, order.micro_batches_per_step(data.train.lengths, layout_of(plan), train.order_seed, train.passes(len(data.train))))
-
-
-def layout_of(plan: Plan) -> "Layout":
-    """Return how the steps of a planned run are cut up."""
-    from sft_play.data.order import Layout
-
-    return Layout(plan.config.model.max_seq_len, plan.chosen.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
 
 
 def packing_line(plan: Plan) -> str:
@@ -266,58 +234,6 @@ def as_text(value: Any) -> str:
 def default_config_name() -> str:
     """Return the embedded default as a user would type it."""
     return str(DEFAULT.relative_to(PROJECT_ROOT))
-
-
-def prepared_data(config: Config) -> "PreparedData":
-    """Return the data of a resolved config, tokenised now where the cache has no samples of it."""
-    from sft_play.data import prepare
-    from sft_play.models.tokenizer import load_tokenizer
-
-    found = prepare.find_sources(config)  # before the tokenizer, which takes seconds
-    return prepare.arrange(config, prepare.tokenised(config, found, load_tokenizer(config)))
-
-
-def data_ledger(call: Call) -> dict[str, Any]:
-    """Return the ledger of a config's data."""
-    from sft_play.data.check import ledger_json
-
-    config = make_plan(call, distributed=False, use_deepspeed=False)[1].config
-    return ledger_json(prepared_data(config), config.model.max_seq_len)
-
-
-def preview(call: Call, first: int, page: str | None, no_color: bool) -> None:
-    """Print what the model sees of some training samples, and write it as a page, whose path comes last. Raises EnvironmentFault."""
-    from sft_play.data.check import ledger_json
-    from sft_play.data.preview import packed_samples, show
-    from sft_play.data.preview_page import page as page_of
-    from sft_play.models.tokenizer import load_tokenizer
-
-    loaded, plan = make_plan(call, distributed=False, use_deepspeed=False)
-    config, data = plan.config, prepared_data(plan.config)
-    packed = packed_samples(data.train.lengths, layout_of(plan), config.train) if plan.packing else []
-    sequences = show(data, load_tokenizer(config), first, config.data.too_long, packed)
-    print_sequences(sequences, no_color)
-    path = Path(page or Path(config.train.output_dir) / "preview.html")
-    facts = {"config": str(loaded.source), "model": config.model.name, "train_on": config.data.train_on, "packing": "on" if plan.packing else "off"}
-    try:
-        write_text(path, page_of(facts, ledger_json(data, config.model.max_seq_len), sequences))
-    except OSError as error:
-        raise EnvironmentFault(f"--page {path}: {error.strerror}; name a file in a folder that can be written") from None
-    print(path)
-
-
-def print_sequences(sequences: Iterable["Shown"], no_color: bool) -> None:
-    """Print sequences in colour, or with marks where the terminal shows none."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from sft_play.data.preview import in_colour, in_marks
-
-    console = Console(color_system=None) if no_color else Console()
-    is_coloured = console.color_system is not None and not console.no_color
-    for sequence in sequences:
-        shown = Text.assemble(*in_colour(sequence)) if is_coloured else Text(in_marks(sequence))
-        console.print(shown, soft_wrap=True)
 
 
 def plan_lines(plan: Plan, facts: Mapping[str, Any]) -> list[str]:

@@ -129,6 +129,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder."""
     from sft_play import commands
     from sft_play.config.invocation import Invocation
+    from sft_play.preparation import tokenise
     from sft_play.runs import folder as run_folders
 
     def plan(changes: dict[str, object], num_gpus: int = 1, use_deepspeed: bool = False):
@@ -138,7 +139,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
         loaded, planned = commands.make_plan(call, num_gpus > 1, use_deepspeed)
         folder = commands.new_run(call, loaded, planned)
         run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
-        planned = commands.tokenise(folder, planned)
+        planned = tokenise(folder, planned)
         run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
         return folder
 
@@ -204,7 +205,7 @@ def build_trainer() -> Callable:
     def build(folder):
         config, plan, device = folder.read_config(), folder.read_plan(), torch.device("cpu")
         tokenizer = load_tokenizer(config)
-        data = arrange(config, from_json(folder.read_data()))
+        data = arrange(config, from_json(folder.read_data()["sources"]))
         runtime.seed_everything(config.train.seed)
         arguments = training_arguments(config, plan, folder)
         model = load_model(config, Placement(device, torch.float32, zero_stage=0))

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sft_play import commands
+from sft_play import commands, preparation
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config, TrainSection
 from sft_play.data import preview
@@ -352,7 +352,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
     call = commands.Call(Invocation(config=str(NO_CONFIG), device="cpu"), {}, words)
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentFault, match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written"):
-        commands.preview(call, 1, f"{tmp_path}/file/p.html", no_color=True)
+        preparation.preview(commands.make_plan(call, False, False)[1], NO_CONFIG, 1, f"{tmp_path}/file/p.html", no_color=True)
 
 
 @pytest.mark.parametrize(("no_color", "environ", "has_colour"), [(False, {}, True), (True, {}, False), (False, {"NO_COLOR": "1"}, False)])
@@ -360,7 +360,7 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(no_color: bool, enviro
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", **environ}.items():
         monkeypatch.setenv(name, value)
-    commands.print_sequences([shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color)
+    preparation.print_sequences([shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color)
     told = capsys.readouterr().out
     assert ("\x1b[1;32m" in told, "⟦" in told) == (has_colour, not has_colour)
     assert "Red [bold]or[/bold] :smile:" in told, "a row is no markup"

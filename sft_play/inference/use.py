@@ -67,7 +67,7 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
 def data_of(folder: RunFolder, loaded: Loaded) -> PreparedData:
     """Return what a run was trained on and judged by, from its samples, or from the files where those are gone."""
     try:
-        return arrange(loaded.config, from_json(folder.read_data()))
+        return arrange(loaded.config, from_json(folder.read_data()["sources"]))
     except DataError:
         return prepare(loaded.config, loaded.tokenizer)
 

@@ -53,8 +53,9 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     stop = StopOnSignal(process, when_stuck=report.abandon)
 
     tokenizer = load_tokenizer(config)
-    data = arrange(config, from_json(folder.read_data()))
-    report.update(data=data.ledger)
+    facts = folder.read_data()
+    data = arrange(config, from_json(facts["sources"]))
+    report.update(data=data.ledger, padding=facts["padding"])
     log_data(data, process)
     clock.lap("data")
 
