@@ -108,7 +108,7 @@ class TrainSection(Section):
     fp16: bool | Auto = Field("auto", description="Compute in float16 with loss scaling; auto is on GPUs without bfloat16. bf16 wins where both are true.")
     packing: bool | Auto = Field(
         "auto",
-        description="Train several rows in one sequence, apart from each other: it changes the speed alone. auto is on for models that are known to keep them apart.",
+        description="Train several rows in one sequence, apart from each other: it changes the speed alone. auto is on for models known to keep them apart.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto", description="Recompute activations in the backward pass; auto is only where the memory estimate needs it."
