@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def prepared(config: Config) -> "PreparedData":
     """Return the data of a resolved config, tokenised now where the cache has no samples of it. Raises DataError."""
     from sft_play.data import prepare
+
+    found = prepare.find_sources(config)  # before transformers is imported, which takes seconds
     from sft_play.models.tokenizer import load_tokenizer
 
-    found = prepare.find_sources(config)  # before the tokenizer, which takes seconds
     return prepare.arrange(config, prepare.tokenised(config, found, load_tokenizer(config)))
 
 

@@ -124,6 +124,28 @@ def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) ->
         assert not output.exists() or os.listdir(output) == [], f"{environ} left something behind"
 
 
+BAD_ROWS = {
+    "cut off": ('{"question": "q", "answer": "a"}\n{"question": ', ":2: not valid JSON"),
+    "null": ('{"question": "q", "answer": "a"}\n{"question": "q", "answer": null}\n', ":2: answer is null, not a text"),
+    "of another shape": ('{"question": "q", "answer": "a"}\n{"text": "t"}\n', ":2: the keys are text"),
+    "none": ("", ": no rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_its_folder(tmp_path: Path, name: str) -> None:
+    text, told = BAD_ROWS[name]
+    path, output = tmp_path / "rows.jsonl", tmp_path / "outputs"
+    path.write_text(text)
+    code = "import sys\nfrom sft_play.cli import main\nsys.argv = ['sft_play', 'train']\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    environ = clean(DATA_TRAIN_PATH=str(path), TRAIN_OUTPUT_DIR=str(output), RUN="run")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert f"{path}{told}" in done.stderr and done.returncode == 11, done.stderr
+    report = json.loads((output / "run" / "run.json").read_text())
+    assert (report["status"], report["exit_class"]) == ("failed", 11) and f"{path}{told}" in report["cause"]
+    assert not (output / ".data").exists() and not (output / "run" / "data.json").exists(), "nothing half-written"
+
+
 def test_more_processes_than_gpus_are_refused_with_the_number_that_there_is() -> None:
     done = make("plan", "GPUS=2xH200", "NUM_GPUS=3")
     assert done.returncode == 2

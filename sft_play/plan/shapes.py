@@ -26,7 +26,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     is_tied: bool  # the output head shares the embedding's weights
-    model_type: str = ""  # as config.json names the architecture, of multimodal models that of the text part
+    model_type: str = ""  # as config.json names the architecture
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
@@ -78,7 +78,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         heads=heads,
         kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        model_type=(config.get("text_config") or config).get("model_type") or "",
+        model_type=config.get("model_type") or "",
         is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))),
     )
 
