@@ -32,7 +32,7 @@ def tokenise(folder: RunFolder, plan: Plan) -> Plan:
 
     Rows that are set aside go to quarantine/. Raises DataError for what cannot be trained on, before a GPU is asked for.
     """
-    from sft_play.data import order, prepare
+    from sft_play.data import prepare
 
     data = prepared(plan.config)
     for split, rows in prepare.quarantined(data.sources).items():
@@ -41,6 +41,8 @@ def tokenise(folder: RunFolder, plan: Plan) -> Plan:
     folder.write_data({"sources": prepare.as_json(data.sources), "padding": padding(data, plan)})
     if not plan.packing:
         return plan
+    from sft_play.data import order
+
     train = plan.config.train
     return with_micro_batches(plan, order.micro_batches_per_step(data.train.lengths, layout_of(plan), train.order_seed, train.passes(len(data.train))))
 
