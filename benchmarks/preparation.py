@@ -142,7 +142,7 @@ ARMS: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {  # name:
     "trl-completion-all-cores": (lambda rows, work: trl(rows, work, CORES, completions=True), "completion"),
     "trl-packing-all-cores": (lambda rows, work: trl(rows, work, CORES, packing=True), "messages"),
 }
-COMPARED = [name for name in ARMS if name != "ours-epoch"]  # what needs another arm's work before it is no comparison
+COMPARED = [name for name in ARMS if name != "ours-epoch"]  # that one opens what another arm made
 
 
 def memory(process: psutil.Process) -> dict[str, int]:
@@ -241,6 +241,8 @@ def main() -> None:
     names = args.names or COMPARED
     if unknown := set(names) - set(ARMS):
         parser.error(f"no arm is called {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
+    if "ours-epoch" in names and "ours" not in names[: names.index("ours-epoch")]:
+        parser.error("ours-epoch opens what ours made: name ours before it")
     reports = compare(names, made_inputs(args.work, args.rows), args.work, 1 if args.memory else args.repeats, args.memory)
     args.out.mkdir(parents=True, exist_ok=True)
     facts = {"rows": args.rows, "cores": CORES, "arms": reports}
