@@ -4,6 +4,7 @@ Rows are rendered, sorted and collated once and reused by every evaluation. Lege
 """
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Evaluator:
         """What is asked, in order."""
         samples = [self.split[index] for index in self.asked]
         return [
-            Question(self.split.origin(index), self.tokenizer.decode(sample.prompt), self._text(sample.ids[: sample.answer_start]), self._answer(sample))
+            Question(self.split.origin(index), self.tokenizer.decode(sample.prompt), self._words(sample.prompt), self._answer(sample))
             for index, sample in zip(self.asked, samples, strict=True)
         ]
 
@@ -163,6 +164,11 @@ class Evaluator:
         """Return what the model should generate: the labelled ids, decoded as generated ones are."""
         labels = sample.labels[sample.answer_start :]
         return self._text(labels[labels != IGNORE_INDEX])
+
+    def _words(self, prompt: list[int]) -> str:
+        """Return a prompt with a blank for each special token, which may be all that stands between two turns."""
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return re.sub("|".join(map(re.escape, special)) or r"\Z", " ", self.tokenizer.decode(prompt)).strip()
 
     def _text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
