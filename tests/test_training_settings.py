@@ -65,6 +65,7 @@ ELSEWHERE = {
     "generation_max_new_tokens": "evaluation",
     "generation_max_rows": "evaluation",
     "packing": "worker.build_trainer",
+    "fast_path": "models.load",
     "resume_from": "worker.checkpoint_to_resume",
     "allow_backend_change": "worker.checkpoint_to_resume",
 }

@@ -113,6 +113,9 @@ class TrainSection(Section):
     gradient_checkpointing: bool | Auto = Field(
         "auto", description="Recompute activations in the backward pass; auto is only where the memory estimate needs it."
     )
+    fast_path: bool | Auto = Field(
+        "auto", description="Compute with fused kernels, the same in less time and memory: auto is wherever model, mode and device allow; false is plain PEFT."
+    )
     ddp_find_unused_parameters: bool = Field(False, description="Let DDP look for parameters without a gradient in every step (slower).")
     ddp_broadcast_buffers: bool = Field(False, description="Let DDP broadcast the model's buffers from rank 0 in every forward pass.")
     ddp_bucket_cap_mb: PositiveInt | None = Field(None, description="Size of DDP's gradient buckets in MiB; null is torch's 25.")
