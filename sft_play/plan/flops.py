@@ -1,0 +1,36 @@
+"""Floating-point operations that a training step cannot do without, and what a card can do of them. Pure: no torch, no I/O.
+
+What is recomputed, padded or masked counts nothing: two programs that train the same rows have done the same work.
+"""
+
+from collections.abc import Sequence
+
+from sft_play.plan.shapes import ModelShape
+
+# Dense bfloat16 products a second, NVIDIA's data sheets without sparsity (GeForce: with float32 sums).
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+REACHED_FLOPS = {"H200": 790e12}  # by large bfloat16 products in torch 2.11, at the card's power limit
+
+
+def step_flops(shape: ModelShape, adapters: int | None, lengths: Sequence[int], labelled: int) -> float:
+    """Return the operations of forward and backward passes over documents of `lengths` tokens, `labelled` of them with loss.
+
+    `adapters` is the number of LoRA weights over a frozen base, None where every weight is trained. A weight costs a token
+    2 operations forward, 2 for the gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one
+    (Kaplan et al. 2020, section 2.1). The head works where there is a label. Attention is 2 products forward (QK', PV) and
+    4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads and each pair of tokens, of which causality
+    leaves T (T + 1) / 2 in a document; sliding windows, which leave fewer, are not looked at.
+
+    >>> one = ModelShape(vocab=10, hidden=4, intermediate=8, layers=1, heads=2, kv_heads=2, head_dim=2, is_tied=True)
+    >>> step_flops(one, None, [1], labelled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
+    1008.0
+    """
+    frozen_or_trained = 6 if adapters is None else 4
+    weights = frozen_or_trained * (shape.block_weights * sum(lengths) + shape.vocab * shape.hidden * labelled)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    return weights + 6 * (adapters or 0) * sum(lengths) + 12 * shape.layers * shape.heads * shape.head_dim * pairs
+
+
+def known_card(name: str) -> str | None:
+    """Return the key of `PEAK_FLOPS` that a device's name contains, None for other cards."""
+    return next((card for card in PEAK_FLOPS if card in name), None)
