@@ -1,0 +1,60 @@
+"""Logits to their loss and gradient on a GPU, in place. Imported only there: Triton is no part of torch for CPUs.
+
+Legend: N tokens, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 8192  # columns that a program holds at a time
+WARPS = 16
+
+
+@triton.jit
+def _capped(scores, softcap, HAS_CAP: tl.constexpr):
+    """cap * tanh(scores / cap); tanh by exp, exact to 1e-7 of the cap and without overflow to NaN."""
+    if HAS_CAP:
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+    return scores
+
+
+@triton.jit
+def _rows(logits, row_stride, targets, nll, columns, softcap, scale, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """A program a token: the logarithm of its softmax's sum in one pass over the row, its gradient in a second."""
+    row = tl.program_id(0).to(tl.int64)  # N * V passes 2^31
+    logits += row * row_stride
+    target = tl.load(targets + row)
+    largest = float("-inf")
+    total = 0.0  # of exp(score - largest)
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < columns
+        scores = _capped(tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP)
+        scores = tl.where(inside, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores))
+        total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(scores - new_largest))
+        largest = new_largest
+    log_total = largest + tl.log(total)
+    wanted = _capped(tl.load(logits + target).to(tl.float32), softcap, HAS_CAP)
+    tl.store(nll + row, log_total - wanted)
+    tl.debug_barrier()  # every thread has read the target's score before one overwrites it
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < columns
+        scores = _capped(tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP)
+        gradient = tl.exp(scores - log_total) - tl.where(offsets == target, 1.0, 0.0)
+        if HAS_CAP:
+            gradient *= 1 - (scores / softcap) * (scores / softcap)
+        tl.store(logits + offsets, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
+
+
+def nll_to_gradient_(logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
+    """Return the summed nll (float32 scalar) of logits (N, V), uncapped, and overwrite them with its gradient times `scale`."""
+    tokens, vocabulary = logits.shape
+    assert logits.stride(1) == 1 and targets.stride(0) == 1, "rows lie one behind the other"
+    nll = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    arguments = (logits, logits.stride(0), targets, nll, vocabulary, softcap or 1.0, scale)
+    _rows[(tokens,)](*arguments, HAS_CAP=softcap is not None, BLOCK=block, num_warps=WARPS)
+    return nll.sum()
