@@ -1,0 +1,316 @@
+"""Fused LoRA linears compute what PEFT computes: outputs, gradients, what is saved and merged."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sft_play.models.fast import lora
+from sft_play.models.fast.lora import can_fuse, fuse_linear, lora_linears
+
+IN, OUT, TOKENS = 64, 96, 10
+# float32: sums of up to 96 terms in another order; each is off by 6e-8 of its largest term
+EXACT = 1e-6
+
+
+@dataclass
+class Case:
+    """Linears that share an input, as PEFT wraps them."""
+
+    outs: tuple[int, ...] = (OUT, 32, 32)
+    r: int = 16
+    targets: tuple[str, ...] = ("0", "1", "2")
+    bias: bool = False
+    rslora: bool = False
+    nf4: bool = False
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    def modules(self) -> list[nn.Module]:
+        """Return the wrapped linears, B drawn at random: PEFT starts it at zero, where dA and the adapter's output vanish."""
+        torch.manual_seed(0)
+        linears = [self._linear(out) for out in self.outs]
+        config = LoraConfig(r=self.r, lora_alpha=24, target_modules=list(self.targets), use_rslora=self.rslora, lora_dropout=self.dropout)
+        model = get_peft_model(nn.ModuleList(linears), config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        return list(model.base_model.model)
+
+    def _linear(self, out: int) -> nn.Module:
+        plain = nn.Linear(IN, out, bias=self.bias, dtype=self.dtype)
+        if not self.nf4:
+            return plain
+        packed = bnb.nn.Linear4bit(IN, out, bias=self.bias, quant_type="nf4", compute_dtype=self.dtype)
+        packed.load_state_dict(plain.state_dict())
+        packed.support_avx512bf16_for_cpu = False  # see models/bnb.py
+        return packed.to("cpu")
+
+
+Linears = Callable[[torch.Tensor, list[nn.Module]], tuple[torch.Tensor, ...]]
+
+
+def plainly(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    return tuple(module(x) for module in modules)
+
+
+def results(linears: Linears, modules: list[nn.Module], passes: int = 1) -> dict[str, torch.Tensor]:
+    """Outputs of the last pass, and the gradients of x and of every adapter, accumulated over all passes."""
+    modules = copy.deepcopy(modules)
+    torch.manual_seed(1)
+    found = {}
+    for number in range(passes):
+        x = torch.randn(2, TOKENS // 2, IN, requires_grad=True)
+        outputs = linears(x, modules)
+        sum((output * torch.randn(output.shape)).sum() for output in outputs).backward()
+        found |= {f"x.grad {number}": x.grad, **{f"y{i}": output.detach() for i, output in enumerate(outputs)}}
+    adapters = {f"{i}.{name}": p.grad for i, module in enumerate(modules) for name, p in module.named_parameters() if p.requires_grad}
+    return found | adapters
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference, relative to the largest element of its tensor."""
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype and found[name].shape == wanted[name].shape, name
+    return max(float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted)
+
+
+def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    for module in modules:
+        if isinstance(module, LoraLayer):
+            fuse_linear(module)
+    return plainly(x, modules)
+
+
+@pytest.mark.parametrize("linears", [lora_linears, fused_one_by_one])
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(r=4), Case(bias=True), Case(rslora=True, r=4), Case(targets=("0", "2")), Case(outs=(OUT,), targets=("0",)), Case(bias=True, targets=("1",))],
+    ids=str,
+)
+def test_outputs_and_gradients_are_pefts(case: Case, linears: Linears) -> None:
+    modules = case.modules()
+    assert worst(results(linears, modules, passes=2), results(plainly, modules, passes=2)) < EXACT
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
+    modules = Case(nf4=True, bias=bias).modules()
+    assert isinstance(modules[0].base_layer, bnb.nn.Linear4bit)
+    # forward, bitsandbytes multiplies packed weights on a CPU by a kernel of its own; it differs from its own unpacked weights by this
+    assert worst(results(lora_linears, modules), results(plainly, modules)) < 1e-5
+
+
+def test_linears_without_any_adapter_share_one_input_gradient() -> None:
+    modules = [nn.Linear(IN, OUT).requires_grad_(False), nn.Linear(IN, 32, bias=False).requires_grad_(False)]
+    assert worst(results(lora_linears, modules), results(plainly, modules)) < EXACT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_has_the_same_gradients(reentrant: bool) -> None:
+    modules = Case().modules()
+
+    def checkpointed(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+        return checkpoint(lambda x: lora_linears(x, modules), x, use_reentrant=reentrant)
+
+    assert worst(results(checkpointed, modules), results(plainly, modules)) < EXACT
+
+
+@pytest.mark.parametrize("input_type", [torch.float32, torch.bfloat16])
+def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(input_type: torch.dtype) -> None:
+    modules = Case(bias=True).modules()
+
+    def half(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = lora_linears(x.to(input_type), modules)
+        assert all(output.dtype == torch.bfloat16 for output in outputs)
+        return tuple(output.float() for output in outputs)
+
+    # bfloat16 has 8 bits: x, W, the product, dU and the gradient are each rounded by up to 2^-9 of their size
+    assert worst(results(half, modules), results(plainly, modules)) < 2e-2
+
+
+def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
+    exact = Case()
+    wanted = results(plainly, exact.modules())
+    modules = [module.bfloat16() for module in exact.modules()]
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+
+    def of(linears: Linears) -> Linears:
+        return lambda x, modules: tuple(y.float() for y in linears(x.bfloat16(), modules))
+
+    assert worst(results(of(lora_linears), modules), wanted) < 1.5 * worst(results(of(plainly), modules), wanted)
+
+
+def test_a_gradient_whose_features_lie_apart_is_read_right() -> None:
+    modules = Case(outs=(OUT,), targets=("0",)).modules()
+
+    def turned(linears: Linears) -> Linears:
+        return lambda x, modules: tuple(y.transpose(1, 2) for y in linears(x, modules))
+
+    assert worst(results(turned(lora_linears), modules), results(turned(plainly), modules)) < EXACT
+
+
+def test_the_first_layers_input_gets_no_gradient() -> None:
+    modules = Case().modules()
+    outputs = lora_linears(torch.randn(TOKENS, IN), modules)
+    sum(output.sum() for output in outputs).backward()
+    assert all(p.grad is not None for module in modules for p in module.parameters() if p.requires_grad)
+
+
+def test_without_gradients_the_outputs_are_the_same() -> None:
+    modules, x = Case().modules(), torch.randn(TOKENS, IN)
+    with torch.no_grad():
+        for found, wanted in zip(lora_linears(x, modules), plainly(x, modules), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            assert not found.requires_grad
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+    modules, x = Case().modules(), torch.randn(TOKENS, IN, requires_grad=True)
+    loss = sum(output.square().sum() for output in lora_linears(x, modules))
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def saved_bytes(work: Callable[[], object], parameters: list[nn.Parameter]) -> int:
+    """Return the bytes of distinct memory that backward will need, without the parameters themselves."""
+    saved = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = work()
+    del kept
+    for parameter in parameters:
+        saved.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(saved.values())
+
+
+def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
+    modules = [module.bfloat16() for module in Case(outs=(OUT, OUT, OUT)).modules()]
+    tokens, ranks = 1000, 3 * 16
+    x = torch.randn(tokens, IN, dtype=torch.bfloat16, requires_grad=True)
+    parameters = [p for module in modules for p in module.parameters()]
+    adapters = ranks * IN + ranks * OUT  # their copies in the type of the products
+    assert saved_bytes(lambda: lora_linears(x, modules), parameters) <= 2 * (tokens * (IN + ranks) + adapters)
+
+
+MUTANTS = {
+    "scale forgotten": ("weights_of", lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1])),
+    "scale forgotten backward": ("adapter_inputs_gradient", lambda f: lambda dy, ws, ad: f(dy, [w._replace(scale=1.0) for w in ws], ad)),
+    "dA of the outputs' gradient": ("adapter_gradients", lambda f: lambda x, xa, dy, du, ws, types: f(x, xa, dy, dy[0][:, : du.shape[1]], ws, types)),
+    "dx without the adapter": ("input_gradient", lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad)),
+    "dx of the last linear alone": ("input_gradient", lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad)),
+    "one adapter for all": ("columns", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, mutate = MUTANTS[name]
+    modules = Case().modules()
+    wanted = results(plainly, modules)
+    monkeypatch.setattr(lora, function, mutate(getattr(lora, function)))
+    assert worst(results(lora_linears, modules), wanted) > 1e-2
+
+
+def tiny_model() -> PeftModel:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=IN, intermediate_size=OUT, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    )
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return wrapped
+
+
+def fused_model() -> PeftModel:
+    model = tiny_model()
+    fused = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for module in fused:
+        fuse_linear(module)
+    assert len(fused) == 14
+    return model
+
+
+IDS = torch.arange(12)[None]
+
+
+def test_a_fused_model_is_saved_and_merged_as_pefts_is(tmp_path) -> None:
+    plain, fused = tiny_model(), fused_model()
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    plain.save_pretrained(tmp_path / "plain")
+    Accelerator(cpu=True).unwrap_model(fused).save_pretrained(tmp_path / "fused")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "fused" / name).read_bytes()
+    wanted = plain(IDS).logits
+    torch.testing.assert_close(fused(IDS).logits, wanted, rtol=1e-5, atol=1e-6)
+    merged = fused.merge_and_unload()
+    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+    torch.testing.assert_close(merged(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fused_model_can_be_copied_and_pickled() -> None:
+    model = fused_model()
+    wanted = model(IDS).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(twin.base_model.model.model.layers[0].mlp.up_proj, lora.FusedLinear)
+        nn.init.zeros_(twin.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight)  # its own, not the original's
+        assert not torch.equal(twin(IDS).logits, wanted)
+    assert torch.equal(model(IDS).logits, wanted)
+
+
+def test_disabled_and_merged_adapters_compute_as_peft_does() -> None:
+    plain, fused = tiny_model(), fused_model()
+    with plain.disable_adapter(), fused.disable_adapter():
+        assert torch.equal(fused(IDS).logits, plain(IDS).logits)
+    for model in (plain, fused):
+        model.merge_adapter()
+    assert torch.equal(fused(IDS).logits, plain(IDS).logits)
+
+
+def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
+    module = Case().modules()[0]
+    assert can_fuse(module) is None and can_fuse(module.base_layer) is None
+    assert "dropout" in can_fuse(Case(dropout=0.1).modules()[0])
+    assert "trained" in can_fuse(nn.Linear(2, 2))
+    assert "Conv1d" in can_fuse(nn.Conv1d(2, 2, 1))
+    twice = tiny_model()
+    twice.add_adapter("other", LoraConfig(r=4, target_modules="all-linear"))
+    twice.base_model.set_adapter(["default", "other"])
+    assert "2 active" in can_fuse(twice.base_model.model.model.layers[0].mlp.up_proj)
+    module.register_forward_hook(lambda *_: None)
+    assert "hooks" in can_fuse(module)
+    with pytest.raises(ValueError, match="hooks"):
+        fuse_linear(module)
+
+
+def test_dora_keeps_its_own_forward() -> None:
+    model = get_peft_model(nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True))
+    assert "Dora" in can_fuse(model.base_model.model[0])
+
+
+def test_linears_that_cannot_be_fused_compute_as_they_do() -> None:
+    modules = Case(dropout=0.5).modules()
+    for module in modules:
+        module.eval()
+    assert worst(results(lora_linears, modules), results(plainly, modules)) == 0.0
