@@ -19,7 +19,7 @@ ALLOWED = {
     "runs": {"errors", "config"},
     "plan": {"errors", "config", "runs"},
     "data": {"errors", "config"},
-    "models": {"errors", "config", "data"},
+    "models": {"errors", "config", "plan", "data"},
     "evaluation": {"errors", "config", "data", "models"},
     "training": {"errors", "config", "runs", "plan", "data", "models", "evaluation"},
     "inference": {"errors", "config", "runs", "data", "models", "evaluation"},

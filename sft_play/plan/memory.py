@@ -1,7 +1,7 @@
 """Bytes of one training step on one device, in closed form. Pure: no torch, no I/O.
 
-Every term is linear in what it names; activation factors were fitted to an 8B Llama with PEFT in bfloat16 on an H200
-(9.1 MiB a token without checkpointing, 0.63 with) and are rough elsewhere: choose with a reserve.
+Every term is linear in what it names. Activation factors were fitted to an 8B Llama in bfloat16 on an H200, at 8192 tokens a micro-batch
+and without checkpointing (PEFT: 87 GiB for lora, 69 for qlora), and are rough elsewhere: choose with a reserve.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,9 @@ TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the 
 LOGIT_BYTES = 12  # a token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 GPU_CONTEXT_BYTES = int(0.6 * 2**30)  # CUDA context, cuBLAS workspaces
 CPU_CONTEXT_BYTES = int(0.8 * 2**30)  # Python with torch and transformers loaded
+LOSS_CHUNK_BYTES = int(0.75 * 2**30)  # of the fused loss: a chunk of logits in 16 bits and what their gradient needs beside them
 COLLECTIVE_BYTES = int(0.5 * 2**30)  # NCCL's buffers
+FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # a norm behind attention and MLP, too
 OFFLOAD_BUCKET_BYTES = int(1.0 * 2**30)
 
 
@@ -32,7 +34,8 @@ class StepShape:
     lora_targets: str | list[str]
     optim: str
     double_quant: bool
-    gradient_checkpointing: bool
+    checkpointed_layers: int  # the first so many are computed again in the backward pass
+    is_fast: bool  # fused kernels: see plan.fast
     world_size: int
     zero_stage: int  # 0 without DeepSpeed
     offload: bool
@@ -62,7 +65,6 @@ class StepBytes:
 
 def step_bytes(shape: ModelShape, step: StepShape) -> StepBytes:
     """Return the bytes of one micro-step on one device; ZeRO divides optimizer, gradients and weights from stages 1, 2 and 3 on."""
-    tokens = step.batch_size * step.seq_len
     trainable = shape.parameters if step.mode == "full" else shape.lora_parameters(step.lora_rank, step.lora_targets)
     by_stage = [step.world_size if step.zero_stage >= stage else 1 for stage in (1, 2, 3)]
     # DeepSpeed keeps a float32 master copy beside 16-bit weights
@@ -77,16 +79,16 @@ def step_bytes(shape: ModelShape, step: StepShape) -> StepBytes:
         adapters=0 if step.mode == "full" else 4 * trainable // by_stage[2],
         gradients=trained_bytes * trainable // by_stage[1],
         optimizer=0 if step.offload and step.is_gpu else optimizer,  # without a GPU it only moves within the host's memory
-        activations=tokens * activation_bytes_per_token(shape, step),
-        logits=tokens * shape.vocab * LOGIT_BYTES,
+        activations=_activation_bytes(shape, step),
+        logits=_loss_bytes(shape, step),
         buckets=OFFLOAD_BUCKET_BYTES if step.zero_stage else trained_bytes * trainable if step.world_size > 1 else 0,
         context=(GPU_CONTEXT_BYTES + (COLLECTIVE_BYTES if step.world_size > 1 else 0)) if step.is_gpu else CPU_CONTEXT_BYTES,
     )
 
 
-def at_batch(step: StepShape, batch_size: int, gradient_checkpointing: bool) -> StepShape:
-    """Return the same step on another micro-batch, with or without checkpointing."""
-    return replace(step, batch_size=batch_size, gradient_checkpointing=gradient_checkpointing)
+def at_batch(step: StepShape, batch_size: int, checkpointed_layers: int) -> StepShape:
+    """Return the same step on another micro-batch, with other layers checkpointed."""
+    return replace(step, batch_size=batch_size, checkpointed_layers=checkpointed_layers)
 
 
 def base_weight_bytes(shape: ModelShape, step: StepShape) -> int:
@@ -97,11 +99,38 @@ def base_weight_bytes(shape: ModelShape, step: StepShape) -> int:
     return int(four_bit * shape.block_weights) + step.weight_bytes * shape.other_weights
 
 
-def activation_bytes_per_token(shape: ModelShape, step: StepShape) -> int:
-    """Return what the backward pass needs of one token: every block's, or with checkpointing one block's and all inputs."""
-    wide = step.compute_bytes // 2
-    adapter_copies = 0 if step.mode == "full" else 1  # PEFT casts each target's input to float32
-    block = wide * ((18 + 8 * adapter_copies) * shape.hidden + (9 + 4 * adapter_copies) * shape.intermediate)
-    if not step.gradient_checkpointing:
-        return shape.layers * block
-    return shape.layers * step.compute_bytes * shape.hidden + block
+def layer_bytes_per_token(shape: ModelShape, step: StepShape) -> int:
+    """Return what the backward pass of one layer needs of one token.
+
+    Fused, that is each linear layer's input once, queries, keys and values, and the residual stream before each norm; of the
+    MLP gate and up, their product being computed again. At 8B: 3.4 MiB over all layers, where PEFT keeps 7.6 (lora) and 6.5 (qlora).
+    """
+    wide, h, i = step.compute_bytes // 2, shape.hidden, shape.intermediate
+    if not step.is_fast:
+        adapters = {"lora": 4 * h + 2 * i, "qlora": h + i // 2, "full": 0}[step.mode]
+        return wide * (18 * h + 9 * i + adapters)
+    heads = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim  # queries, output, keys, values
+    norms = 4 if shape.model_type in FOUR_NORMS else 2
+    residual = norms * h * step.weight_bytes if step.mode == "full" else 2 * norms * h  # the stream has the type of the embedding
+    product = 2 * i if step.mode == "full" else 0  # the gradient of down_proj's weight needs it
+    return wide * (4 * h + residual + 2 * heads + 4 * i + product)
+
+
+def _activation_bytes(shape: ModelShape, step: StepShape) -> int:
+    """What is held when the backward pass begins, and what it adds.
+
+    A checkpointed layer keeps its input. It is computed again when the layers behind it have given theirs back, so that only
+    where all are checkpointed does one come on top, and then when the loss is done with.
+    """
+    tokens, kept = step.batch_size * step.seq_len, shape.layers - step.checkpointed_layers
+    layer = tokens * layer_bytes_per_token(shape, step)
+    again = 0 if kept else max(0, layer - _loss_bytes(shape, step))
+    gradients = tokens * step.compute_bytes * (2 * shape.hidden + 3 * shape.intermediate) if step.is_fast else 0
+    return kept * layer + step.checkpointed_layers * tokens * step.compute_bytes * shape.hidden + again + gradients
+
+
+def _loss_bytes(shape: ModelShape, step: StepShape) -> int:
+    """All logits and what is made of them; fused, a chunk of them, and the last hidden states with their gradient."""
+    tokens = step.batch_size * step.seq_len
+    logits = tokens * shape.vocab * LOGIT_BYTES
+    return min(logits, LOSS_CHUNK_BYTES) + 2 * tokens * step.compute_bytes * shape.hidden if step.is_fast else logits

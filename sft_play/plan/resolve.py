@@ -13,6 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import batch, memory, sources
 from sft_play.plan.devices import Hardware
+from sft_play.plan.fast import is_fast
 from sft_play.plan.launch import Ranks, visible_entries
 from sft_play.plan.packing import resolve_packing
 from sft_play.plan.shapes import ModelShape, load_shape
@@ -54,7 +55,9 @@ class Plan:
             "effective_batch": self.chosen.effective_batch,
             "packing": self.packing,
             "micro_batches": self.micro_batches,
-            "gradient_checkpointing": self.chosen.gradient_checkpointing,
+            "checkpointing": self.chosen.checkpointing,
+            "checkpointed_layers": self.chosen.checkpointed_layers,
+            "gradient_checkpointing": self.chosen.checkpointed_layers > 0,
             "zero_stage": self.zero_stage,
             "deepspeed": self.deepspeed,
             "deepspeed_source": self.deepspeed_source,
@@ -70,7 +73,7 @@ class Plan:
         return (
             f"plan device={r.device} world={r.world_size} strategy={r.strategy}{f' zero={self.zero_stage}' if self.deepspeed else ''} "
             f"batch={c.batch_size} x {r.world_size} x accum={c.grad_accum} = {c.effective_batch} packing={str(self.packing).lower()} "
-            f"checkpointing={str(c.gradient_checkpointing).lower()} "
+            f"checkpointing={c.checkpointing}{f':{c.checkpointed_layers}/{c.layers}' if c.checkpointing == 'selective' else ''} "
             f"compute={precision(self.config)} predicted_peak={self.memory.predicted_peak / GIB:.2f}GiB of {self.budget_bytes / GIB:.2f}GiB"
         )
 
@@ -101,14 +104,14 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     stage = deepspeed.zero_stage(raw) if raw else 0
     offload = bool(raw) and deepspeed.offloads(raw)[0]
     _refuse_combinations(loaded, stage, offload, ranks)
-    step = _step_shape(config, ranks, bf16 or fp16, stage, offload)
+    step = _step_shape(config, ranks, bf16 or fp16, stage, offload, shape.model_type)
     budget = _budget(hardware, ranks)
 
-    def peak(batch_size: int, checkpointing: bool) -> int:
-        return _bytes(shape, step, batch_size, checkpointing).predicted_peak
+    def peak(batch_size: int, checkpointed_layers: int) -> int:
+        return _bytes(shape, step, batch_size, checkpointed_layers).predicted_peak
 
-    chosen = batch.choose(_wanted(loaded, ranks), peak, budget, "a GPU" if ranks.device == "cuda" else "this host for each process")
-    estimate = _bytes(shape, step, chosen.batch_size, chosen.gradient_checkpointing)
+    chosen = batch.choose(_wanted(loaded, ranks, shape.layers), peak, budget, "a GPU" if ranks.device == "cuda" else "this host for each process")
+    estimate = _bytes(shape, step, chosen.batch_size, chosen.checkpointed_layers)
     notes += _batch_notes(loaded, chosen, ranks, estimate.predicted_peak, budget)
     packing, _ = resolve_packing(config.train.packing, shape.model_type, config.tuning.backend)
     resolved = _resolved(config, chosen, packing, bf16, fp16, ranks, environ)
@@ -236,7 +239,7 @@ def _refuse_combinations(loaded: LoadedConfig, stage: int, offload: bool, ranks:
         raise ConfigError("tuning.backend=unsloth does not run under DeepSpeed; use make train-distributed, or set TUNING_BACKEND=bnb")
 
 
-def _step_shape(config: Config, ranks: Ranks, is_half: bool, stage: int, offload: bool) -> memory.StepShape:
+def _step_shape(config: Config, ranks: Ranks, is_half: bool, stage: int, offload: bool, model_type: str) -> memory.StepShape:
     compute = 2 if is_half else 4
     by_name = {"float32": 4, "bfloat16": 2, "float16": 2}
     weights = by_name.get(config.model.dtype) or (4 if config.tuning.mode == "full" else compute)
@@ -250,7 +253,8 @@ def _step_shape(config: Config, ranks: Ranks, is_half: bool, stage: int, offload
         lora_targets=config.tuning.lora.target_modules,
         optim=config.train.optim,
         double_quant=config.tuning.bnb_4bit_use_double_quant,
-        gradient_checkpointing=False,
+        checkpointed_layers=0,
+        is_fast=is_fast(config, model_type, ranks.device, is_half, stage),
         world_size=ranks.world_size,
         zero_stage=stage,
         offload=offload,
@@ -258,8 +262,8 @@ def _step_shape(config: Config, ranks: Ranks, is_half: bool, stage: int, offload
     )
 
 
-def _bytes(shape: ModelShape, step: memory.StepShape, batch_size: int, checkpointing: bool) -> memory.StepBytes:
-    return memory.step_bytes(shape, memory.at_batch(step, batch_size, checkpointing))
+def _bytes(shape: ModelShape, step: memory.StepShape, batch_size: int, checkpointed_layers: int) -> memory.StepBytes:
+    return memory.step_bytes(shape, memory.at_batch(step, batch_size, checkpointed_layers))
 
 
 def _budget(hardware: Hardware, ranks: Ranks) -> int:
@@ -268,7 +272,7 @@ def _budget(hardware: Hardware, ranks: Ranks) -> int:
     return int(free * (1 - RESERVE))
 
 
-def _wanted(loaded: LoadedConfig, ranks: Ranks) -> batch.Wanted:
+def _wanted(loaded: LoadedConfig, ranks: Ranks, layers: int) -> batch.Wanted:
     train = loaded.config.train
     return batch.Wanted(
         batch_size=train.batch_size,
@@ -278,6 +282,8 @@ def _wanted(loaded: LoadedConfig, ranks: Ranks) -> batch.Wanted:
         gradient_checkpointing=train.gradient_checkpointing,
         seq_len=loaded.config.model.max_seq_len,
         world_size=ranks.world_size,
+        layers=layers,
+        is_by_layer=loaded.config.tuning.backend != "unsloth",
     )
 
 
@@ -294,7 +300,7 @@ def _resolved(config: Config, chosen: batch.Chosen, packing: bool, bf16: bool, f
             "grad_accum": chosen.grad_accum,
             "effective_batch_size": chosen.effective_batch,
             "packing": packing,
-            "gradient_checkpointing": chosen.gradient_checkpointing,
+            "gradient_checkpointing": chosen.checkpointed_layers > 0,
             "bf16": bf16,
             "fp16": fp16,
             "eval_batch_size": chosen.batch_size if config.train.eval_batch_size == "auto" else config.train.eval_batch_size,

@@ -38,8 +38,7 @@ def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) 
         bf16=train.bf16,
         fp16=train.fp16,
         use_cpu=on_cpu and not uses_deepspeed,  # with it Trainer would wrap the model in DDP, and DeepSpeed never start
-        gradient_checkpointing=train.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},  # reentrant needs input gradients and breaks DDP
+        gradient_checkpointing=False,  # models.checkpointing has chosen the layers; Trainer would take all of them
         ddp_find_unused_parameters=train.ddp_find_unused_parameters,
         ddp_broadcast_buffers=train.ddp_broadcast_buffers,
         ddp_bucket_cap_mb=train.ddp_bucket_cap_mb,

@@ -46,6 +46,7 @@ class Report:
             "device": plan["device"],
             "backend": backend,
             "mode": mode,
+            "checkpointing": plan["checkpointing"],
             "global_step": 0,
             "pid": os.getpid(),
             "launcher_pid": os.getppid(),

@@ -73,6 +73,15 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def allow_tf32(device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Let a GPU round float32 factors to 10 bits of mantissa where a run computes in 16 bits: matmuls that autocast leaves alone.
+
+    A run in float32 asked for float32, and a CPU would round to bfloat16 or gain nothing.
+    """
+    if device.type == "cuda" and compute_dtype != torch.float32:
+        torch.set_float32_matmul_precision("high")
+
+
 def _device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
@@ -81,7 +90,6 @@ def _device(kind: str, local_rank: int) -> torch.device:
             f"cuda:{local_rank} was planned and torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu"
         )
     torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = True  # float32 matmuls that autocast leaves alone
     return torch.device("cuda", local_rank)
 
 

@@ -24,6 +24,7 @@ from sft_play.data.store import Split
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator, Ranks
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import Placement, load_model
 from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
@@ -65,6 +66,7 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     made_of = make_stamp(config, plan, data, tokenizer)
     checkpoint = checkpoint_to_resume(config, plan, made_of)
     check_vocabulary(config, tokenizer, data.vocabulary())
+    runtime.allow_tf32(process.device, compute_dtype(config))
     model = load_model(config, Placement(process.device, compute_dtype(config), plan["zero_stage"]))
     log_model(model, config, process, plan)
     clock.lap("load")
@@ -130,6 +132,8 @@ def build_trainer(
     made_of: dict[str, Any],
 ) -> SftTrainer:
     """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
+    if config.tuning.backend != "unsloth":  # which has its own
+        checkpoint_layers(model, plan["checkpointed_layers"])
     layout = Layout(config.model.max_seq_len, config.train.batch_size, plan["effective_batch"], plan["world_size"])
     micro_batches = plan["micro_batches"] if plan["packing"] else None
     speed = EvalSpeedCallback()

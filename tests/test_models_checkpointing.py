@@ -1,0 +1,135 @@
+"""sft_play.models.checkpointing: the first layers are computed twice, which changes memory alone."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
+
+LAYERS = 4
+IDS = torch.arange(2 * 24).reshape(2, 24) % 96
+
+
+def tiny(dropout: float = 0.0) -> nn.Module:
+    """A Llama with adapters whose B is not zero, in training."""
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=LAYERS, num_attention_heads=4, use_cache=False, attention_dropout=dropout
+        )
+    )
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, lora_dropout=dropout))
+    return model.train()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients of one step from the same random state."""
+    torch.manual_seed(1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes that a forward pass keeps for the backward pass; a storage counts once, weights not at all."""
+    held: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(input_ids=IDS, labels=IDS).loss  # alive, so that no address is used twice
+    del loss
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("count", [1, 3, LAYERS])
+def test_checkpointed_layers_give_the_same_gradients(count: int, dropout: float) -> None:
+    """To the bit: the same operations on the same numbers, in the same random state."""
+    plain, checkpointed = tiny(dropout), tiny(dropout)
+    checkpoint_layers(checkpointed, count)
+    for one, other in zip(gradients(plain), gradients(checkpointed), strict=True):
+        assert torch.equal(one, other)
+
+
+def calls_of(model: nn.Module, layers: list[nn.Module]) -> list[int]:
+    """How often each layer's MLP runs in one step."""
+    calls = [0] * len(layers)
+
+    def counter(number: int) -> Callable[..., None]:
+        def count(*_: object) -> None:
+            calls[number] += 1
+
+        return count
+
+    handles = [layer.mlp.register_forward_pre_hook(counter(number)) for number, layer in enumerate(layers)]
+    gradients(model)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+@pytest.mark.parametrize("count", range(LAYERS + 1))
+def test_the_first_layers_are_computed_twice_and_the_others_once(count: int) -> None:
+    model = tiny()
+    checkpoint_layers(model, count)
+    assert calls_of(model, decoder_layers(model)) == [2] * count + [1] * (LAYERS - count)
+
+
+def test_each_layer_more_keeps_fewer_bytes_by_as_much() -> None:
+    kept = []
+    for count in range(LAYERS + 1):
+        model = tiny()
+        checkpoint_layers(model, count)
+        kept.append(kept_bytes(model))
+    freed = [more - less for more, less in itertools.pairwise(kept)]
+    assert min(freed) > 0.1 * kept[0] and max(freed) - min(freed) < 0.02 * kept[0]
+
+
+def test_the_first_layer_computes_no_gradient_of_the_embeddings() -> None:
+    model = tiny()
+    checkpoint_layers(model, LAYERS)
+    assert not model.get_input_embeddings()(IDS).requires_grad
+
+
+def test_evaluation_computes_nothing_twice() -> None:
+    model = tiny().eval()
+    checkpoint_layers(model, LAYERS)
+    assert calls_of(model, decoder_layers(model)) == [1] * LAYERS
+
+
+def test_the_layers_are_the_longest_stack() -> None:
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision = nn.ModuleList(
+                list(LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=2)).model.layers)
+            )
+            self.language = tiny()
+            self.heads = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
+
+    model = Seeing()
+    assert decoder_layers(model) == list(model.language.get_base_model().model.layers)
+
+
+def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Loop(GPT2LMHeadModel):
+        """A model of an older make, whose layers are no GradientCheckpointingLayer."""
+
+    model = Loop(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4))
+    model.transformer.h = nn.ModuleDict({"0": model.transformer.h[0], "1": model.transformer.h[1]})
+    checkpoint_layers(model, 1)
+    assert model.is_gradient_checkpointing
+    assert "Loop has no layers to choose from" in caplog.text
+    caplog.clear()
+    checkpoint_layers(tiny(), 0)
+    assert not caplog.text
