@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.models import bnb, lora
+from sft_play.models.fast.install import make_fast
 from sft_play.models.tokenizer import first_line
 
 
@@ -26,7 +27,7 @@ class Placement:
 
 
 def load_model(config: Config, placement: Placement) -> PreTrainedModel:
-    """Return the model to train: base weights, quantised where asked, with adapters unless mode is full.
+    """Return the model to train: base weights, quantised where asked, with adapters unless mode is full, made fast.
 
     Raises: EnvironmentFault when the weights cannot be had; ConfigError when targets match no layer.
     """
@@ -35,9 +36,10 @@ def load_model(config: Config, placement: Placement) -> PreTrainedModel:
 
         return unsloth.load(config, placement)
     model = load_base(config, placement)
-    if config.tuning.mode == "full":
-        return model
-    return lora.add_adapters(model, config)
+    if config.tuning.mode != "full":
+        model = lora.add_adapters(model, config)
+    make_fast(model, config, placement)
+    return model
 
 
 def load_base(config: Config, placement: Placement, dtype: torch.dtype | Literal["auto"] | None = None) -> PreTrainedModel:

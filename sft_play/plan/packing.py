@@ -33,6 +33,9 @@ def resolve_packing(setting: bool | Auto, model_type: str, backend: str) -> tupl
     return True, None
 
 
-def needs_boundaries(attn_implementation: str) -> bool:
-    """Return whether a packed batch has to name the boundaries of its documents; these two find them in position ids, in any batch."""
-    return attn_implementation not in ("auto", "sdpa", "eager")
+def needs_boundaries(attn_implementation: str, has_fast_attention: bool = False) -> bool:
+    """Return whether a packed batch has to name the boundaries of its documents.
+
+    Flash attention and our own work by them; sdpa and eager find them in position ids, in any batch.
+    """
+    return has_fast_attention or attn_implementation not in ("auto", "sdpa", "eager")
