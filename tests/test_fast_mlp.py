@@ -1,0 +1,239 @@
+"""The fused gated MLP computes what transformers and PEFT compute, and keeps less for backward."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from sft_play.models.fast import gated as gated_module
+from sft_play.models.fast import mlp as mlp_module
+from sft_play.models.fast.gated import activation_of, gated, gated_backward
+from sft_play.models.fast.mlp import lora_mlp
+
+HIDDEN, INNER, TOKENS = 64, 160, 12
+# float32: sums of up to 320 terms in another order, three products deep
+EXACT = 2e-6
+FAMILIES = {
+    "llama": (LlamaMLP, LlamaConfig),
+    "mistral": (MistralMLP, MistralConfig),
+    "qwen2": (Qwen2MLP, Qwen2Config),
+    "gemma2": (Gemma2MLP, Gemma2Config),
+    "phi3": (Phi3MLP, Phi3Config),
+}
+ALL = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+
+
+def an_mlp(family: str = "llama", targets: tuple[str, ...] = ALL, nf4: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a family's MLP with adapters on some of its linears, B drawn at random."""
+    torch.manual_seed(0)
+    kind, config = FAMILIES[family]
+    plain = kind(config(hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)).to(dtype)
+    if nf4:
+        for name, linear in list(plain.named_children()):
+            if isinstance(linear, nn.Linear):
+                packed = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4", compute_dtype=dtype)
+                packed.load_state_dict(linear.state_dict())
+                packed.support_avx512bf16_for_cpu = False  # see models/bnb.py
+                setattr(plain, name, packed.to("cpu"))
+    present = [name for name in targets if hasattr(plain, name)]
+    model = get_peft_model(nn.ModuleDict({"mlp": plain}), LoraConfig(r=4, lora_alpha=6, target_modules=present, lora_dropout=dropout))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.base_model.model["mlp"]
+
+
+def fused(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
+    activation = activation_of(getattr(mlp, "act_fn", None) or mlp.activation_fn)
+    if hasattr(mlp, "gate_up_proj"):
+        return lora_mlp(x, mlp.gate_up_proj, None, mlp.down_proj, activation)
+    return lora_mlp(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj, activation)
+
+
+def plainly(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
+    return mlp(x)
+
+
+def results(work: Callable[[torch.Tensor, nn.Module], torch.Tensor], mlp: nn.Module, passes: int = 1) -> dict[str, torch.Tensor]:
+    """The output and the gradient of x of the last pass, and the gradients of all parameters, accumulated over the passes."""
+    mlp.zero_grad()
+    torch.manual_seed(1)
+    for _ in range(passes):
+        x = torch.randn(2, TOKENS // 2, HIDDEN, requires_grad=True)
+        y = work(x, mlp)
+        (y * torch.randn(y.shape)).sum().backward()
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in mlp.named_parameters() if p.requires_grad}}
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference, relative to the largest element of its tensor."""
+    assert found.keys() == wanted.keys()
+    assert all(found[name].dtype == wanted[name].dtype for name in wanted)
+    return max(float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_the_plain_ones(family: str) -> None:
+    mlp = an_mlp(family)
+    assert worst(results(fused, mlp, passes=2), results(plainly, mlp, passes=2)) < EXACT
+
+
+@pytest.mark.parametrize("targets", [("down_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("up_proj", "down_proj")])
+def test_linears_without_adapters_are_fused_too(targets: tuple[str, ...]) -> None:
+    mlp = an_mlp(targets=targets)
+    assert worst(results(fused, mlp), results(plainly, mlp)) < EXACT
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_four_bit_weights_give_the_plain_outputs_and_gradients(family: str) -> None:
+    mlp = an_mlp(family, nf4=True)
+    # forward, bitsandbytes multiplies packed weights on a CPU by a kernel of its own; it differs from its own unpacked weights by this
+    assert worst(results(fused, mlp), results(plainly, mlp)) < 2e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_mlp_has_the_same_gradients(reentrant: bool) -> None:
+    mlp = an_mlp()
+    found = results(lambda x, mlp: checkpoint(fused, x, mlp, use_reentrant=reentrant), mlp)
+    assert worst(found, results(plainly, mlp)) < EXACT
+
+
+def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones() -> None:
+    mlp = an_mlp()
+
+    def half(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = fused(x, mlp)
+        assert y.dtype == torch.bfloat16
+        return y.float()
+
+    # bfloat16 has 8 bits, and three products follow one another, each rounded by 2^-9 of its size
+    assert worst(results(half, mlp), results(plainly, mlp)) < 3e-2
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+    mlp, x = an_mlp(), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    loss = fused(x, mlp).square().sum()
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_an_mlp_whose_weights_are_trained_has_their_gradients(family: str) -> None:
+    mlp = FAMILIES[family][0](FAMILIES[family][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0))
+    assert worst(results(fused, mlp), results(plainly, mlp)) < EXACT
+
+
+def test_an_mlp_with_dropout_computes_as_peft_does() -> None:
+    mlp = an_mlp(dropout=0.5)
+    torch.manual_seed(3)
+    wanted = mlp(torch.ones(1, HIDDEN))
+    torch.manual_seed(3)
+    torch.testing.assert_close(fused(torch.ones(1, HIDDEN), mlp), wanted)
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_without_gradients_the_output_is_the_same(nf4: bool) -> None:
+    mlp, x = an_mlp(nf4=nf4), torch.randn(TOKENS, HIDDEN)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x, mlp), mlp(x), rtol=1e-4, atol=1e-5)
+
+
+def test_backward_keeps_the_input_and_two_inner_outputs() -> None:
+    mlp, tokens = an_mlp(dtype=torch.bfloat16), 500
+    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    saved = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = fused(x, mlp)
+    adapters = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
+    ranks = 3 * 4
+    assert kept.dtype == torch.bfloat16
+    assert sum(saved.values()) <= 2 * (tokens * (HIDDEN + 2 * INNER + ranks) + adapters)
+
+
+REFERENCE = {"silu": functional.silu, "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh")}
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+def test_the_formula_is_torchs_activation(activation: str) -> None:
+    gate, up = (torch.linspace(-30, 30, 1000, dtype=torch.float64).roll(shift).view(10, 100).requires_grad_() for shift in (0, 3))
+    torch.testing.assert_close(gated(gate, up, activation), REFERENCE[activation](gate) * up, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda g, u: gated(g, u, activation), (gate, up))
+
+
+@pytest.mark.parametrize("activation", REFERENCE)
+def test_backward_may_write_the_product_over_its_gradient(activation: str) -> None:
+    both, dh = torch.randn(2, 7, 2 * INNER), torch.randn(7, INNER)
+    gate, up = both[0].chunk(2, -1)  # rows that lie apart
+    wanted, dboth = gated(gate, up, activation), torch.empty_like(both[0])
+    product = dh.clone()
+    gated_backward(product, gate, up, activation, *dboth.chunk(2, -1), h=product)
+    torch.testing.assert_close(product, wanted)
+    leaf = both[0].clone().requires_grad_()
+    (REFERENCE[activation](leaf[:, :INNER]) * leaf[:, INNER:]).backward(dh)
+    torch.testing.assert_close(dboth, leaf.grad)
+
+
+def test_activations_are_known_by_what_they_compute() -> None:
+    kinds = {
+        name: activation_of(FAMILIES[name][0](FAMILIES[name][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)).act_fn)
+        for name in ("llama", "gemma2", "qwen2")
+    }
+    assert kinds == {"llama": "silu", "gemma2": "gelu_tanh", "qwen2": "silu"}
+    assert activation_of(nn.GELU()) is None and activation_of(nn.ReLU()) is None
+    assert activation_of(nn.GELU(approximate="tanh")) == "gelu_tanh"
+
+
+MUTANTS = {
+    "product from the gradients": (mlp_module, "gated_backward", lambda f: lambda dh, g, u, act, dg, du, h: f(dh, g, u, act, dg, du)),
+    "gate and up exchanged": (mlp_module, "gated_backward", lambda f: lambda dh, g, u, act, dg, du, h: f(dh, u, g, act, dg, du, h)),
+    "slope forgotten": (gated_module, "exponent", lambda f: lambda g, act: (f(g, act)[0], 0.0)),
+    "dx without the adapters": (mlp_module, "input_gradient", lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, function, mutate = MUTANTS[name]
+    mlp = an_mlp()
+    wanted = results(plainly, mlp)
+    monkeypatch.setattr(module, function, mutate(getattr(module, function)))
+    assert worst(results(fused, mlp), wanted) > 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", REFERENCE)
+def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype) -> None:
+    from sft_play.models.fast import gated_kernels
+
+    torch.manual_seed(0)
+    rows, features = 33, 1500  # no multiple of a block
+    gate, up = (4 * torch.randn(rows, 2 * features, device="cuda", dtype=dtype)).chunk(2, -1)
+    dh = torch.randn(rows, features, device="cuda", dtype=dtype)
+    cpu = SimpleNamespace(gate=gate.cpu(), up=up.cpu(), dgate=torch.empty(rows, features, dtype=dtype), dup=torch.empty(rows, features, dtype=dtype))
+    h = dh.cpu()
+    gated_backward(h, cpu.gate, cpu.up, activation, cpu.dgate, cpu.dup, h)
+    dboth, product = torch.empty(rows, 2 * features, device="cuda", dtype=dtype), dh.clone()
+    gated_kernels.backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8  # both round the same float32 value, which differs by 1e-7 of its size
+    for found, wanted in ((dboth[:, :features], cpu.dgate), (dboth[:, features:], cpu.dup), (product, h), (gated_kernels.forward(gate, up, activation), h)):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=tolerance, atol=tolerance * 0.1)
