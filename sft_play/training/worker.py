@@ -25,6 +25,7 @@ from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator, Ranks
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.install import takes_boundaries
 from sft_play.models.load import Placement, load_model
 from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
@@ -143,7 +144,7 @@ def build_trainer(
         processing_class=tokenizer,
         train_dataset=TrainRows(data.train),
         eval_dataset=TrainRows(data.validation),  # Trainer asks for one; the evaluator holds what is evaluated
-        data_collator=collator(config, plan, tokenizer),
+        data_collator=collator(config, plan, tokenizer, model),
         order=StepSampler(data.train.lengths, layout, config.train.order_seed, micro_batches),
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
         speed=speed,
@@ -155,10 +156,11 @@ def build_trainer(
     return trainer
 
 
-def collator(config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PackCollator | PadCollator:
+def collator(config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module) -> PackCollator | PadCollator:
     """Return what makes a micro-batch of sequences: several documents in each where the run packs, else one."""
     if plan["packing"]:
-        return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, needs_boundaries(config.model.attn_implementation))
+        varlen = needs_boundaries(config.model.attn_implementation, takes_boundaries(model))
+        return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, varlen)
     return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
 
 
