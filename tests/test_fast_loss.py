@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sft_play.data.collate import labelled
+from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import loss as fast_loss
 from sft_play.models.fast.loss import can_fuse_loss, chunk_rows, fuse_loss, fused_nll, is_loss_fused, linear_nll, nll_to_gradient_
 from sft_play.models.losses import summed_nll
@@ -105,3 +107,234 @@ def test_half_precision_loses_no_more_than_the_plain_loss_does(small_chunks, dty
 
 def _nll64_uncapped(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+
+
+# Models
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "max_position_embeddings": 64}
+FUSABLE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2")
+
+
+def tiny(model_type: str, **changes: object) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **{**SIZES, **SPECIAL, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False))
+    return model.train()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and labels (2, 24): the second row ends in padding, some tokens carry no loss."""
+    torch.manual_seed(1)
+    ids = torch.randint(2, VOCABULARY, (2, 24))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.5, IGNORE_INDEX)
+    labels[1, 15:] = IGNORE_INDEX
+    return ids, labels
+
+
+def plain_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    return _stepped(model, summed_nll(model(input_ids=ids).logits, labels))
+
+
+def fused_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    return _stepped(model, fused_nll(model, model, {"input_ids": ids}, *labelled(labels)))
+
+
+def _stepped(model: PreTrainedModel, nll: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    (nll / 8).backward()
+    return [nll.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("model_type", FUSABLE)
+def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
+    model = adapted(tiny(model_type)) if is_lora else tiny(model_type)
+    plain = plain_step(model, *batch())
+    assert can_fuse_loss(model, zero_stage=0) is None and model.training
+    fuse_loss(model)
+    fused = fused_step(model, *batch())
+    assert len(fused) == len(plain) > 10
+    assert all(gap([ours], [theirs]) <= 1e-5 for ours, theirs in zip(fused, plain, strict=True) if theirs.any())  # through two layers back
+
+
+def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
+    capped, bare = tiny("gemma2", final_logit_softcapping=1.0), tiny("gemma2", final_logit_softcapping=None)
+    losses = []
+    for model in (capped, bare):
+        plain = plain_step(model, *batch())
+        fuse_loss(model)
+        losses.append(fused_step(model, *batch())[0])
+        assert gap([losses[-1]], [plain[0]]) <= CLOSE
+    assert abs(losses[0] - losses[1]) > 0.1
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast: bool) -> None:
+    model = tiny("llama")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain = plain_step(model, *batch())
+        fuse_loss(model)
+        fused = fused_step(model, *batch())
+    assert gap(fused[:1], plain[:1]) <= (1e-3 if autocast else CLOSE)  # float32 sums of the same bfloat16 logits
+    assert all(
+        one.dtype == other.dtype == torch.float32 and gap([one], [other]) <= (0.03 if autocast else 1e-5) for one, other in zip(fused, plain, strict=True)
+    )
+
+
+def test_weights_files_evaluation_and_generation_are_as_before(tmp_path: Path) -> None:
+    model = tiny("llama")
+    other = copy.deepcopy(model)
+    fuse_loss(other)
+    assert is_loss_fused(other) and not is_loss_fused(model)
+    fused_step(other, *batch())
+    assert list(other.state_dict()) == list(model.state_dict())
+    ids, _ = batch()
+    for training in (True, False):
+        assert torch.equal(other.train(training)(input_ids=ids).logits, model.train(training)(input_ids=ids).logits)
+    answers = [one.generate(input_ids=ids[:1, :5], max_new_tokens=5, do_sample=False) for one in (model, other)]
+    assert torch.equal(*answers)
+    other.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits, model(input_ids=ids).logits)
+    copied = copy.deepcopy(other)
+    assert gap(fused_step(copied.train(), *batch()), plain_step(model.train(), *batch())) <= 1e-5
+    assert copied.lm_head.forward.head is copied.lm_head, "a copy runs its own head"
+
+
+def test_a_failed_pass_leaves_nothing_announced() -> None:
+    model = tiny("llama")
+    fuse_loss(model)
+    ids, labels = batch()
+    with pytest.raises(TypeError):
+        fused_nll(model, model, {"input_ids": "no tensor"}, *labelled(labels))
+    assert model(input_ids=ids).logits.shape == (2, 24, VOCABULARY)
+
+
+# Where it does not apply
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "why"),
+    [
+        ("cohere", {"logit_scale": 0.0625}, "scaled or changed"),
+        ("granite", {"logits_scaling": 8.0}, "scaled or changed"),
+        ("phi", {}, "with a bias"),
+    ],
+)
+def test_a_head_whose_product_is_not_the_logits_is_left_alone(model_type: str, changes: dict[str, object], why: str) -> None:
+    assert why in can_fuse_loss(tiny(model_type, **changes), zero_stage=0)
+
+
+def test_a_head_with_adapters_a_partitioned_one_and_a_patched_one_are_left_alone() -> None:
+    model = tiny("llama", tie_word_embeddings=False)
+    assert "ZeRO-3" in can_fuse_loss(model, zero_stage=3) and can_fuse_loss(model, zero_stage=2) is None
+    fuse_loss(model)
+    assert "patched" in can_fuse_loss(model, zero_stage=0)
+    trained_head = peft.get_peft_model(tiny("llama"), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head", "q_proj"]))
+    assert "not a plain Linear" in can_fuse_loss(trained_head, zero_stage=0)
+
+
+def test_weights_that_are_no_numbers_are_not_for_this_check() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    assert can_fuse_loss(model, zero_stage=0) is None
+
+
+# What would break it shows
+
+
+def no_shift(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the labels themselves, not of the tokens before them."""
+    positions, targets = labelled(labels)
+    return positions + 1, targets
+
+
+def one_missing(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    positions, targets = labelled(labels)
+    return positions[:-1], targets[:-1]
+
+
+def rows_without_their_first(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in (B, T - 1), as shifted logits have them."""
+    rows, columns = labels[:, 1:].ne(IGNORE_INDEX).nonzero(as_tuple=True)
+    return rows * (labels.shape[1] - 1) + columns, labels[:, 1:][rows, columns]
+
+
+@pytest.mark.parametrize("wrong", [no_shift, one_missing, rows_without_their_first])
+def test_labels_at_the_wrong_place_show(wrong: Callable) -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    plain = plain_step(model, ids, labels)
+    fuse_loss(model)
+    wrong_step = _stepped(model, fused_nll(model, model, {"input_ids": ids}, *wrong(labels)))
+    assert gap(wrong_step, plain) > 1e-2
+
+
+def no_target(logits, targets, softcap, scale):
+    nll = nll_to_gradient_(logits, targets, softcap, scale)
+    logits[torch.arange(len(targets)), targets] += 1
+    return nll
+
+
+def no_cap_in_the_gradient(logits, targets, softcap, scale):
+    return nll_to_gradient_(logits.copy_(torch.tanh(logits / softcap) * softcap), targets, None, scale)
+
+
+def last_chunk_lost(logits, targets, softcap, scale):
+    return nll_to_gradient_(logits, targets, softcap, scale) * (len(logits) == 128)
+
+
+@pytest.mark.parametrize("broken", [no_target, no_cap_in_the_gradient, last_chunk_lost])
+def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> None:
+    monkeypatch.setattr(fast_loss, "nll_to_gradient_", broken)
+    ours, theirs = (value_and_gradients(nll, *inputs(), softcap=2.0) for nll in (linear_nll, plain_nll))
+    assert gap(ours, theirs) > 1e-3
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "itemsize"), [(8192, 128256, 2), (1640, 128256, 2), (1, 128256, 4), (0, 32000, 2), (100, 97, 4), (1025, 262144, 2)]
+)
+def test_chunks_are_alike_and_within_their_bytes(tokens: int, vocabulary: int, itemsize: int) -> None:
+    rows = chunk_rows(tokens, vocabulary, itemsize)
+    assert rows * vocabulary * itemsize <= max(fast_loss.CHUNK_BYTES, 128 * vocabulary * itemsize)
+    chunks = -(-tokens // rows)
+    assert chunks <= 1 or rows % 128 == 0
+    assert tokens - (chunks - 1) * rows > rows // 2 - 128 or chunks <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
+    """In Triton's interpreter, which its own process needs to be started with."""
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED.format(dtype=dtype)], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+INTERPRETED = """
+import torch
+from sft_play.models.fast import loss, loss_kernel
+loss_kernel.BLOCK = 64  # several blocks a row, the last one not full
+torch.manual_seed(0)
+for softcap in (None, 3.0):
+    for scale in (1.0, 256.0):
+        logits = (4 * torch.randn(5, 301)).to(torch.{dtype})
+        targets = torch.tensor([0, 63, 64, 300, 7])
+        ours, theirs = logits.clone(), logits.clone()
+        values = loss_kernel.nll_to_gradient_(ours, targets, softcap, scale), loss.nll_to_gradient_(theirs, targets, softcap, scale)
+        torch.testing.assert_close(*values, rtol=1e-5, atol=0)
+        # float32: exponentials of two libraries; bfloat16: the last of 8 bits
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7 if logits.dtype == torch.bfloat16 else 1e-4, atol=1e-6 * scale)
+"""

@@ -125,6 +125,19 @@ class PackCollator:
         return batch
 
 
+def labelled(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the labels (B, T) of a batch are predicted, and what: positions (N,) in the flattened (B * T), targets (N,), int64.
+
+    Found here, on the CPU: a GPU that counts them makes its CPU wait for the number.
+
+    >>> [found.tolist() for found in labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
+    [[0, 1, 4], [6, 7, 9]]
+    """
+    following = labels[:, 1:]
+    rows, columns = following.ne(IGNORE_INDEX).nonzero(as_tuple=True)
+    return rows * labels.shape[1] + columns, following[rows, columns]
+
+
 def _width(sequences: Sequence[TokenSequence], max_seq_len: int | None) -> int:
     longest = max(len(sequence.ids) for sequence in sequences)
     return longest if max_seq_len is None else padded_width(longest, max_seq_len)

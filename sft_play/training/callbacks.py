@@ -15,6 +15,7 @@ from torch import distributed
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
+from sft_play.training.agreement import sum_over_ranks
 from sft_play.training.runtime import Process
 
 logger = logging.getLogger(__name__)
@@ -58,15 +59,15 @@ class EvalSpeedCallback(TrainerCallback):
 class Throughput(TrainerCallback):
     """Tokens per second over the steps behind the first, which pays for kernels, plans and allocations.
 
-    `tokens` counts real tokens of this rank as a tensor on its device, so that counting never waits for the GPU.
+    `tokens` counts real tokens of this rank, on the CPU, which collated them.
     """
 
     def __init__(self, process: Process, evaluations: EvalSpeedCallback):
         self.process, self.evaluations = process, evaluations
-        self.tokens = torch.zeros((), dtype=torch.int64, device=process.device)
+        self.tokens = 0
         self.save_seconds = self.first_step_seconds = 0.0
-        self._mark: tuple[float, float] | None = None  # (steady clock, tokens) at the end of the first step
-        self._end: tuple[float, float] | None = None
+        self._mark: tuple[float, int] | None = None  # (steady clock, tokens) at the end of the first step
+        self._end: tuple[float, int] | None = None
         self._begun = 0.0
 
     def clock(self) -> float:
@@ -78,11 +79,11 @@ class Throughput(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._mark is None:
-            self._mark = (self._now(), float(self.tokens))
+            self._mark = (self._now(), self.tokens)
             self.first_step_seconds = self._mark[0] - self._begun
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end = (self._now(), float(self.tokens))
+        self._end = (self._now(), self.tokens)
 
     def _now(self) -> float:
         if self.process.device.type == "cuda":
@@ -107,8 +108,8 @@ class Throughput(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; one that comes seconds later ends it at once.
 
-    Before the first step there is nothing to keep, and the first signal is a KeyboardInterrupt. Behind it the ranks agree by
-    an all-reduce: a signal that reaches one rank alone would leave the others in a collective. A rank that waits in C++ for
+    Before the first step there is nothing to keep, and the first signal is a KeyboardInterrupt. Behind it the ranks agree
+    at the end of each step: a signal that reaches one rank alone would leave the others in a collective. A rank that waits in C++ for
     one that is gone sees no signal; `when_stuck` is called for it, in a thread.
     """
 
@@ -157,9 +158,7 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         requested = self.requested
         if self.process.world_size > 1:
-            agreed = torch.tensor(float(requested), device=self.process.device)
-            distributed.all_reduce(agreed, distributed.ReduceOp.MAX)
-            requested = bool(agreed)
+            requested = sum_over_ranks(int(requested), args.ddp_timeout_delta) > 0
         if requested and state.global_step < state.max_steps:
             self.stopped = control.should_training_stop = control.should_save = control.should_log = True
             control.should_evaluate = False  # whoever stops a run waits, and launchers kill after 30 seconds

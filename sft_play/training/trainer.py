@@ -1,14 +1,16 @@
 """transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
 
 import functools
+import itertools
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedDataParallelKwargs
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch.utils.data import DataLoader
@@ -16,30 +18,36 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import rotate_checkpoints
 
-from sft_play.data.collate import Batch, TokenSequence
+from sft_play.data.collate import Batch, TokenSequence, labelled
 from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator, Scores
+from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.runs import stamp
+from sft_play.training.agreement import sum_over_ranks
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.check import check_finite
 
-REAL_TOKENS = "real_tokens"  # of a micro-batch: neither padding nor fillers; goes beside the model's inputs, up to the step
+# What goes beside a micro-batch's inputs, up to the step
+REAL_TOKENS = "real_tokens"  # int: neither padding nor fillers
+POSITIONS, TARGETS = "loss_positions", "loss_targets"  # (N,) of its labelled tokens, see `collate.labelled`
 
 
-def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
+def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
     """Return this micro-batch's share of the step's mean loss: summed nats / labelled tokens of the whole step.
 
     The divisor counts the tokens of all micro-batches of all ranks, so that every token weighs the same however the
-    step is cut up; Trainer multiplies by the number of ranks because DDP averages their gradients.
+    step is cut up.
     """
     return summed_nll(outputs.logits, labels) / num_items_in_batch
 
 
-def counted(collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]) -> Batch:
-    """Return the collated batch and its real tokens, a Python int: counting them on the GPU's tensors would cost kernels."""
-    return {**collate(sequences), REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences)}
+def for_a_step(collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]) -> Batch:
+    """Return the collated batch with what is counted and looked for on the CPU, since a GPU would make it wait for the answer."""
+    batch = collate(sequences)
+    positions, targets = labelled(batch["labels"])
+    return {**batch, POSITIONS: positions, TARGETS: targets, REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences)}
 
 
 class SftTrainer(Trainer):
@@ -56,7 +64,7 @@ class SftTrainer(Trainer):
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=self.order,
-            collate_fn=functools.partial(counted, self.data_collator),
+            collate_fn=functools.partial(for_a_step, self.data_collator),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
@@ -74,11 +82,33 @@ class SftTrainer(Trainer):
         self.order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
-        batches, labelled = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(itertools.islice(epoch_iterator, num_batches))
         self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
-        return batches, labelled
+        return batches, sum_over_ranks(sum(len(batch[TARGETS]) for batch in batches), self.args.ddp_timeout_delta)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: int = 1) -> torch.Tensor:
+        """Return a micro-batch's share of the step's mean loss, times the number of ranks, since gradients become the ranks' mean."""
+        assert not return_outputs, "evaluations have an evaluator"
+        inputs = dict(inputs)
+        labels, positions, targets = (inputs.pop(name) for name in ("labels", POSITIONS, TARGETS))
+        if is_loss_fused(self.model):
+            loss = fused_nll(self.model, model, inputs, positions, targets) / num_items_in_batch
+        else:
+            loss = token_mean_loss(model(**inputs), labels, num_items_in_batch)
+        return loss * self.accelerator.num_processes
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return 0: nobody reads Trainer's estimate, and it walks over all parameters in every micro-step."""
+        return 0
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        for handler in arguments["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.gradient_as_bucket_view = True  # one copy of the gradients less; Trainer has no argument for it
+        return arguments
 
     def scores(self, evaluator: Evaluator) -> Scores:
         """Return the scores of the model as it is now; the model is as before afterwards."""

@@ -190,8 +190,9 @@ def _logits_are_the_heads(model: nn.Module, head: nn.Linear) -> bool:
         return False
     expected, cap = seen[0].float(), _softcap(model)
     expected = expected if cap is None else torch.tanh(expected / cap) * cap
-    # rounding of a cap in half precision, 2^-8 of a logit; any scale or shift that matters is larger
-    return torch.allclose(logits.float(), expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
+    difference = (logits.float() - expected).abs().max().item()
+    # a cap rounds to 2^-8 of a logit in bfloat16, and a scale that matters changes more; weights that give NaN are for the evaluation to refuse
+    return not difference > 2**-7 * expected.abs().max().item()
 
 
 def _softcap(model: nn.Module) -> float | None:
