@@ -17,7 +17,7 @@ SFT := $(PY) -m sft_play
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan data-check preview \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
-  tensorboard tb-stop runs eval infer chat merge embedded bench-data test test-fast test-gpu lint clean
+  tensorboard tb-stop runs eval infer chat merge embedded bench bench-data test test-fast test-gpu lint clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -87,6 +87,9 @@ merge: $(ENV) ## merge RUN's adapter into its base model
 ## Work on SFT-Play
 embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes on a GPU host, a day on a CPU)
 	$(PY) scripts/build_embedded.py
+bench: $(ENV) ## time training beside the peers' on WORKS and ARMS, on a GPU (Unsloth: make install-unsloth first)
+	$(PY) -m pip install -q -r requirements-bench.txt
+	$(PY) -m benchmarks.speed
 bench-data: $(ENV) ## time data preparation beside TRL's, which it installs
 	$(PY) -m pip install -q -r requirements-bench.txt
 	$(PY) benchmarks/preparation.py
