@@ -302,13 +302,13 @@ QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unu
 RUN = {"num_train_epochs": EPOCHS, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "logging_steps": 1}
 
 
-def trainer_of(output_dir: Path, batch: int, packed: bool, process: Process = ALONE, tokenizer: Any = None, **arguments: Any) -> SftTrainer:
-    """The trainer of a new model."""
+def trainer_of(output_dir: Path, batch: int, packed: bool, process: Process = ALONE, tokenizer: Any = None, model: Any = None, **arguments: Any) -> SftTrainer:
+    """The trainer of a model, a new one where none is given."""
     samples, speed = documents(SAMPLES), EvalSpeedCallback()
     order = order_of(samples, packed, batch, world=process.world_size, epochs=EPOCHS)
     cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": order.micro_batches}
     return SftTrainer(
-        model=llama(is_lora=True),
+        model=model or llama(is_lora=True),
         args=TrainingArguments(str(output_dir), **{**QUIET, **RUN, **cut, **arguments}),
         processing_class=tokenizer,
         train_dataset=TrainRows(samples),
