@@ -122,13 +122,16 @@ def test_packed_documents_begin_at_position_0_and_padding_is_one_of_them() -> No
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_boundaries_are_those_of_the_flattened_batch() -> None:
+def test_boundaries_are_those_of_the_flattened_batch_with_padding_at_the_end_of_documents() -> None:
     batch = PackCollator(9, max_seq_len=8, varlen=True)([ROWS[0, 1], ROWS[2, 0]])
     starts = torch.nonzero(batch["position_ids"].flatten() == 0).flatten().tolist()
+    padding = {5, 15}
     for name in ("q", "k"):
-        assert batch[f"cu_seq_lens_{name}"].tolist() == [*starts, 16] == [0, 3, 5, 8, 12, 15, 16]
+        assert batch[f"cu_seq_lens_{name}"].tolist() == [*(start for start in starts if start not in padding), 16] == [0, 3, 8, 12, 16]
         assert batch[f"cu_seq_lens_{name}"].dtype == torch.int32
-        assert batch[f"max_length_{name}"] == 4
+        assert batch[f"max_length_{name}"] == 5
+    alone = PackCollator(9, max_seq_len=8, varlen=True)([ROWS[0], ROWS[2]])
+    assert alone["cu_seq_lens_q"].tolist() == [0, 8, 16] and alone["max_length_q"] == 8, "a row of one document is one as a whole"
     full = PackCollator(9, max_seq_len=7, varlen=True)([ROWS[0, 2]])
     assert full["cu_seq_lens_q"].tolist() == [0, 3, 7]  # nothing is padded, and no document is empty
 

@@ -98,7 +98,8 @@ class PackCollator:
     position_ids begin at 0 in every document, and the padding on the right is a document of its own: this, together with
     no attention_mask and no key-value cache, is what transformers tells documents apart by. With `varlen`, the boundaries
     of all documents of the flattened batch come along for flash attention, which by itself finds them in one row alone:
-    cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k.
+    cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. There padding is the end of a row's last
+    document, where nothing reads it: a row of one document is then one as a whole, which the fastest kernels can take.
 
     >>> two = TokenSequence(np.array([5, 6, 7, 8, 9]), np.array([-100, 6, -100, 8, 9]), lengths=(2, 3), real_tokens=5)
     >>> {name: tensor.tolist() for name, tensor in PackCollator(0, max_seq_len=8)([two]).items()}
@@ -120,6 +121,7 @@ class PackCollator:
             "position_ids": torch.from_numpy(positions),
         }
         if self.varlen:
+            documents = [length for *before, last, padding in lengths for length in (*before, last + padding)]  # (N,)
             boundaries = torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32)
             batch |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": max(documents), "max_length_k": max(documents)}
         return batch

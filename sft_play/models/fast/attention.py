@@ -129,13 +129,9 @@ def _varlen(
     """Torch's kernel for documents of any lengths: query (B * T, H, D), key and value (B * T, K, D), 16 bits wide."""
     assert query.numel() < MOST_ELEMENTS, f"{query.shape[0]} packed tokens of {query.shape[1:].numel()} features; set a smaller TRAIN_BATCH_SIZE"
     known = _varlen_options()
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)} if "window_size" in known else {"is_causal": True}
-    assert window is None or "window_size" in known, "a torch without windows in varlen_attn: what installs this asks for them"
-    groups = query.shape[1] // key.shape[1]
-    if "enable_gqa" in known:
-        options["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in known:  # without the word, fewer keys than queries are grouped all the same
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
     if "scale" in known:
         options["scale"] = scale
     else:
