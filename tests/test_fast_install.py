@@ -1,7 +1,6 @@
 """A model made fast trains what it trained: whole tiny models of every architecture, and nothing else about them changes."""
 
 import copy
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
-from sft_play.models.fast import attention
 from sft_play.models.fast.install import Installed, installed_on, make_fast, takes_boundaries
 from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
 from sft_play.training.isolation import measure_isolation
-from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -111,3 +109,158 @@ def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(name: str, is_pac
     plain = step(model, is_packed)
     make(model, mode)
     assert gap(plain, step(model, is_packed, names_boundaries=takes_boundaries(model))) <= SAME
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_a_checkpointed_fast_step_is_the_same(name: str) -> None:
+    model = plain_model(name)
+    plain = step(model, is_packed=True)
+    make(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert gap(plain, step(model, is_packed=True, names_boundaries=True)) <= SAME
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_packed_rows_without_boundaries_are_kept_apart_too(name: str) -> None:
+    model = plain_model(name)
+    plain = step(model, is_packed=True)
+    make(model)
+    assert gap(plain, step(model, is_packed=True, names_boundaries=False)) <= SAME
+
+
+def without_attention_heads(model: Any) -> None:
+    model.get_base_model().model.layers[0].self_attn.scaling *= 1.1
+
+
+def windows_too_long(model: Any) -> None:
+    for layer in model.get_base_model().model.layers:
+        layer.self_attn.sliding_window = WINDOW + 1
+
+
+def documents_joined(model: Any) -> None:
+    decoder = model.get_base_model().model
+    decoder.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "cu_seq_lens_q": None}), with_kwargs=True)
+
+
+@pytest.mark.parametrize("break_it", [without_attention_heads, windows_too_long, documents_joined])
+def test_the_comparison_of_steps_sees_what_is_wrong(break_it: Any) -> None:
+    model = plain_model("mistral")
+    plain = step(model, is_packed=True)
+    make(model)
+    break_it(model)
+    assert gap(plain, step(model, is_packed=True, names_boundaries=True)) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_evaluation_and_generation_are_the_same_to_the_bit(name: str) -> None:
+    model = plain_model(name).eval()
+    padded = batches(False, False)[0]
+    mask = padded["attention_mask"].flip(1)  # prompts are padded on the left
+    prompts = torch.where(mask == 1, padded["input_ids"].flip(1), 0)
+
+    @torch.no_grad()
+    def outcome() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits
+        return logits, model.generate(input_ids=prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=True)
+
+    before = outcome()
+    make(model)
+    assert all(torch.equal(one, two) for one, two in zip(before, outcome(), strict=True)) or name == "gemma2"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_are_kept_apart_by_fast_attention(name: str) -> None:
+    model = plain_model(name)
+    make(model)
+    collator = PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model))
+    assert measure_isolation(model, collator, VOCABULARY, CPU).holds
+    if takes_boundaries(model):
+        documents_joined(model)
+        assert not measure_isolation(model, collator, VOCABULARY, CPU).holds
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+def test_what_is_saved_is_plain_peft(name: str, tmp_path: Path) -> None:
+    model = plain_model(name)
+    names = list(model.state_dict())
+    make(model)
+    assert list(model.state_dict()) == names
+    model.save_pretrained(tmp_path / "adapter")
+    model.get_base_model().config.save_pretrained(tmp_path / "config")
+    assert "fast" not in (tmp_path / "config" / "config.json").read_text()
+    bare = plain_model(name).unload()
+    loaded = peft.PeftModel.from_pretrained(bare, tmp_path / "adapter").eval()
+    ids = batches(False, False)[0]["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+        merged = model.merge_and_unload()
+        assert torch.allclose(merged(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-4)  # one product for two
+
+
+def test_two_models_of_one_process_do_not_disturb_each_other() -> None:
+    plain, fast = plain_model("qwen3"), plain_model("qwen3")
+    before = step(plain, is_packed=True)
+    make(fast)
+    assert "forward" not in vars(plain.get_base_model().model.layers[0].self_attn)
+    assert gap(before, step(plain, is_packed=True)) == 0
+    copied = copy.deepcopy(fast)
+    one = copied.get_base_model().model.layers[0]
+    assert one.self_attn.forward.__self__ is one.self_attn, "a copy computes with its own weights"
+    assert gap(step(fast, True, True), step(copied, True, True)) == 0
+
+
+def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = plain_model("llama")
+    installed = make(model)
+    assert installed_on(model) == installed and takes_boundaries(model)
+    assert installed.on == {"attention": 2, "linears": 8, "mlp": 2, "loss": 1} and list(installed.off) == ["norms"]
+    assert [record.message for record in caplog.records if "fast path" in record.message] == [
+        "fast path: attention x2, linears x8, mlp x2, loss x1; no norms: its kernels are for GPUs"
+    ]
+
+
+def test_gemma_2_keeps_its_capped_attention() -> None:
+    installed = make(plain_model("gemma2"))
+    assert "attention" not in installed.on and {"linears", "mlp", "loss"} <= installed.on.keys()
+    assert "gemma2 computes it in another way" in installed.line()
+
+
+def test_dropout_of_adapters_keeps_their_linears_plain() -> None:
+    model = plain_model("llama", dropout=0.1)
+    installed = make(model)
+    assert "dropout" in installed.off["linears"] and {"attention", "mlp", "loss"} <= installed.on.keys()
+
+
+def test_dropout_of_attention_keeps_it_plain() -> None:
+    model = plain_model("llama")
+    model.get_base_model().model.layers[1].self_attn.attention_dropout = 0.1
+    installed = make(model)
+    assert "dropout of 0.1" in installed.off["attention"] and {"linears", "mlp"} <= installed.on.keys()
+
+
+def test_the_user_has_the_last_word() -> None:
+    model = plain_model("llama")
+    assert make(model, fast_path=False) == Installed({}, {"fused kernels": "train.fast_path=false"})
+    assert not takes_boundaries(model) and "forward" not in vars(model.get_base_model().model.layers[0].mlp)
+    chosen = settings().model_copy(update={"model": settings().model.model_copy(update={"attn_implementation": "eager"})})
+    assert make_fast(model, chosen, Placement(CPU, torch.float32, 0)).off["attention"] == "model.attn_implementation=eager"
+
+
+def test_an_architecture_that_nobody_looked_at_trains_as_it_is() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config)
+    assert make(model, "full").on == {} and "gpt2" in installed_on(model).off["fused kernels"]
+    with pytest.raises(ConfigError, match=r"train.fast_path=true: .*gpt2.*TRAIN_FAST_PATH=auto"):
+        make(model, "full", fast_path=True)
+
+
+def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:
+    installed = make(plain_model("llama", "full"), "full")
+    assert installed.off["linears"] == "mode full trains the weights themselves" and installed.on["mlp"] == 2
+
+
+def test_zero_3_keeps_what_it_gathers() -> None:
+    installed = make(plain_model("llama"), zero_stage=3)
+    assert "ZeRO-3" in installed.off["loss"]
