@@ -215,7 +215,7 @@ def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
 MUTANTS = {
     "scale forgotten": ("weights_of", lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1])),
     "scale forgotten backward": ("adapter_inputs_gradient", lambda f: lambda dy, ws, ad: f(dy, [w._replace(scale=1.0) for w in ws], ad)),
-    "dA of the outputs' gradient": ("adapter_gradients", lambda f: lambda x, xa, dy, du, ws, types: f(x, xa, dy, dy[0][:, : du.shape[1]], ws, types)),
+    "dA of the outputs' gradient": ("adapter_gradients", lambda f: lambda x, xa, dy, du, ws, t: f(x, xa, dy, dy[0][:, : du.shape[1]], ws, t)),
     "dx without the adapter": ("input_gradient", lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad)),
     "dx of the last linear alone": ("input_gradient", lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad)),
     "one adapter for all": ("columns", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),

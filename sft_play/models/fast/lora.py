@@ -177,7 +177,7 @@ class LinearsFunction(torch.autograd.Function):
         adapters = cast_adapters(parameters, x.dtype)
         outputs, xa = project(x, linears, adapters)
         ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
-        ctx.linears, ctx.types = linears, types_of(parameters)
+        ctx.linears, ctx.type = linears, type_of(parameters)
         return outputs
 
     @staticmethod
@@ -189,7 +189,7 @@ class LinearsFunction(torch.autograd.Function):
         dy = [rows(grad) for grad in grads]
         du = adapter_inputs_gradient(dy, ctx.linears, adapters)
         dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, *adapter_gradients(rows(x), xa, dy, du, ctx.linears, ctx.types)
+        return dx, None, *adapter_gradients(rows(x), xa, dy, du, ctx.linears, ctx.type)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -198,15 +198,21 @@ def rows(x: Tensor) -> Tensor:
 
 
 def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
-    """Return A_1, B_1, A_2, ... in `dtype`, the A's as one matrix so that x is read once for all of them."""
-    a = [tensor for tensor in parameters[::2] if tensor is not None]
-    stacked = None if not a else (a[0] if len(a) == 1 else torch.cat(a)).to(dtype)
-    return Adapters(stacked, tuple(None if b is None else b.to(dtype) for b in parameters[1::2]))
+    """Return A_1, B_1, A_2, ... in `dtype`, the A's as one matrix so that x is read once for all of them. One kernel copies all."""
+    a, b = ([tensor for tensor in parameters[start::2] if tensor is not None] for start in (0, 1))
+    if not a:
+        return Adapters(None, (None,) * (len(parameters) // 2))
+    ranks = [len(tensor) for tensor in a]
+    stacked = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
+    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
+    following = iter(copies)
+    return Adapters(stacked, tuple(None if tensor is None else next(following) for tensor in parameters[1::2]))
 
 
-def types_of(parameters: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
-    """Return the types that gradients must have: those of their parameters."""
-    return tuple(None if parameter is None else parameter.dtype for parameter in parameters)
+def type_of(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
+    """Return the type of the adapters' gradients, which is the parameters'; None without adapters."""
+    return next((parameter.dtype for parameter in parameters if parameter is not None), None)
 
 
 def columns(linears: Sequence[Weights]) -> list[slice]:
@@ -266,15 +272,24 @@ def input_gradient(dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[We
 
 
 def adapter_gradients(
-    x: Tensor, xa: Tensor | None, dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[Weights], types: Sequence[torch.dtype | None]
+    x: Tensor, xa: Tensor | None, dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[Weights], dtype: torch.dtype | None
 ) -> list[Tensor | None]:
-    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `types`; x (N, in), xa and du (N, R)."""
-    gradients = []
-    da = None if du is None else du.t() @ x  # (R, in)
-    for grad, linear, part, a_type, b_type in zip(dy, linears, columns(linears), types[::2], types[1::2], strict=True):
-        if not linear.rank:
-            gradients += [None, None]
-            continue
-        db = grad.new_empty(grad.shape[1], linear.rank).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
-        gradients += [da[part].to(a_type), db.to(b_type)]
-    return gradients
+    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), dy_i (N, out_i), xa and du (N, R).
+
+    They are parts of one buffer, which one kernel casts.
+    """
+    if du is None:
+        return [None, None] * len(linears)
+    ranks = du.shape[1]
+    sizes = [ranks * x.shape[1], *(grad.shape[1] * linear.rank for grad, linear in zip(dy, linears, strict=True))]
+    buffer = x.new_empty(sum(sizes))
+    of_a, *of_b = buffer.split(sizes)
+    torch.mm(du.t(), x, out=of_a.view(ranks, -1))
+    for grad, linear, db, part in zip(dy, linears, of_b, columns(linears), strict=True):
+        if linear.rank:
+            db.view(-1, linear.rank).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
+    of_a, *of_b = buffer.to(dtype).split(sizes)
+    of_a = of_a.view(ranks, -1).split([linear.rank for linear in linears])
+    return [
+        gradient for linear, da, db in zip(linears, of_a, of_b, strict=True) for gradient in ((da, db.view(-1, linear.rank)) if linear.rank else (None, None))
+    ]

@@ -25,7 +25,7 @@ from sft_play.models.fast.lora import (
     lora_linears,
     project,
     rows,
-    types_of,
+    type_of,
     weights_of,
 )
 
@@ -61,7 +61,7 @@ class MlpFunction(torch.autograd.Function):
         h = gated_forward(*halves(outputs), activation)
         (y,), ha = project(h, (down,), of_down)
         ctx.save_for_backward(x, xa, ha, of_inner.a, *of_inner.b, of_down.a, *of_down.b, *outputs)
-        ctx.linears, ctx.activation, ctx.types = linears, activation, types_of(parameters)
+        ctx.linears, ctx.activation, ctx.types = linears, activation, (type_of(parameters[:-2]), type_of(parameters[-2:]))
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -72,14 +72,14 @@ class MlpFunction(torch.autograd.Function):
         count = len(inner)
         x, xa, ha, a, *rest = ctx.saved_tensors
         of_inner, of_down = Adapters(a, tuple(rest[:count])), Adapters(rest[count], (rest[count + 1],))
-        grads, of_h = down_backward(rows(dy), ha, rest[count + 2 :], down, of_down, ctx.activation, ctx.types[-2:])
+        grads, of_h = down_backward(rows(dy), ha, rest[count + 2 :], down, of_down, ctx.activation, ctx.types[1])
         du = adapter_inputs_gradient(grads, inner, of_inner)
         dx = input_gradient(grads, du, inner, of_inner).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, None, *adapter_gradients(rows(x), xa, grads, du, inner, ctx.types[:-2]), *of_h
+        return dx, None, None, *adapter_gradients(rows(x), xa, grads, du, inner, ctx.types[0]), *of_h
 
 
 def down_backward(
-    dy: Tensor, ha: Tensor | None, outputs: list[Tensor], down: Weights, adapters: Adapters, activation: Activation, types: tuple
+    dy: Tensor, ha: Tensor | None, outputs: list[Tensor], down: Weights, adapters: Adapters, activation: Activation, dtype: torch.dtype | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the gradients of gate's and up's outputs (N, I), or of both as one (N, 2 I), and those of down's adapter; dy (N, out)."""
     du = adapter_inputs_gradient([dy], [down], adapters)
@@ -87,4 +87,4 @@ def down_backward(
     grads = [torch.empty_like(output) for output in outputs]
     # h takes the place of dh; gate's and up's outputs are not written over, since a second backward may need them
     gated_backward(dh, *halves(tuple(outputs)), activation, *halves(tuple(grads)), h=dh)
-    return grads, adapter_gradients(dh, ha, [dy], du, [down], types)
+    return grads, adapter_gradients(dh, ha, [dy], du, [down], dtype)
