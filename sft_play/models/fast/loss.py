@@ -67,7 +67,7 @@ class _LinearNll(torch.autograd.Function):
     def backward(ctx: Any, grad_nll: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         assert ctx.gradients is not None, "a second backward pass: the first one has scaled the gradients in place"
         gradients, ctx.gradients = ctx.gradients, None  # let go of, so that they become .grad without a copy
-        factor = grad_nll / ctx.scale
+        factor = (grad_nll / ctx.scale)[None]  # of one dimension: without any, it would be rounded to 16 bits itself, and all gradients with it
         return *(None if gradient is None else gradient.mul_(factor).to(ctx.dtype) for gradient in gradients), None, None
 
 
