@@ -1,14 +1,24 @@
-"""The inputs of the benchmarks."""
+"""The inputs of the benchmarks, and the harness of `make bench`: whose speed counts, and a whole run of it on the tiny model."""
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import pytest
+from transformers import AutoTokenizer
 
-from inputs import alpaca_rows
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
+from benchmarks.speed import ours
+from benchmarks.speed.report import markdown
+from benchmarks.speed.samples import ROOT, Inputs, Samples, made_inputs
+from benchmarks.speed.verdict import MOST_OFF, deviation, judge, tolerance, windows
+from benchmarks.speed.works import ARMS, WARM_UP, WORKS, meets
+from sft_play.data.order import steps
 from sft_play.data.shapes import read_all
 
 
@@ -32,3 +42,149 @@ def test_alpaca_rows_have_the_lengths_of_alpaca(tmp_path):
     assert 40 <= statistics.median(words) <= 60
     assert max(words) > 6 * statistics.median(words), "a long tail"
     assert 0.35 < sum(bool(row["input"]) for row in rows) / len(rows) < 0.45
+
+
+def rendered_lengths(path: Path) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    turns = [[{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in rows]
+    return [len(tokenizer(tokenizer.apply_chat_template(one, tokenize=False), add_special_tokens=False)["input_ids"]) for one in turns]
+
+
+def test_rows_of_a_fixed_length_have_it_to_the_token(tmp_path: Path) -> None:
+    fixed_rows(tmp_path / "rows.jsonl", tokens=100, rows=8)
+    assert rendered_lengths(tmp_path / "rows.jsonl") == [100] * 8
+
+
+def test_ragged_rows_have_a_long_tail_and_are_the_same_however_many_follow(tmp_path: Path) -> None:
+    ragged_rows(tmp_path / "few.jsonl", rows=20, median=60, most=400)
+    ragged_rows(tmp_path / "many.jsonl", rows=60, median=60, most=400)
+    few, many = ((tmp_path / name).read_text().splitlines() for name in ("few.jsonl", "many.jsonl"))
+    assert many[:20] == few
+    lengths = rendered_lengths(tmp_path / "many.jsonl")
+    assert 40 <= statistics.median(lengths) <= 90
+    assert max(lengths) > 3 * statistics.median(lengths)
+
+
+def test_our_shuffle_draws_the_rows_of_the_file_in_the_order_of_the_others(tmp_path: Path) -> None:
+    work = WORKS["toy-ragged"]
+    inputs = made_inputs(work, steps=2, folder=tmp_path)
+    rows = inputs.rows.read_text(encoding="utf-8").splitlines()
+    in_order = (inputs.folder / "in-order.jsonl").read_text(encoding="utf-8").splitlines()
+    drawn = [rows[place] for step in steps(len(rows), work.rows_per_step, seed=42, epoch=0) for place in step]
+    assert drawn == in_order != rows
+    samples = Samples.read(inputs.samples)
+    assert samples.lengths.tolist() == rendered_lengths(inputs.folder / "in-order.jsonl")
+    ids, trained = samples.row(1)
+    answer = json.loads(in_order[1])["answer"]
+    assert AutoTokenizer.from_pretrained(TINY).decode(ids[trained], skip_special_tokens=True).strip() == answer
+
+
+def curve(losses: list[float], tokens_per_step: int = 100, every: int = 1) -> list[dict[str, float]]:
+    return [{"step": every * (n + 1), "loss": loss, "tokens": tokens_per_step * every * (n + 1)} for n, loss in enumerate(losses)]
+
+
+FALLING = [10 - 0.2 * step for step in range(25)]
+FOLLOWED = [sum(FALLING[start : start + WARM_UP]) / WARM_UP for start in range(0, 25, WARM_UP)]
+
+
+def test_a_curve_that_is_the_reference_is_not_off() -> None:
+    assert deviation(curve(FOLLOWED, every=WARM_UP), curve(FALLING)) == pytest.approx(0)
+
+
+def test_steps_of_other_rows_are_compared_at_their_tokens() -> None:
+    halves = [(FALLING[step] + FALLING[step + 1]) / 2 for step in range(0, 24, 2)]
+    assert deviation(curve(halves[2:11], tokens_per_step=200), curve(FALLING)) > 0.01
+    shifted = [{**entry, "tokens": entry["tokens"] + 400} for entry in curve(halves[2:11], tokens_per_step=200)]
+    assert deviation(shifted[1:], curve(FALLING)[1:]) is not None
+    assert windows(curve(FALLING))[0] == (250, pytest.approx(FOLLOWED[0]))
+
+
+def test_what_learns_nothing_is_off_where_little_is_learned() -> None:
+    slow = curve([10 - 0.002 * step for step in range(25)])
+    flat = curve([10.0] * 5, every=WARM_UP)
+    assert deviation(flat, slow) < MOST_OFF
+    assert deviation(flat, slow) > tolerance(slow)
+
+
+def facts_of_an_arm(**changed: object) -> dict[str, object]:
+    honest = {"status": "done", "losses": curve(FOLLOWED, every=WARM_UP), "untrained": [], "least_grad_norm": 0.1}
+    return honest | {"seconds": 2.0, "real_tokens": 2000, "trained_tokens": 400} | changed
+
+
+TOKENS = [(100, 20)] * 25
+
+
+def test_an_arm_that_trained_the_rows_counts() -> None:
+    assert judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(), curve(FALLING), TOKENS) == {"counts": True, "why_not": [], "off": pytest.approx(0)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"losses": curve([loss * 1.02 for loss in FOLLOWED], every=WARM_UP)}, "off the reference"),
+        ({"losses": curve([float("nan")] * 5, every=WARM_UP)}, "not finite"),
+        ({"losses": []}, "not finite"),
+        ({"untrained": ["layers.0.self_attn.q_proj.lora_B"]}, "1 adapters got no gradient"),
+        ({"least_grad_norm": 0.0}, "without a gradient"),
+        ({"real_tokens": 1999}, "trained 1999 tokens"),
+        ({"rows_used": 799}, "799 rows of 800"),
+        ({"status": "out of memory", "error": "CUDA out of memory"}, "CUDA out of memory"),
+    ],
+)
+def test_an_arm_that_did_not_does_not_count_and_the_table_says_why(changed: dict[str, object], reason: str) -> None:
+    found = judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(**changed), curve(FALLING), TOKENS)
+    assert not found["counts"]
+    assert reason in "; ".join(found["why_not"])
+
+
+def test_packed_arms_are_for_ragged_rows() -> None:
+    assert not meets(WORKS["8b-lora-2048"], ARMS["trl-packed"])
+    assert meets(WORKS["1b-ragged"], ARMS["trl-packed"])
+    assert meets(WORKS["8b-lora-2048"], ARMS["ours-bnb"])
+
+
+def test_our_arm_is_told_nothing_of_speed() -> None:
+    work = WORKS["8b-lora-2048"]
+    command = ours.command(work, ARMS["ours-bnb"], Inputs(Path("inputs"), Path("model")), Path("out"), 25, on_cpu=False)
+    assert command[:2] == ["make", "train-bnb"]
+    told = {word.partition("=")[0] for word in command[2:]}
+    of_speed = {"TRAIN_BATCH_SIZE", "TRAIN_GRAD_ACCUM", "TRAIN_PACKING", "TRAIN_GRADIENT_CHECKPOINTING", "TRAIN_OPTIM", "MODEL_ATTN_IMPLEMENTATION"}
+    assert not told & of_speed
+
+
+def test_settings_of_the_callers_shell_stay_out_of_our_arm() -> None:
+    assert ours.environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    done = ours.limited(["bash", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 1.0, tmp_path, os.environ)
+    assert done is None
+    child = int((tmp_path / "log").read_text())
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.speed", "--toy", "--works", "toy-ragged", "--arms", "hf-best", "unsloth-best", "ours-bnb"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path / "work"), "--results", str(tmp_path / "toy.json")],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in ("WORKS", "ARMS", "STEPS", "SECONDS")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "toy.json").read_text())
+    arms = results["works"]["toy-ragged"]["arms"]
+    for name in ("hf-best", "ours-bnb"):
+        assert arms[name]["counts"], arms[name]["why_not"]
+        assert arms[name]["off"] < 1e-4  # float32 throughout: the same rows, the same adapters, the same steps
+        assert arms[name]["seconds"] > 0 and arms[name]["real_tokens"] == arms["hf-best"]["real_tokens"]
+    assert arms["unsloth-best"]["status"] == "failed" and "unsloth" in arms["unsloth-best"]["error"]  # told, not hidden
+    table = markdown(results)
+    assert table == (tmp_path / "toy.md").read_text()
+    assert table.index("| unsloth-best |") > max(table.index("| hf-best |"), table.index("| ours-bnb |"))

@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=int(asked("STEPS", "0")), help="steps that are timed; 0: as many as the work says")
     parser.add_argument("--seconds", type=float, default=float(asked("SECONDS", "600")), help="time limit of one arm's run")
     parser.add_argument("--toy", action="store_true", help="the tiny model, on the CPU")
+    parser.add_argument("--unjudged", action="store_true", help="train no reference: without one that is there already, no speed counts")
     parser.add_argument("--keep", action="store_true", help="leave out arms that have a result that counts")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -49,7 +50,7 @@ def main() -> None:
             print(f"{work.name:<15} {' '.join(arm.name for arm in ARMS.values() if meets(work, arm))}")
         return
     results = Results(args.results, on_cpu=args.toy)
-    bench = Bench(results, args.folder.resolve(), args.seconds, on_cpu=args.toy, steps=args.steps, keeps=args.keep)
+    bench = Bench(results, args.folder.resolve(), args.seconds, on_cpu=args.toy, steps=args.steps, keeps=args.keep, refers=not args.unjudged)
     works = args.works or [name for name, work in WORKS.items() if (work.shape == TOY) == args.toy]
     for name in () if args.report else works:
         bench.run(WORKS[name], [ARMS[arm] for arm in args.arms or ARMS if arm in args.arms or meets(WORKS[name], ARMS[arm])])

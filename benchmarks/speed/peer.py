@@ -111,7 +111,8 @@ def settings(job: Job) -> dict[str, Any]:
         "seed": SEED,
         "use_cpu": job.on_cpu,
         "train_sampling_strategy": "random" if job.arm.packs else "sequential",  # packing sorts: in its order, long rows would come first
-        "dataloader_num_workers": 2 if job.arm.is_best and not job.on_cpu else 0,
+        # Unsloth's run hangs with workers
+        "dataloader_num_workers": 2 if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu else 0,
     }
 
 

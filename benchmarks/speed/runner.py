@@ -74,6 +74,7 @@ class Bench:
     on_cpu: bool
     steps: int  # that are timed; 0: as the work says
     keeps: bool  # results that count already
+    refers: bool  # to a reference, which is trained first
 
     def run(self, work: Work, arms: list[Arm]) -> None:
         """Run the reference, unless it is known, and the arms of a work."""
@@ -81,7 +82,8 @@ class Bench:
         inputs = made_inputs(work, steps, self.folder)
         found, samples = self.results.of(work), Samples.read(inputs.samples)
         tokens = step_tokens(work, samples, WARM_UP + steps)
-        self.refer(work, inputs, steps)
+        if self.refers:
+            self.refer(work, inputs, steps)
         for arm in arms:
             if self.keeps and found["arms"].get(arm.name, {}).get("counts"):
                 continue
