@@ -111,7 +111,7 @@ def settings(job: Job) -> dict[str, Any]:
         "seed": SEED,
         "use_cpu": job.on_cpu,
         "train_sampling_strategy": "random" if job.arm.packs else "sequential",  # packing sorts: in its order, long rows would come first
-        # Unsloth's run hangs with workers
+        # Unsloth's notebooks leave collating to the training process
         "dataloader_num_workers": 2 if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu else 0,
     }
 

@@ -58,7 +58,7 @@ def row(arm: str, facts: dict[str, Any]) -> str:
 
 def as_it_ran(facts: dict[str, Any]) -> str:
     """Return the settings that were tried or planned."""
-    return ", ".join(f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in facts["settings"].items())
+    return ", ".join(f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in sorted(facts["settings"].items()))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
