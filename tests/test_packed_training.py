@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainingArguments
 
+from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.order import Layout, StepSampler, micro_batches_per_step
 from sft_play.data.render import IGNORE_INDEX
@@ -265,26 +266,38 @@ def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was() -> None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def resolved(settings: dict[str, Any], model_type: str) -> tuple[bool, str | None]:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        sections.setdefault(name.split(".")[0], {})[name.split(".")[1]] = value
+    return resolve_packing(Config.model_validate(sections), model_type)
+
+
 @pytest.mark.parametrize(
-    ("setting", "model_type", "backend", "expected"),
+    ("settings", "model_type", "expected"),
     [
-        ("auto", "llama", "bnb", True),
-        ("auto", "mamba", "bnb", False),
-        ("auto", "llama", "unsloth", False),
-        (True, "mamba", "bnb", True),
-        (False, "llama", "bnb", False),
-        (False, "llama", "unsloth", False),
+        ({}, "llama", True),
+        ({}, "mamba", False),
+        ({"train.packing": True}, "mamba", True),
+        ({"train.packing": False}, "llama", False),
+        ({"tuning.backend": "unsloth"}, "llama", True),
+        ({"tuning.backend": "unsloth"}, "olmo", False),
+        ({"tuning.backend": "unsloth", "model.max_seq_len": 8193}, "llama", False),
+        ({"tuning.backend": "unsloth", "tuning.mode": "full"}, "llama", False),
+        ({"tuning.backend": "unsloth", "train.packing": True}, "olmo", True),
+        ({"tuning.backend": "unsloth", "train.packing": False}, "llama", False),
     ],
+    ids=str,
 )
-def test_packing_is_resolved(setting: Any, model_type: str, backend: str, expected: bool) -> None:
-    is_on, reason = resolve_packing(setting, model_type, backend)
+def test_packing_is_resolved(settings: dict[str, Any], model_type: str, expected: bool) -> None:
+    is_on, reason = resolved(settings, model_type)
     assert is_on == expected
-    assert (reason is not None) == (setting == "auto" and not is_on), "what was asked for needs no reason"
+    assert (reason is not None) == ("train.packing" not in settings and not is_on), "what was asked for needs no reason"
 
 
-def test_packing_for_unsloth_is_refused() -> None:
+def test_packing_for_full_training_by_unsloth_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.packing=true: .*TRAIN_PACKING=auto"):
-        resolve_packing(True, "llama", "unsloth")
+        resolved({"tuning.backend": "unsloth", "tuning.mode": "full", "train.packing": True}, "llama")
 
 
 def test_only_attention_that_reads_position_ids_goes_without_boundaries() -> None:

@@ -21,7 +21,7 @@ from sft_play.plan import launch
 from sft_play.plan.batch import Chosen, Wanted, choose
 from sft_play.plan.devices import GIB, Gpu, Hardware, parse
 from sft_play.plan.launch import WORKER, Ranks, accelerate_config, launch_command, write_accelerate_config
-from sft_play.plan.memory import StepBytes, StepShape, step_bytes
+from sft_play.plan.memory import StepBytes, StepShape, evaluation_rows, step_bytes
 from sft_play.plan.resolve import Plan, precision, resolve
 from sft_play.plan.shapes import ModelShape, load_shape, shape_of
 
@@ -282,6 +282,15 @@ def test_only_autocast_keeps_a_second_copy_of_full_weights() -> None:
     assert step_bytes(EIGHT_B, full).weights == 6 * EIGHT_B.parameters
     assert step_bytes(EIGHT_B, dataclasses.replace(full, compute_bytes=4)).weights == 4 * EIGHT_B.parameters
     assert step_bytes(EIGHT_B, dataclasses.replace(full, zero_stage=2)).weights == 4 * EIGHT_B.parameters
+
+
+def test_an_evaluation_takes_rows_whose_logits_fit_where_a_step_has_its_activations() -> None:
+    one_b = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
+    step = dataclasses.replace(STEP, batch_size=4, seq_len=2048)
+    # 12 bytes a token and word, 2.9 GiB a row; a fused step holds 8.5 GiB of activations and loss at 1B, 28.7 at 8B
+    assert [evaluation_rows(shape, dataclasses.replace(step, is_fast=True)) for shape in (one_b, EIGHT_B)] == [2, 4]
+    assert evaluation_rows(one_b, step) == 4  # which has the logits of training, too
+    assert evaluation_rows(one_b, dataclasses.replace(step, is_fast=True, seq_len=64, checkpointed_layers=16, batch_size=1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -838,6 +847,13 @@ def test_what_the_user_set_himself_stands() -> None:
     assert command(ranks("ddp", "cpu", 16)).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in command(of, OMP_NUM_THREADS="1").env
     assert "OMP_WAIT_POLICY" not in command(ranks("ddp", "cpu", 2), OMP_WAIT_POLICY="ACTIVE").env
+
+
+def test_what_unsloth_compiles_lies_in_the_run_unless_the_user_says_where() -> None:
+    of = ranks("single", "cuda", 1)
+    assert command(of).env["UNSLOTH_COMPILE_LOCATION"] == str(RUN.absolute() / "unsloth")
+    assert "UNSLOTH_COMPILE_LOCATION" not in command(of, UNSLOTH_COMPILE_LOCATION="/tmp/x").env
+    assert "UNSLOTH_COMPILE_LOCATION" not in command(ranks("single", "cpu", 1)).env
 
 
 def test_what_the_user_left_set_does_not_mislead_a_cpu_run() -> None:

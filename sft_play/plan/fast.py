@@ -13,8 +13,10 @@ FAST_PARTS: dict[str, frozenset[str]] = {
 def is_fast(config: Config, model_type: str, device: str, is_half: bool, zero_stage: int) -> bool:
     """Return whether a run is planned on the fused kernels: a known architecture in 16 bits on a GPU, and not switched off.
 
-    ZeRO-3 gathers a weight where its own module runs, which a fused call leaves out.
+    ZeRO-3 gathers a weight where its own module runs, which a fused call leaves out; a dropout on the adapters' input is PEFT's alone.
     """
     if device != "cuda" or not is_half or zero_stage == 3 or model_type not in FAST_PARTS:
         return False
-    return config.tuning.backend == "unsloth" or config.train.fast_path is not False
+    if config.tuning.mode != "full" and config.tuning.lora.dropout:
+        return False
+    return config.tuning.backend == "unsloth" or (config.train.fast_path is not False and config.model.attn_implementation in ("auto", "sdpa"))

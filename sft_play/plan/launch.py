@@ -66,7 +66,7 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
             sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull,  # not the cluster's /job/hostfile, if there is one
             *which, "--master_port", str(port), "--no_local_rank", "--quiet", *script,
         )  # fmt: skip
-    return Launch(argv, _environment(ranks, environ))
+    return Launch(argv, _environment(ranks, run_folder, environ))
 
 
 def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
@@ -111,7 +111,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _environment(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks need beside the user's environment; what the user set himself stands."""
     bin_folder = str(Path(sys.executable).parent)
     env = {
@@ -121,8 +121,9 @@ def _environment(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     }
     if ranks.device == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(ranks.visible)  # one process that sees two GPUs would be wrapped in DataParallel
-        if "PYTORCH_CUDA_ALLOC_CONF" not in environ and "PYTORCH_ALLOC_CONF" not in environ:
-            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ and "PYTORCH_ALLOC_CONF" not in environ:  # torch reads both names, from 2.9 on
+            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # steps of other lengths find the memory of those before
+        env["UNSLOTH_COMPILE_LOCATION"] = str(run_folder.absolute() / "unsloth")  # the code that it writes, by itself into the working folder
         if "NCCL_ASYNC_ERROR_HANDLING" in environ:
             env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ["NCCL_ASYNC_ERROR_HANDLING"]  # the name that torch reads
     else:

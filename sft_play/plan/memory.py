@@ -91,6 +91,12 @@ def at_batch(step: StepShape, batch_size: int, checkpointed_layers: int) -> Step
     return replace(step, batch_size=batch_size, checkpointed_layers=checkpointed_layers)
 
 
+def evaluation_rows(shape: ModelShape, step: StepShape) -> int:
+    """Return how many rows, no more than of a micro-batch, an evaluation takes at once: their logits, whole there, fit where a step has its activations."""
+    room = _activation_bytes(shape, step) + _loss_bytes(shape, step)
+    return max(1, min(step.batch_size, room // (step.seq_len * shape.vocab * LOGIT_BYTES)))
+
+
 def base_weight_bytes(shape: ModelShape, step: StepShape) -> int:
     """Return the bytes of all base weights, quantised under qlora; embeddings, head and norms stay as they are."""
     if step.mode != "qlora":

@@ -113,8 +113,9 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     chosen = batch.choose(_wanted(loaded, ranks, shape.layers), peak, budget, "a GPU" if ranks.device == "cuda" else "this host for each process")
     estimate = _bytes(shape, step, chosen.batch_size, chosen.checkpointed_layers)
     notes += _batch_notes(loaded, chosen, ranks, estimate.predicted_peak, budget)
-    packing, _ = resolve_packing(config.train.packing, shape.model_type, config.tuning.backend)
-    resolved = _resolved(config, chosen, packing, bf16, fp16, ranks, environ)
+    packing, _ = resolve_packing(config, shape.model_type)
+    eval_rows = memory.evaluation_rows(shape, memory.at_batch(step, chosen.batch_size, chosen.checkpointed_layers))
+    resolved = _resolved(config, chosen, eval_rows, packing, bf16, fp16, ranks, environ)
     engine = None
     if raw is not None:
         engine = deepspeed.resolve(
@@ -287,7 +288,7 @@ def _wanted(loaded: LoadedConfig, ranks: Ranks, layers: int) -> batch.Wanted:
     )
 
 
-def _resolved(config: Config, chosen: batch.Chosen, packing: bool, bf16: bool, fp16: bool, ranks: Ranks, environ: Mapping[str, str]) -> Config:
+def _resolved(config: Config, chosen: batch.Chosen, eval_rows: int, packing: bool, bf16: bool, fp16: bool, ranks: Ranks, environ: Mapping[str, str]) -> Config:
     """Return the config with no auto left and every path absolute, so that the run folder explains itself anywhere."""
     model = config.model
     if Path(model.name).is_dir():
@@ -303,7 +304,7 @@ def _resolved(config: Config, chosen: batch.Chosen, packing: bool, bf16: bool, f
             "gradient_checkpointing": chosen.checkpointed_layers > 0,
             "bf16": bf16,
             "fp16": fp16,
-            "eval_batch_size": chosen.batch_size if config.train.eval_batch_size == "auto" else config.train.eval_batch_size,
+            "eval_batch_size": eval_rows if config.train.eval_batch_size == "auto" else config.train.eval_batch_size,
             "dataloader_pin_memory": ranks.device == "cuda" if config.train.dataloader_pin_memory == "auto" else config.train.dataloader_pin_memory,
             "ddp_timeout": config.train.ddp_timeout or _nccl_timeout(environ),
             "resume_from": str(Path(config.train.resume_from).resolve()) if config.train.resume_from else None,

@@ -1,0 +1,39 @@
+"""sft_play.models.unsloth: what needs no GPU. The backend itself is trained in tests/test_gpu.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.models.unsloth import Packs
+
+
+def sequence_of(*lengths: int) -> TokenSequence:
+    tokens = sum(lengths)
+    return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), lengths, tokens)
+
+
+def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
+    """What Unsloth is fed is what transformers' model, told of no boundaries, makes of the joined row."""
+
+    class Takes(nn.Module):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_lengths: torch.Tensor | None = None) -> Any:
+            self.seen = input_ids, position_ids, packed_seq_lengths
+            return SimpleNamespace(logits=input_ids[..., None] * torch.arange(3))
+
+    model, collate = Takes(), PackCollator(0, max_seq_len=16, varlen=True)
+    Packs().attach(model)
+    batch = collate([sequence_of(3, 4), sequence_of(5, 3)])
+    labels = batch.pop("labels")
+    rows, width = labels.shape
+    logits = model(**batch).logits
+    ids, positions, lengths = model.seen
+    assert (ids.shape, positions.shape, lengths.dtype) == ((1, rows * width), (1, rows * width), torch.int32)
+    assert lengths.cumsum(0).tolist() == batch["cu_seq_lens_q"][1:].tolist() and lengths.sum() == rows * width
+    assert torch.equal(logits, batch["input_ids"][..., None] * torch.arange(3))
+    alone = {name: batch[name][:, :3] for name in ("input_ids", "position_ids")}
+    assert model(**alone).logits.shape == (rows, 3, 3) and model.seen[2] is None, "a batch without boundaries is none of its business"
