@@ -4,7 +4,7 @@ make bench                                              all works that the card 
 make bench WORKS="8b-lora-2048 1b-ragged" ARMS="trl-packed unsloth-best ours-bnb" STEPS=20 SECONDS=300
 python -m benchmarks.speed --list                       works, arms, and which of them meet
 python -m benchmarks.speed --toy                        minutes on a CPU, to see that it works
-python -m benchmarks.speed --report                     tables and plot of the results that are there
+python -m benchmarks.speed --report FILE                tables and plot of results that are there
 
 An arm's speed counts when its loss follows a float32 run of transformers and PEFT on the same rows, and all its adapters moved.
 """
@@ -32,10 +32,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--unjudged", action="store_true", help="train no reference: without one that is there already, no speed counts")
     parser.add_argument("--keep", action="store_true", help="leave out arms that have a result that counts")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="run nothing: tables and plot of results that are there")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmarks" / "speed", help="of models, rows and logs; models take much room")
     parser.add_argument("--results", type=Path, help="JSON file, which is added to (default benchmarks/results/speed-CARD.json)")
-    parser.add_argument("--docs", type=Path, help="folder that gets speed.md and speed.svg (default: that of --results)")
+    parser.add_argument("--docs", type=Path, help="folder that gets the tables (.md) and the plot (.svg); by default that of the results")
     args = parser.parse_args()
     if unknown := [name for name in (*args.works, *args.arms) if name not in WORKS and name not in ARMS]:
         parser.error(f"no work or arm is called {', '.join(unknown)}; see --list")
@@ -49,17 +49,23 @@ def main() -> None:
         for work in WORKS.values():
             print(f"{work.name:<15} {' '.join(arm.name for arm in ARMS.values() if meets(work, arm))}")
         return
-    results = Results(args.results, on_cpu=args.toy)
+    if args.report:
+        tell(Results.there(args.report), args.docs)
+        return
+    results = Results.to_be_measured_here(args.results, on_cpu=args.toy)
     bench = Bench(results, args.folder.resolve(), args.seconds, on_cpu=args.toy, steps=args.steps, keeps=args.keep, refers=not args.unjudged)
-    works = args.works or [name for name, work in WORKS.items() if (work.shape == TOY) == args.toy]
-    for name in () if args.report else works:
+    for name in args.works or [name for name, work in WORKS.items() if (work.shape == TOY) == args.toy]:
         bench.run(WORKS[name], [ARMS[arm] for arm in args.arms or ARMS if arm in args.arms or meets(WORKS[name], ARMS[arm])])
-    table = markdown(results.facts)
-    folder = args.docs or results.path.parent
-    (folder / f"{results.path.stem}.md").write_text(table, encoding="utf-8")
+    tell(results, args.docs)
+
+
+def tell(results: Results, folder: Path | None) -> None:
+    """Print the tables, and write them and the plot into `folder`, by default that of the results."""
+    table, beside = markdown(results.facts), (folder or results.path.parent) / results.path.stem
+    beside.with_suffix(".md").write_text(table, encoding="utf-8")
     print(table)
     if _has_matplotlib():
-        draw(results.facts, folder / f"{results.path.stem}.svg")
+        draw(results.facts, beside.with_suffix(".svg"))
 
 
 def _has_matplotlib() -> bool:

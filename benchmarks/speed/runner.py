@@ -27,18 +27,28 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "unsloth", "li
 class Results:
     """The results file: read at the beginning, written after every arm, so that a run that is cut off keeps what it has."""
 
-    def __init__(self, path: Path | None, on_cpu: bool):
+    def __init__(self, path: Path, facts: dict[str, Any]):
+        self.path, self.facts = path, facts
+
+    @classmethod
+    def there(cls, path: Path) -> "Results":
+        """Return the results of a file, as they were measured."""
+        return cls(path, read_json(path))
+
+    @classmethod
+    def to_be_measured_here(cls, path: Path | None, on_cpu: bool) -> "Results":
+        """Return the results of this machine, by default of the file that is named after its card, with those that it has."""
         device = "CPU" if on_cpu else device_name()
         card = "cpu" if on_cpu else known_card(device) or device.replace(" ", "-")
-        self.path = path or ROOT / "benchmarks" / "results" / f"speed-{card.lower()}.json"
-        self.facts: dict[str, Any] = read_json(self.path) if self.path.exists() else {"works": {}}
-        self.facts |= {
+        path = path or ROOT / "benchmarks" / "results" / f"speed-{card.lower()}.json"
+        machine = {
             "device": device,
             "python": platform.python_version(),
             "versions": {name: _version(name) for name in PACKAGES},
             "peak_flops": PEAK_FLOPS.get(card),
             "reached_flops": REACHED_FLOPS.get(card),
         }
+        return cls(path, (read_json(path) if path.exists() else {"works": {}}) | machine)
 
     def of(self, work: Work) -> dict[str, Any]:
         """Return {"reference": {...}, "arms": {...}} of a work, to be changed in place."""
@@ -52,7 +62,7 @@ class Results:
 def device_name() -> str:
     """Return what nvidia-smi calls the first GPU. Exits where there is none."""
     if shutil.which("nvidia-smi") is None:
-        sys.exit("no NVIDIA GPU is here to measure on; --toy runs the benchmark on the CPU, --results FILE --report shows results that are there")
+        sys.exit("no NVIDIA GPU is here to measure on; --toy runs the benchmark on the CPU, --report FILE shows results that are there")
     found = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True)
     return found.stdout.splitlines()[0].strip()
 
