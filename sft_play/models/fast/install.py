@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models.fast import attention, norms
+from sft_play.models.fast import attention, norms, residual
 from sft_play.models.fast.gated import activation_of
 from sft_play.models.fast.lora import can_fuse, fuse_linear
 from sft_play.models.fast.loss import can_fuse_loss, fuse_loss
@@ -29,6 +29,7 @@ from sft_play.plan.fast import FAST_PARTS
 logger = logging.getLogger(__name__)
 
 NORMS = {"gemma": norms.GEMMA, "gemma2": norms.GEMMA_SANDWICH, "gemma3": norms.GEMMA_SANDWICH, "gemma3_text": norms.GEMMA_SANDWICH}
+LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"}  # layers of h += attention(norm(h)), h += mlp(norm(h))
 FIRST_CAPABILITY = (8, 0)  # of a GPU that torch's flash attention runs on
 
 
@@ -196,18 +197,27 @@ def _gate(mlp: nn.Module) -> nn.Module:
 
 
 def _install_norms(target: Target) -> int:
-    """RMS norms: Liger's kernels."""
-    if target.device.type != "cuda":
-        raise NotHere("its kernels are for GPUs")
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise NotHere("liger-kernel is not installed")
+    """RMS norms: those of a layer together with the sums that they read, the others by Liger's kernels on a GPU."""
     if target.zero_stage == 3:
         raise NotHere("ZeRO-3 partitions the weights")
-    modules = [module for module in target.decoder.modules() if type(module).__name__.endswith("RMSNorm")]
-    for module in modules:
-        module.norm_kind = NORMS.get(target.base.config.model_type, norms.LLAMA)
+    kind = NORMS.get(target.base.config.model_type, norms.LLAMA)
+    found = {module for module in target.decoder.modules() if type(module).__name__.endswith("RMSNorm")}
+    joined: set[nn.Module] = set()
+    for layer in target.decoder.layers if target.base.config.model_type in LIKE_LLAMA else ():
+        pair = {layer.input_layernorm, layer.post_attention_layernorm}
+        if any(norm.weight.requires_grad for norm in pair) or getattr(target.base.config, "resid_pdrop", 0.0):
+            continue
+        layer.norm_kind = kind
+        layer.forward = MethodType(residual.layer_forward, layer)
+        joined |= pair
+    if target.device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        if not joined:
+            raise NotHere("the kernels are for GPUs" if target.device.type != "cuda" else "liger-kernel is not installed")
+        return len(joined)
+    for module in found - joined:
+        module.norm_kind = kind
         module.forward = MethodType(norms.norm_forward, module)
-    return len(modules)
+    return len(found)
 
 
 def _install_loss(target: Target) -> int:

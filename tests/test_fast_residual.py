@@ -1,0 +1,67 @@
+"""A norm joined with the sum that it reads computes what both compute apart, and so do their gradients."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from sft_play.models.fast import residual
+from sft_play.models.fast.norms import GEMMA, LLAMA
+from sft_play.models.fast.residual import add_norm
+
+KINDS = {"llama": (LlamaRMSNorm, LLAMA), "gemma": (GemmaRMSNorm, GEMMA)}
+FEATURES = 40  # no power of two
+SAME = 1e-6  # float32, summed in another order
+
+
+def norm_of(name: str) -> nn.Module:
+    norm = KINDS[name][0](FEATURES, eps=1e-5)
+    nn.init.normal_(norm.weight)
+    return norm.requires_grad_(False)
+
+
+def gap(name: str, adds: bool) -> float:
+    """Largest difference of outputs and gradients, relative to the largest of each."""
+    torch.manual_seed(0)
+    norm = norm_of(name)
+    of = [torch.randn(2, 7, FEATURES, requires_grad=True) for _ in range(1 + adds)]
+    into_y, into_s = torch.randn(2, 2, 7, FEATURES)
+    stream = sum(of)
+    apart = norm(stream), stream
+    joined = add_norm(of[0], of[1] if adds else None, norm, KINDS[name][1])
+    gradients = [torch.autograd.grad((y * into_y).sum() + (s * into_s).sum(), of) for y, s in (apart, joined)]
+    pairs = zip((*apart, *gradients[0]), (*joined, *gradients[1]), strict=True)
+    return max(((one - two).abs().max() / one.abs().max()).item() for one, two in pairs)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_joined_is_apart(name: str, adds: bool) -> None:
+    assert gap(name, adds) <= SAME
+
+
+@pytest.mark.parametrize("mutant", ["stream's gradient", "mean", "offset"])
+def test_the_comparison_sees_what_is_wrong(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = residual.Reference.backward
+
+    def broken(dy, ds, s, weight, inverse, kind):
+        if mutant == "stream's gradient":
+            return backward(dy, torch.zeros_like(ds), s, weight, inverse, kind)
+        if mutant == "mean":
+            return backward(dy, ds, torch.zeros_like(s), weight, inverse, kind)
+        return backward(dy, ds, s, weight, inverse, LLAMA)
+
+    monkeypatch.setattr(residual.Reference, "backward", staticmethod(broken))
+    assert gap("gemma", adds=True) > 1e-3
+
+
+def test_a_norm_that_is_trained_is_refused() -> None:
+    with pytest.raises(AssertionError, match="trained"):
+        add_norm(torch.randn(1, 1, FEATURES), None, norm_of("llama").requires_grad_(), LLAMA)
+
+
+def test_a_stream_without_a_gradient_needs_none() -> None:
+    """The first layer reads embeddings, which adapters leave as they are."""
+    y, s = add_norm(torch.randn(1, 3, FEATURES), None, norm_of("llama"), LLAMA)
+    assert not y.requires_grad and not s.requires_grad
