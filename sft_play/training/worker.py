@@ -3,6 +3,7 @@
 Reads the run folder and nothing else; what this process is among others comes from training.runtime.
 """
 
+import dataclasses
 import json
 import logging
 import time
@@ -25,7 +26,7 @@ from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator, Ranks
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import takes_boundaries
+from sft_play.models.fast.install import installed_on, takes_boundaries
 from sft_play.models.load import Placement, load_model
 from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
@@ -70,6 +71,7 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     runtime.allow_tf32(process.device, compute_dtype(config))
     model = load_model(config, Placement(process.device, compute_dtype(config), plan["zero_stage"]))
     log_model(model, config, process, plan)
+    report.update(fast_path=dataclasses.asdict(installed_on(model)))
     clock.lap("load")
 
     trainer = build_trainer(config, plan, process, tokenizer, data, model, arguments, made_of)
