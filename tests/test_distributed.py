@@ -131,8 +131,9 @@ def test_two_processes_train_as_one(pair, alone, engine, mode):
     print(f"\nparity {engine} {mode} " + " ".join(f"{name}={value:.1e}" for name, value in found.items()))
     assert (launched.folder.evaluation / "after.jsonl").read_text() == (one.evaluation / "after.jsonl").read_text()
     assert one.read_report()["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
-    # the ranks' sums are added in another order, and Adam divides by the root of tiny second moments, four times
-    assert max(found.values()) <= 1e-5
+    # the ranks' sums are added in another order, and Adam divides by the root of tiny second moments, four times; ZeRO-3 has
+    # the plain loss besides, where one process has the fused one
+    assert max(found.values()) <= (5e-5 if engine == 3 else 1e-5)
 
 
 @pytest.mark.parametrize("engine", ["ddp", 2])
