@@ -1,8 +1,9 @@
 """Activation checkpointing, layer by layer: memory for time in as fine a measure as a model has layers.
 
 Why whole layers: with fused kernels a layer keeps little but what its matrix products need, so that to keep their outputs and
-recompute the rest (selective checkpointing by operation) would free a fifth of the bytes; and attention and MLP hold bytes in
-proportion to the time that they take, so that neither is the better half to compute again.
+recompute the rest (selective checkpointing by operation) would free a seventh of the bytes; and attention and MLP hold bytes in
+proportion to the time that they take, so that neither is the better half to compute again. An 8B model with adapters on an H200,
+8192 tokens a step: 0, 8, 16, 31 of 32 layers give 18.4k, 16.5k, 14.9k, 12.7k tokens/s in 43.0, 36.8, 30.5, 18.7 GiB.
 Why the first ones: the backward pass reaches them last, when the layers behind have given their activations back.
 """
 
