@@ -113,11 +113,11 @@ class FusedHead:
         if self._labels is None:
             return type(self.head).forward(self.head, hidden)
         positions, targets = self._labels
-        weight = self.head.weight
+        hidden, weight = hidden.flatten(0, 1).index_select(0, positions), self.head.weight  # (N, H), (V, H)
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        self._nll = linear_nll(hidden.flatten(0, 1).index_select(0, positions), weight, targets, self.softcap)
+        self._nll = linear_nll(hidden, weight, targets, self.softcap)
         # in the place of logits; a model may cap it, nobody reads it, and what looks for the graph of the pass (DDP) finds it
         return self._nll.reshape(1, 1, 1)
 
