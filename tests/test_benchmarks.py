@@ -80,35 +80,33 @@ def test_our_shuffle_draws_the_rows_of_the_file_in_the_order_of_the_others(tmp_p
     assert AutoTokenizer.from_pretrained(TINY).decode(ids[trained], skip_special_tokens=True).strip() == answer
 
 
-def curve(losses: list[float], tokens_per_step: int = 100, every: int = 1) -> list[dict[str, float]]:
-    return [{"step": every * (n + 1), "loss": loss, "tokens": tokens_per_step * every * (n + 1)} for n, loss in enumerate(losses)]
+def logged(losses: list[float]) -> list[dict[str, float]]:
+    return [{"step": WARM_UP * (number + 1), "loss": loss} for number, loss in enumerate(losses)]
 
 
 FALLING = [10 - 0.2 * step for step in range(25)]
-FOLLOWED = [sum(FALLING[start : start + WARM_UP]) / WARM_UP for start in range(0, 25, WARM_UP)]
+FOLLOWED = windows(FALLING)
 
 
 def test_a_curve_that_is_the_reference_is_not_off() -> None:
-    assert deviation(curve(FOLLOWED, every=WARM_UP), curve(FALLING)) == pytest.approx(0)
+    assert pytest.approx([9.6, 8.6, 7.6, 6.6, 5.6]) == FOLLOWED
+    assert deviation(logged(FOLLOWED), FALLING) == pytest.approx(0)
 
 
-def test_steps_of_other_rows_are_compared_at_their_tokens() -> None:
-    halves = [(FALLING[step] + FALLING[step + 1]) / 2 for step in range(0, 24, 2)]
-    assert deviation(curve(halves[2:11], tokens_per_step=200), curve(FALLING)) > 0.01
-    shifted = [{**entry, "tokens": entry["tokens"] + 400} for entry in curve(halves[2:11], tokens_per_step=200)]
-    assert deviation(shifted[1:], curve(FALLING)[1:]) is not None
-    assert windows(curve(FALLING))[0] == (250, pytest.approx(FOLLOWED[0]))
+def test_the_worst_window_that_both_have_is_what_a_curve_is_off_by() -> None:
+    assert deviation(logged([9.6, 8.6 * 1.03, 7.6, 6.6, 5.6, 99.0]), FALLING) == pytest.approx(0.03)
+    assert deviation(logged([9.6]), FALLING[:4]) is None
 
 
 def test_what_learns_nothing_is_off_where_little_is_learned() -> None:
-    slow = curve([10 - 0.002 * step for step in range(25)])
-    flat = curve([10.0] * 5, every=WARM_UP)
+    slow = [10 - 0.002 * step for step in range(25)]
+    flat = logged([10.0] * 5)
     assert deviation(flat, slow) < MOST_OFF
     assert deviation(flat, slow) > tolerance(slow)
 
 
 def facts_of_an_arm(**changed: object) -> dict[str, object]:
-    honest = {"status": "done", "losses": curve(FOLLOWED, every=WARM_UP), "untrained": [], "least_grad_norm": 0.1}
+    honest = {"status": "done", "losses": logged(FOLLOWED), "untrained": [], "least_grad_norm": 0.1}
     return honest | {"seconds": 2.0, "real_tokens": 2000, "trained_tokens": 400} | changed
 
 
@@ -116,14 +114,14 @@ TOKENS = [(100, 20)] * 25
 
 
 def test_an_arm_that_trained_the_rows_counts() -> None:
-    assert judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(), curve(FALLING), TOKENS) == {"counts": True, "why_not": [], "off": pytest.approx(0)}
+    assert judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(), FALLING, TOKENS) == {"counts": True, "why_not": [], "off": pytest.approx(0)}
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"losses": curve([loss * 1.02 for loss in FOLLOWED], every=WARM_UP)}, "off the reference"),
-        ({"losses": curve([float("nan")] * 5, every=WARM_UP)}, "not finite"),
+        ({"losses": logged([loss * 1.02 for loss in FOLLOWED])}, "off the reference"),
+        ({"losses": logged([float("nan")] * 5)}, "not finite"),
         ({"losses": []}, "not finite"),
         ({"untrained": ["layers.0.self_attn.q_proj.lora_B"]}, "1 adapters got no gradient"),
         ({"least_grad_norm": 0.0}, "without a gradient"),
@@ -133,7 +131,7 @@ def test_an_arm_that_trained_the_rows_counts() -> None:
     ],
 )
 def test_an_arm_that_did_not_does_not_count_and_the_table_says_why(changed: dict[str, object], reason: str) -> None:
-    found = judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(**changed), curve(FALLING), TOKENS)
+    found = judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(**changed), FALLING, TOKENS)
     assert not found["counts"]
     assert reason in "; ".join(found["why_not"])
 

@@ -85,7 +85,7 @@ def read(work: Work, out: Path, samples: Path, steps: int, started: float) -> di
         "trained_tokens": sum(labelled for _, labelled in timed),
         "ready_seconds": clock[WARM_UP][0] - started,
         "own_tokens_per_second": facts["tokens_per_second"],  # behind the first step, by its own clock
-        "losses": [{"step": entry["step"], "loss": entry["loss"], "tokens": sum(real for real, _ in tokens[: entry["step"]])} for entry in facts["loss"]],
+        "losses": facts["loss"],
         "least_grad_norm": min(norm for _, norm in clock.values()),
         "untrained": _untrained(run / "adapter"),
         "rows_used": facts["data"]["train"]["rows_used"],

@@ -116,7 +116,7 @@ class Bench:
         if facts["status"] != "done":
             print(f"{work.name} reference {facts['status']}: {facts['error']}", file=sys.stderr, flush=True)
             return
-        found["reference"] = {"precision": work.reference, "made_of": made_of, "losses": facts["losses"], "seconds": facts["seconds"]}
+        found["reference"] = {"precision": work.reference, "made_of": made_of, "losses": [entry["loss"] for entry in facts["losses"]]}
         self.results.write()
         print(f"{work.name} reference {work.reference} in {time.time() - facts['started']:.0f} s", file=sys.stderr, flush=True)
 

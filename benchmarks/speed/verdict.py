@@ -1,8 +1,7 @@
 """Whether an arm trained what it was given: its speed counts only then. Pure: no torch, no I/O."""
 
 from collections.abc import Sequence
-from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from benchmarks.speed.works import WARM_UP, Arm, Work
@@ -12,7 +11,7 @@ MOST_OF_FALL = 0.25  # of what the reference learned: an arm that learns nothing
 COMPARED_STEPS = 25  # of the reference, WARM_UP included
 
 
-def judge(work: Work, arm: Arm, facts: dict[str, Any], reference: Sequence[dict[str, Any]], tokens: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def judge(work: Work, arm: Arm, facts: dict[str, Any], reference: Sequence[float], tokens: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return {"counts": bool, "why_not": [...], "off": largest deviation from the reference as a fraction, None without one}.
 
     `reference` has a loss for each step; `tokens` are (real, labelled) of each step's rows.
@@ -39,47 +38,23 @@ def judge(work: Work, arm: Arm, facts: dict[str, Any], reference: Sequence[dict[
     return {"counts": not why_not, "why_not": why_not, "off": off}
 
 
-def tolerance(reference: Sequence[dict[str, Any]]) -> float:
+def tolerance(reference: Sequence[float]) -> float:
     """Return the fraction of the loss by which an arm may be off."""
-    curve = [loss for _, loss in windows(reference)]
+    curve = windows(reference)
     fall = (curve[0] - curve[-1]) / curve[-1] if len(curve) > 1 else 0.0
     return min(MOST_OFF, MOST_OF_FALL * fall) if fall > 0 else MOST_OFF
 
 
-def deviation(losses: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
-    """Return the largest |loss / reference - 1| over the windows that both cover, None where there is no such.
+def deviation(losses: Sequence[dict[str, Any]], reference: Sequence[float]) -> float | None:
+    """Return the largest |loss / reference - 1| over the windows of WARM_UP steps that both have, None where there is none.
 
-    A window's loss stands at the tokens in its middle; between those of the reference it is interpolated, for arms whose
-    steps hold other rows.
+    Steps are compared, not tokens, also for arms whose steps hold other rows: what is learned goes with the optimizer's steps.
     """
     curve = windows(reference)
-    found, before = [], 0
-    for entry in losses:
-        middle = (before + entry["tokens"]) / 2
-        before = entry["tokens"]
-        expected = interpolated(curve, middle)
-        if expected is not None:
-            found.append(abs(entry["loss"] / expected - 1) if isfinite(entry["loss"]) else float("inf"))
-    return max(found) if found else None
+    both = [(entry["loss"], curve[entry["step"] // WARM_UP - 1]) for entry in losses if entry["step"] % WARM_UP == 0 and entry["step"] <= len(reference)]
+    return max((abs(loss / expected - 1) if isfinite(loss) else inf for loss, expected in both), default=None)
 
 
-def windows(reference: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return (tokens in the middle, mean loss) of every WARM_UP steps of a curve with a loss for each step."""
-    made = []
-    for start in range(0, len(reference) - WARM_UP + 1, WARM_UP):
-        part = reference[start : start + WARM_UP]
-        before = reference[start - 1]["tokens"] if start else 0
-        made.append(((before + part[-1]["tokens"]) / 2, sum(entry["loss"] for entry in part) / WARM_UP))
-    return made
-
-
-def interpolated(curve: Sequence[tuple[float, float]], at: float) -> float | None:
-    """Return the curve's value at `at`; None beyond its last point by more than half a window's tokens."""
-    if not curve or at > curve[-1][0] + curve[0][0]:
-        return None
-    if at <= curve[0][0]:
-        return curve[0][1]
-    for (left, low), (right, high) in pairwise(curve):
-        if at <= right:
-            return low + (high - low) * (at - left) / (right - left)
-    return curve[-1][1]
+def windows(reference: Sequence[float]) -> list[float]:
+    """Return the mean loss of every WARM_UP steps."""
+    return [sum(reference[start : start + WARM_UP]) / WARM_UP for start in range(0, len(reference) - WARM_UP + 1, WARM_UP)]

@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class Stopwatch(TrainerCallback):
-    """Marks (clock, real tokens, labelled tokens) at the end of two steps, the GPU idle at both, and tokens at every log."""
+    """Marks (clock, real tokens, labelled tokens) at the end of two steps, the GPU idle at both, and keeps every logged loss."""
 
     def __init__(self, first: int, last: int, device: torch.device):
         self.first, self.last = first, last
@@ -35,7 +35,7 @@ class Stopwatch(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            self.logged.append({"step": state.global_step, "loss": float(logs["loss"]), "tokens": int(self.counted[0])})
+            self.logged.append({"step": state.global_step, "loss": float(logs["loss"])})
 
 
 def watched(trainer: Trainer, first: int, last: int) -> Stopwatch:
