@@ -140,7 +140,9 @@ class Bench:
         status = ours.limited(ours.command(work, arm, inputs, out, total, self.on_cpu), out / "log", self.seconds, ROOT, ours.environment(os.environ))
         if status is None:
             return {"status": "failed", "error": f"not done within {self.seconds:.0f} s", "settings": {}}
-        return {"settings": {}, "started": started, **ours.read(work, out, inputs.samples, total, started)}
+        facts = {"settings": {}, "started": started, **ours.read(work, out, inputs.samples, total, started)}
+        shutil.rmtree(out / "run" / "model", ignore_errors=True)  # of full fine-tuning: as large as the base
+        return facts
 
     def peer(self, work: Work, arm: str, inputs: Inputs, steps: int, tried: tuple[int, bool]) -> dict[str, Any]:
         """Run a program of others in a process of its own, in a folder of its own."""
