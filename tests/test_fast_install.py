@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import Installed, installed_on, make_fast, takes_boundaries
 from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
@@ -114,11 +115,12 @@ def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(name: str, is_pac
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_a_checkpointed_fast_step_is_the_same(name: str) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_checkpointed_fast_step_is_the_same(name: str, layers: int) -> None:
     model = plain_model(name)
     plain = step(model, is_packed=True)
     make(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model, layers)
     assert gap(plain, step(model, is_packed=True, names_boundaries=True)) <= SAME
 
 
@@ -130,7 +132,7 @@ def test_packed_rows_without_boundaries_are_kept_apart_too(name: str) -> None:
     assert gap(plain, step(model, is_packed=True, names_boundaries=False)) <= SAME
 
 
-def without_attention_heads(model: Any) -> None:
+def scaled_otherwise(model: Any) -> None:
     model.get_base_model().model.layers[0].self_attn.scaling *= 1.1
 
 
@@ -144,7 +146,7 @@ def documents_joined(model: Any) -> None:
     decoder.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "cu_seq_lens_q": None}), with_kwargs=True)
 
 
-@pytest.mark.parametrize("break_it", [without_attention_heads, windows_too_long, documents_joined])
+@pytest.mark.parametrize("break_it", [scaled_otherwise, windows_too_long, documents_joined])
 def test_the_comparison_of_steps_sees_what_is_wrong(break_it: Any) -> None:
     model = plain_model("mistral")
     plain = step(model, is_packed=True)
@@ -165,9 +167,13 @@ def test_evaluation_and_generation_are_the_same_to_the_bit(name: str) -> None:
         logits = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits
         return logits, model.generate(input_ids=prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=True)
 
-    before = outcome()
-    make(model)
-    assert all(torch.equal(one, two) for one, two in zip(before, outcome(), strict=True)) or name == "gemma2"
+    (logits, texts), _ = outcome(), make(model)
+    now, texts_now = outcome()
+    assert torch.equal(texts, texts_now)
+    if name == "gemma2":  # its linears are fused one by one, in evaluation too: a sum in another order
+        assert torch.allclose(logits, now, atol=1e-4 * logits.abs().max().item())
+    else:
+        assert torch.equal(logits, now)
 
 
 @pytest.mark.parametrize("name", MODELS)
