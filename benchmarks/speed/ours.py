@@ -92,7 +92,12 @@ def read(work: Work, out: Path, samples: Path, steps: int, started: float) -> di
         "peak_reserved_gib": facts["peak_bytes"]["measured"] / GIB,
         "peak_allocated_gib": None,
         "predicted_gib": facts["peak_bytes"]["predicted"] / GIB,
-        "settings": {**settings, "packing": plan["packing"], "micro_batches": plan["micro_batches"]},
+        "settings": {
+            **settings,
+            "packing": plan["packing"],
+            "micro_batches": plan["micro_batches"],
+            "fused": " ".join(sorted(facts["fast_path"]["on"])) or "nothing",
+        },
     }
 
 
