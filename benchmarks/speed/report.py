@@ -7,12 +7,13 @@ from benchmarks.speed.works import ARMS, TOY, WORKS
 
 HEAD = "| | real tokens/s | with loss/s | GiB reserved | MFU {peak} | of {reached} | ready s | off reference | as it ran |"
 RULE = "| --- | --: | --: | --: | --: | --: | --: | --: | --- |"
-FLASH_ATTENTION = "flash-attn was installed for no one: where it is, the packed paths of TRL and Unsloth gain."
+WITHOUT_FLASH = "flash-attn was installed for no one: where it is, the packed paths of TRL and Unsloth gain."
+WITH_FLASH = "flash-attn was installed; only an arm that finds it by itself uses it."
 
 
 def markdown(results: dict[str, Any]) -> str:
     """Return a table for each work, fastest arm first, arms that do not count last with the reason."""
-    lines = [machine(results), "", FLASH_ATTENTION]
+    lines = [machine(results), "", WITH_FLASH if results["versions"].get("flash-attn") else WITHOUT_FLASH]
     for name, found in sorted(results["works"].items(), key=lambda item: list(WORKS).index(item[0])):
         reference = found.get("reference")
         basis = f"reference: transformers + PEFT, {reference['precision']}, {len(reference['losses'])} steps" if reference else "no reference"

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -128,6 +129,8 @@ class Bench:
                 return self.own(work, arm, inputs, steps)
             facts = self.peer(work, arm.name, inputs, WARM_UP + steps, (rows, checkpointing))
             facts["settings"] = {"batch_size": rows, "gradient_checkpointing": checkpointing, **({"too_large": too_large} if too_large else {})}
+            if arm.program == "unsloth":
+                facts["settings"]["attention"] = attention_told(inputs.folder / arm.name / "log")
             if facts["status"] != "out of memory":
                 break
             too_large = [*too_large, f"{rows}{' with checkpointing' if checkpointing else ''}"]
@@ -167,6 +170,12 @@ class Bench:
         used = all_rows / int(samples.lengths.sum()) * facts["real_tokens"] / facts["seconds"]
         peaks = {"mfu": self.results.facts["peak_flops"], "mfu_of_reached": self.results.facts["reached_flops"]}
         return {"flops_per_second": used, **{name: used / peak for name, peak in peaks.items() if peak}}
+
+
+def attention_told(log: Path) -> str:
+    """Return which attention Unsloth says that it found: an xformers that is installed need not load."""
+    told = re.search(r"FA \[(.*?)\]", log.read_text(encoding="utf-8", errors="replace"))
+    return told[1] if told else "not told"
 
 
 def _fresh(folder: Path) -> Path:

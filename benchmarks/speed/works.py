@@ -86,6 +86,7 @@ ARMS = {
         Arm("hf-best", "hf", "Trainer + PEFT, no checkpointing where it fits, rows of a step by length", is_best=True),
         Arm("liger", "hf", "hf-best with Liger's kernels", is_best=True, uses_liger=True),
         Arm("trl-default", "trl", "SFTTrainer as it is"),
+        Arm("trl-best", "trl", "SFTTrainer without checkpointing, largest micro-batch", is_best=True),
         Arm("trl-packed", "trl", "SFTTrainer, packing=True, no checkpointing", is_best=True, packs=True),
         Arm("unsloth-default", "unsloth", "as its notebooks have it: its checkpointing, micro-batches of 2"),
         Arm("unsloth-best", "unsloth", "no checkpointing, largest micro-batch", is_best=True),
