@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
 from benchmarks.speed import ours
 from benchmarks.speed.report import markdown
-from benchmarks.speed.samples import ROOT, Inputs, Samples, made_inputs
+from benchmarks.speed.runner import Bench, Results
+from benchmarks.speed.samples import ROOT, Inputs, Samples, made_inputs, step_tokens
 from benchmarks.speed.verdict import MOST_OFF, deviation, judge, tolerance, windows
 from benchmarks.speed.works import ARMS, WARM_UP, WORKS, meets
 from sft_play.data.order import steps
@@ -186,3 +187,13 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
     table = markdown(results)
     assert table == (tmp_path / "toy.md").read_text()
     assert table.index("| unsloth-best |") > max(table.index("| hf-best |"), table.index("| ours-bnb |"))
+
+
+def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_one(tmp_path: Path) -> None:
+    work, steps_timed = WORKS["toy-fixed"], 5
+    arm = {**facts_of_an_arm(losses=logged([9.6, 8.6]), real_tokens=5 * 4 * 64, trained_tokens=0), "timed_steps": steps_timed, "counts": False, "why_not": []}
+    made = made_inputs(work, steps_timed, tmp_path)
+    arm["trained_tokens"] = sum(labelled for _, labelled in step_tokens(work, Samples.read(made.samples), WARM_UP + steps_timed)[WARM_UP:])
+    facts = {"works": {work.name: {"arms": {"hf-best": arm}, "reference": {"losses": FALLING[:10]}}}}
+    Bench(Results(tmp_path / "results.json", facts), tmp_path, seconds=1, on_cpu=True, steps=steps_timed, keeps=True, refers=False).run(work, [ARMS["hf-best"]])
+    assert arm["counts"], arm["why_not"]
