@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -197,3 +200,20 @@ def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_on
     facts = {"works": {work.name: {"arms": {"hf-best": arm}, "reference": {"losses": FALLING[:10]}}}}
     Bench(Results(tmp_path / "results.json", facts), tmp_path, seconds=1, on_cpu=True, steps=steps_timed, keeps=True, refers=False).run(work, [ARMS["hf-best"]])
     assert arm["counts"], arm["why_not"]
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_is_told_to_stop_leaves_no_arm_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.speed", "--toy", "--works", "toy-fixed", "--arms", "hf-best", "--folder", str(tmp_path / "work")]
+    bench = subprocess.Popen([*command, "--results", str(tmp_path / "toy.json")], cwd=ROOT, stderr=subprocess.DEVNULL)
+    job = tmp_path / "work" / "toy-fixed-5" / "reference" / "job.json"
+    while bench.poll() is None and not (job.exists() and arms_of(job)):
+        time.sleep(0.1)
+    (arm,) = arms_of(job)
+    bench.terminate()
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    assert not arms_of(job), arm
+
+
+def arms_of(job: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if str(job) in (process.info["cmdline"] or [])]

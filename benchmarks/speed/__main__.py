@@ -11,6 +11,7 @@ An arm's speed counts when its loss follows a float32 run of transformers and PE
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def main() -> None:
     if args.report:
         tell(Results.there(args.report), args.docs)
         return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exit ends the arm that runs; it would hold the GPU
     results = Results.to_be_measured_here(args.results, on_cpu=args.toy)
     bench = Bench(results, args.folder.resolve(), args.seconds, on_cpu=args.toy, steps=args.steps, keeps=args.keep, refers=not args.unjudged)
     for name in args.works or [name for name, work in WORKS.items() if (work.shape == TOY) == args.toy]:
