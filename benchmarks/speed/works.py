@@ -42,7 +42,7 @@ WORKS = {
         _fixed("1b-lora-2048", ONE, "lora", 2048, 60, "float32", (4,)),
         Work("1b-ragged", ONE, "lora", None, 2048, 32, 2e-4, 60, "tf32", (16, 8, 4)),
         Work("8b-ragged", EIGHT, "lora", None, 2048, 32, 2e-4, 20, "tf32", (8, 4, 2)),
-        _fixed("1b-full-2048", ONE, "full", 2048, 60, "tf32", (4,), FULL_RATE),
+        _fixed("1b-full-2048", ONE, "full", 2048, 60, "bfloat16", (4,), FULL_RATE),
         _fixed("8b-full-2048", EIGHT, "full", 2048, 20, "bfloat16", (4, 2, 1), FULL_RATE),
         _fixed("14b-lora-2048", FOURTEEN, "lora", 2048, 20, "tf32", (1,)),
         _fixed("32b-lora-2048", THIRTY_TWO, "lora", 2048, 10, "bfloat16", (1,)),

@@ -95,7 +95,7 @@ class TrainSection(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay of AdamW; norms and biases are left out.")
     max_grad_norm: NonNegativeFloat = Field(1.0, description="Gradients are clipped to this global L2 norm; 0 does not clip.")
     optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "sgd"] = Field(
-        "adamw_torch", description="Optimizer; the 8-bit and paged ones are bitsandbytes' and need a GPU."
+        "adamw_torch_fused", description="Optimizer; the 8-bit and paged ones are bitsandbytes' and need a GPU."
     )
     adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment.")
     adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment.")
