@@ -111,7 +111,7 @@ class TrainSection(Section):
         description="Train several rows in one sequence, apart from each other: it changes the speed alone. auto is on for models known to keep them apart.",
     )
     gradient_checkpointing: bool | Auto = Field(
-        "auto", description="Recompute activations in the backward pass; auto is only where the memory estimate needs it."
+        "auto", description="Recompute activations in the backward pass; auto does so for as few layers as the memory estimate needs, true for all."
     )
     fast_path: bool | Auto = Field(
         "auto", description="Compute with fused kernels, the same in less time and memory: auto is wherever model, mode and device allow; false is plain PEFT."
