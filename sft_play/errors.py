@@ -59,3 +59,8 @@ class OutOfMemory(SftPlayError):
     """A GPU or the host ran out of memory."""
 
     exit_class = ExitClass.OUT_OF_MEMORY
+
+
+def first_line(error: BaseException) -> str:
+    """Return what a library's error says in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

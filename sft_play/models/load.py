@@ -11,10 +11,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sft_play.config.schema import Config
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.fast.install import make_fast
-from sft_play.models.tokenizer import first_line
 
 
 @dataclass(frozen=True)

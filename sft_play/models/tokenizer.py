@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -41,8 +41,3 @@ def _template(setting: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return what a library's error says in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

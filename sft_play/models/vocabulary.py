@@ -30,8 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sft_play.config.schema import Config
 from sft_play.data.vocabulary_use import VocabularyUse
-from sft_play.errors import EnvironmentFault
-from sft_play.models.tokenizer import first_line
+from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from sft_play.errors import ExitClass, SftPlayError
+from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 
@@ -122,7 +122,7 @@ class Report:
 
 def classify(error: BaseException) -> tuple[ExitClass, str]:
     """Return the exit class of an error and the sentence for run.json and the terminal."""
-    first = _first_line(error)
+    first = first_line(error)
     if isinstance(error, SftPlayError):
         return error.exit_class, str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
@@ -143,7 +143,3 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
