@@ -17,7 +17,7 @@ import yaml
 from sft_play import preparation
 from sft_play.config import invocation as invocations
 from sft_play.config import loader
-from sft_play.config.loader import DEFAULT, PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan import devices, launch
@@ -229,11 +229,6 @@ def is_alive(report: Mapping[str, Any]) -> bool:
 def as_text(value: Any) -> str:
     """Return plain data as JSON for --json."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
-
-
-def default_config_name() -> str:
-    """Return the embedded default as a user would type it."""
-    return str(DEFAULT.relative_to(PROJECT_ROOT))
 
 
 def plan_lines(plan: Plan, facts: Mapping[str, Any]) -> list[str]:

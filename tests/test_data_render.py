@@ -171,7 +171,7 @@ def test_the_template_alone_writes_the_beginning_of_a_conversation() -> None:
     tok = beginning("{{ bos_token }}" + CHATML)
     rendered = render(ONE_TURN, tok)
     assert rendered == render(ONE_TURN, tokenizer("{{ bos_token }}" + CHATML, bos="<bos>"))
-    assert rendered.ids.count(tok.bos_token_id) == render_prompt(ONE_TURN.prompt, tok).count(tok.bos_token_id) == 1
+    assert rendered.ids.count(tok.bos_token_id) == render_prompt(ONE_TURN.messages[:-1], tok).count(tok.bos_token_id) == 1
 
 
 def test_a_row_that_brings_the_beginning_of_a_text_itself_is_refused() -> None:

@@ -30,16 +30,6 @@ class Row:
     text: str | None = None  # then there are no messages, and every token is trained
     tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call, as JSON schemas
 
-    @property
-    def prompt(self) -> tuple[Message, ...]:
-        """Everything before the last answer."""
-        return self.messages[:-1]
-
-    @property
-    def answer(self) -> str:
-        """The last answer."""
-        return self.messages[-1].content
-
 
 @dataclass(frozen=True, slots=True)
 class BadRow:

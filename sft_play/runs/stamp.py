@@ -119,15 +119,6 @@ def digest_of_text(*texts: str) -> str:
     return total.hexdigest()[:16]
 
 
-def digest_of_files(*paths: Path) -> str:
-    """Return a short SHA-256 of whole files, in the order given; their names do not count."""
-    total = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()[:16]
-
-
 def digest_of_model(folder: Path) -> str:
     """Return a short SHA-256 of a model folder: config.json, and size, head, tail and 64 samples of each weight file.
 
