@@ -132,7 +132,7 @@ def test_the_value_of_a_foreign_variable_is_never_shown() -> None:
 
 
 def test_variables_with_other_prefixes_are_left_alone() -> None:
-    load(EMPTY, {"TRAINER": "x", "MODELS_X": "x", "PATH": "x", "DATA": "x"})
+    assert load(EMPTY, {"TRAINER": "x", "MODELS_X": "x", "PATH": "x", "DATA": "x"}) == load(EMPTY)
 
 
 BAD_OVERRIDES = [

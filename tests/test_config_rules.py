@@ -40,7 +40,8 @@ def test_a_broken_rule_shows_values_origins_and_advice(rule: Rule, broken: list[
 
 @pytest.mark.parametrize("kept", [kept for _, kept in CASES])
 def test_the_case_beside_it_is_allowed(kept: list[str]) -> None:
-    load(EMPTY, None, kept)
+    loaded = load(EMPTY, None, kept)
+    assert {loaded.origin[entry.partition("=")[0]] for entry in kept} == {f"--set {entry.partition('=')[0]}" for entry in kept}
 
 
 def test_generation_may_be_longer_than_rows_when_nothing_is_generated() -> None:
