@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,23 @@ def named(variables: dict[str, str]) -> str:
     return "-".join(variables.values())
 
 
+@pytest.fixture(scope="module")
+def probed_run(base: Path, long_rows: Path, tmp_path_factory) -> Callable[[dict[str, str]], dict[str, Any]]:
+    """A function that returns the probed run of a case, trained once for all tests."""
+    runs: dict[str, dict[str, Any]] = {}
+
+    def run(variables: dict[str, str]) -> dict[str, Any]:
+        name = named(variables)
+        if name not in runs:
+            runs[name] = train(tmp_path_factory.mktemp("probed"), base, long_rows, **variables)
+        return runs[name]
+
+    return run
+
+
 @pytest.mark.parametrize("variables", CASES, ids=named)
-def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]) -> None:
-    probed = train(tmp_path / "probed", base, long_rows, **variables)
+def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(probed_run, base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+    probed = probed_run(variables)
     facts, plan = probed["probe"], probed["plan"]
     same = {"TRAIN_BATCH_SIZE": str(plan["per_device_batch_size"]), "TRAIN_GRADIENT_CHECKPOINTING": str(plan["checkpointed_layers"] > 0).lower()}
     plain = train(tmp_path / "plain", base, long_rows, **variables, **same, TRAIN_PROBE="false")
@@ -105,18 +120,18 @@ def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(base: Path, long_rows: Pa
 
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
-def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]) -> None:
-    facts = train(tmp_path, base, long_rows, **variables)["probe"]
+def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(probed_run, variables: dict[str, str]) -> None:
+    facts = probed_run(variables)["probe"]
     assert len(facts["points"]) == 3 and facts["points"][2]["tokens"] >= 4 * facts["points"][1]["tokens"]
     predicted = max(facts["predicted_after"][name] for name in facts["points"][2]["phases"])
     print(f"\nprobe {named(variables)} predicted={predicted / GIB:.3f}GiB verified={facts['verified_bytes'] / GIB:.3f}GiB in {facts['seconds']:.1f}s")
     assert facts["verified_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
-def test_less_memory_means_smaller_steps_and_the_same_losses(base: Path, long_rows: Path, tmp_path: Path) -> None:
+def test_less_memory_means_smaller_steps_and_the_same_losses(probed_run, base: Path, long_rows: Path, tmp_path: Path) -> None:
     """Memory is short because this process holds the rest of it."""
-    variables = {"TUNING_MODE": "lora", "TRAIN_FAST_PATH": "false"}
-    wide = train(tmp_path / "wide", base, long_rows, **variables)
+    variables = CASES[1]
+    wide = probed_run(variables)
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(max(0, free - int(0.5 * wide["probe"]["verified_bytes"])), dtype=torch.uint8, device="cuda")
     narrow = train(tmp_path / "narrow", base, long_rows, **variables)
