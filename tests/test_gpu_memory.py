@@ -27,7 +27,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-RUNS_OUT = "torch.cuda.empty_cache(); torch.cuda.set_per_process_memory_fraction(1e-6)"  # the next block that is asked for is not to be had
+# Nothing more is to be had of the card, and of the allocator's own only what is taken here, down to its smallest block.
+RUNS_OUT = """
+        torch.cuda.empty_cache(), torch.cuda.set_per_process_memory_fraction(1e-6)
+        self.hoard, size = [], 2**26
+        while size >= 512:
+            try:
+                self.hoard.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.cuda.OutOfMemoryError:
+                size //= 2
+"""
 SECONDS = 400
 
 

@@ -226,8 +226,9 @@ def claim(model: nn.Module, step: Step) -> None:
 def _claimed(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device="cpu")
-    dtype = cast if tensor.is_floating_point() else None
-    made = nn.Parameter(torch.empty_like(tensor, dtype=dtype, device="cpu"), requires_grad=tensor.requires_grad)
+    dtype = cast if cast and tensor.is_floating_point() else tensor.dtype
+    data = torch.empty(tensor.shape, dtype=dtype, device="cpu")  # empty_like of bitsandbytes' class is refused by torch 2.11
+    made = nn.Parameter(data, requires_grad=tensor.requires_grad)
     if isinstance(tensor, Params4bit):
         state = tensor.quant_state
         for owner in (state, state.state2) if state.nested else (state,):
