@@ -125,7 +125,7 @@ def test_a_line_says_by_how_much_a_prediction_is_off() -> None:
     text = markdown(results(**{"8b_lora": facts_of_a_run()}))
     cells = [cell.strip() for cell in line_of("8b-lora", text).split("|")]
     assert cells[1:7] == ["8b-lora", "4", "8 of 8", "5.00", "6.00", "+20.0%"]
-    assert cells[7:10] == ["1,000", "-", "-"]  # no speed was predicted
+    assert cells[7:11] == ["5.00", "1,000", "-", "-"]  # no speed was predicted
     assert "- peak, closed form: +20.0% to +20.0%, median +20.0%, of 1 runs" in text
     assert "probe GiB" not in text and "No run measured its phases" in text
 

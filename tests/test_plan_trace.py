@@ -29,7 +29,7 @@ from sft_play.models.fast.loss import fused_nll
 from sft_play.models.fast.norms import LLAMA
 from sft_play.models.live_bytes import LiveBytes, storage_bytes
 from sft_play.models.load import Placement, load_model
-from sft_play.models.trace import OPTIMIZERS, Step, adapter_tensors, build, claim, measure, state_bytes, step_of, table, trace, weight_tensors
+from sft_play.models.trace import OPTIMIZERS, Step, _Run, adapter_tensors, build, claim, measure, state_bytes, step_of, table, trace, weight_tensors
 from sft_play.plan import memory
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import Plan, resolve
@@ -269,6 +269,18 @@ def test_the_closed_form_is_near_the_trace_where_it_was_fitted() -> None:
     for name in ("load", "forward", "backward", "optimizer"):
         assert plan.memory.phases[name].total == pytest.approx(exact.phases[name].total, rel=0.03), name
     assert exact.peak_phase == "backward"
+
+
+def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
+    plan = planned("model.name=meta-llama/Llama-3.1-8B-Instruct", "train.batch_size=4", "train.predict_with_generate=false")
+    step, phase = step_of(plan), plan.memory.phases["evaluation"]
+    model = build(step)
+    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins.standing_in(True), torch.no_grad():
+        claim(model, step)
+        make_fast(model, step.config, Placement(torch.device("cuda"), step.compute_dtype, 0))
+        passing = _Run(model.eval(), step).forward(plan.config.train.eval_batch_size)
+    assert passing.most > passing.kept + passing.logits, "the loss needs less than a layer before it"
+    assert phase.activations + phase.logits == pytest.approx(passing.most, rel=0.06)  # copies of the adapters in 16 bits are left out
 
 
 # What is shown

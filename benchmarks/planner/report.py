@@ -14,9 +14,10 @@ HEAD = """# What the planner predicts, and what runs measure
 
 {machine} Models have random weights of the real shapes. Written by `make bench-plan`.
 
-**Off** is predicted / measured - 1: above 0 too much was predicted. Peaks are what the allocator reserved, by phase what it gave out, both with
-what the GPU holds for the process outside it. **Closed form** is what `make plan` says, **probe** what the run says of the same step once it has
-measured two small ones; tokens/s are those behind the first step. Figures that are struck out do not count, for the reason beside them.
+**Off** is predicted / measured - 1: above 0 too much was predicted. **Measured** is the most that the allocator gave out, which is what is predicted
+and what must find room; **reserved** is what it had taken for that, the gaps between tensors included, which it gives back where room is short. Both
+have in them what the GPU holds for the process outside the allocator. **Closed form** is what `make plan` says, **probe** what the run says of the same
+step once it has measured two small ones; tokens/s are those behind the first step. Figures that are struck out do not count, for the reason beside them.
 """
 PREDICTIONS = {"predicted": "closed form", "traced": "trace", "probed": "probe"}
 GOALS = {"choice": 0.97, "largest": 0.90}  # of the best speed, of the most tokens
@@ -48,7 +49,7 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a line a run: predicted and measured peak and speed."""
     kinds = [kind for kind in PREDICTIONS if any(facts[kind]["peak"] for facts in runs.values())]
     titles = [title for kind in kinds for title in (f"{PREDICTIONS[kind]} GiB", "off")]
-    head = ["run", "micro-batch", "steps", "measured GiB", *titles, "measured tokens/s", "predicted", "off", "as it ran"]
+    head = ["run", "micro-batch", "steps", "measured GiB", *titles, "reserved GiB", "measured tokens/s", "predicted", "off", "as it ran"]
     return grid(head, [row(name, facts, kinds) for name, facts in runs.items()], words=("run", "as it ran"))
 
 
@@ -60,16 +61,21 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str
 
 def row(name: str, facts: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
     """Return the cells of a run, struck out where it does not count."""
-    measured = facts["measured"]
-    figures = [gib(measured["peak"])]
+    measured, peak = facts["measured"], measured_peak(facts)
+    figures = [gib(peak)]
     for kind in kinds:
-        figures += [gib(facts[kind]["peak"]), percent(error(facts[kind]["peak"], measured["peak"]))]
+        figures += [gib(facts[kind]["peak"]), percent(error(facts[kind]["peak"], peak))]
     speeds = measured["tokens_per_second"], facts["predicted"]["tokens_per_second"]
-    figures += [*map(number, speeds), percent(error(speeds[1], speeds[0]))]
+    figures += [gib(measured["peak"]), *map(number, speeds), percent(error(speeds[1], speeds[0]))]
     if facts["why_not"]:
         figures = [figure if figure == "-" else f"~~{figure}~~" for figure in figures]
     told = "; ".join(facts["why_not"]).replace("|", "/") if facts["why_not"] else refused(facts) or described(WORKS[name])
     return [name, str(facts["settings"].get("per_device_batch_size", "-")), f"{facts['steps']} of {WORKS[name].steps}", *figures, told]
+
+
+def measured_peak(facts: Mapping[str, Any]) -> int | None:
+    """Return the most bytes of any phase; what the process took in all where no phase was measured."""
+    return max(facts["measured"]["phases"].values(), default=facts["measured"]["peak"])
 
 
 def refused(facts: Mapping[str, Any]) -> str:
@@ -80,7 +86,7 @@ def refused(facts: Mapping[str, Any]) -> str:
 def summary(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a line for each kind of prediction: from the lowest to the highest error, over the runs that count."""
     counted = [facts for facts in runs.values() if not facts["why_not"]]
-    errors = {f"peak, {told}": [error(facts[kind]["peak"], facts["measured"]["peak"]) for facts in counted] for kind, told in PREDICTIONS.items()}
+    errors = {f"peak, {told}": [error(facts[kind]["peak"], measured_peak(facts)) for facts in counted] for kind, told in PREDICTIONS.items()}
     errors["tokens/s"] = [error(facts["predicted"]["tokens_per_second"], facts["measured"]["tokens_per_second"]) for facts in counted]
     lines = []
     for told, found in errors.items():

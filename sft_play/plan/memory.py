@@ -103,15 +103,18 @@ def step_bytes(shape: ModelShape, step: StepShape) -> StepBytes:
     held, at_work = _held(shape, step), _at_work(shape, step)
     kept, _ = _activation_bytes(shape, step)
     loss, _ = _loss_bytes(shape, step)
+    recomputed = max(0, _passing_bytes(shape, step, step.batch_size) - loss) if step.checkpointed_layers == shape.layers else 0
     rows = step.eval_rows or evaluation_rows(shape, step)
+    scored = _evaluation_logit_bytes(shape, step, rows)
     answering = rows * step.seq_len * _cache_bytes_per_token(shape, step) if step.generates else 0
+    evaluating = max(answering, _passing_bytes(shape, step, rows) - scored)
     whole = step.weight_bytes * shape.parameters // step.world_size * (step.world_size - 1) if step.zero_stage == 3 and step.mode == "full" else 0
     phases = {
         "load": _loading(shape, step, held),
-        "forward": replace(at_work, gradients=_gradients_while_forward(step, held), activations=kept, logits=loss),
+        "forward": replace(at_work, gradients=_gradients_while_forward(step, held), activations=kept + recomputed, logits=loss),
         "backward": max(_backward(shape, step), key=lambda moment: moment.total),
         "optimizer": replace(held, activations=_optimizer_copies(step) * held.gradients),
-        "evaluation": replace(held, gradients=0, activations=answering, logits=_evaluation_logit_bytes(shape, step, rows)),
+        "evaluation": replace(held, gradients=0, activations=evaluating, logits=scored),
         "save": replace(held, gradients=0, activations=whole),
     }
     return StepBytes(phases)
@@ -234,6 +237,11 @@ def _activation_bytes(shape: ModelShape, step: StepShape) -> tuple[int, int]:
     again = 0 if kept else max(0, layer - _loss_bytes(shape, step)[1])
     gradients = tokens * step.compute_bytes * (2 * shape.hidden + 3 * shape.intermediate) if step.is_fast else 0
     return kept * layer + step.checkpointed_layers * tokens * step.compute_bytes * shape.hidden, again + gradients
+
+
+def _passing_bytes(shape: ModelShape, step: StepShape, rows: int) -> int:
+    """Return what a layer holds while it computes and nothing of it is kept; unfused, that is nowhere near the whole logits."""
+    return rows * step.seq_len * step.compute_bytes * (10 * shape.hidden + 3 * shape.intermediate) if step.is_fast else 0
 
 
 def _cache_bytes_per_token(shape: ModelShape, step: StepShape) -> int:
