@@ -294,8 +294,8 @@ def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
         ("3xA100", "did you mean 3xA100-80 or 3xA100-40?"),
         ("2x24GB", "did you mean 2x24GiB?"),
         ("2xRadeon", "known are B200, H200"),
-        ("H200", "such as --gpus 2xH200"),
-        ("0xH200", "such as --gpus 2xH200"),
+        ("H200", "such as GPUS=2xH200"),
+        ("0xH200", "such as GPUS=2xH200"),
         ("", "known are"),
         ("99999xH200", "no GPU of that name"),
     ],
@@ -303,7 +303,7 @@ def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
 def test_other_words_are_a_config_error_with_the_nearest(words, hint):
     with pytest.raises(ConfigError) as caught:
         parse(words)
-    assert f"--gpus {words}" in str(caught.value)
+    assert f"GPUS={words}" in str(caught.value)
     assert hint in str(caught.value)
 
 

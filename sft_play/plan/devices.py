@@ -98,9 +98,9 @@ def parse(words: str) -> Hardware:
         card = CARDS[_key(word)]
         name, total_gib, capability = card.name, card.gib, card.capability
     else:
-        raise ConfigError(f"--gpus {words}: no GPU of that name; {_nearest(max(count, 1), word)}")
+        raise ConfigError(f"GPUS={words}: no GPU of that name; {_nearest(max(count, 1), word)}")
     if not match or count < 1:
-        raise ConfigError(f"--gpus {words}: write how many of which GPU, such as --gpus 2x{word}")
+        raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
     total_bytes = int(total_gib * GIB)
     gpus = tuple(Gpu(index, name, total_bytes, total_bytes, capability) for index in range(count))
     return Hardware("cuda", gpus, cpu_count(), host_memory().available_bytes)

@@ -73,7 +73,8 @@ class Probe:
             points = cached or self._points(rehearsal, budget)
             fit = Fit(self.choice, points[0], points[1])
             chosen, tried = self._choose(rehearsal, fit, points, budget)
-        logger.info("probe chose batch=%d accum=%d checkpointed_layers=%d", chosen.batch_size, chosen.grad_accum, chosen.checkpointed_layers)
+        if not self.process.is_main:  # the main rank tells more, once it is settled
+            logger.info("probe chose batch=%d accum=%d checkpointed_layers=%d", chosen.batch_size, chosen.grad_accum, chosen.checkpointed_layers)
         if self.process.is_main and len(tried) > len(cached):
             probing.remember(folder, fingerprint, tried)
         return Outcome(chosen, tried, fit, budget, is_cached=len(tried) == len(cached))
