@@ -63,15 +63,15 @@ def ours_epoch(rows: Path, work: Path) -> dict[str, Any]:
     from sft_play.config.schema import Config
     from sft_play.data import prepare
     from sft_play.data.arrange import arrange
-    from sft_play.data.order import Layout, StepSampler, micro_batches_per_step
+    from sft_play.data.order import Layout, StepSampler, fullest_step
 
     facts = json.loads((work / "data.json").read_text())
     libraries = memory(psutil.Process())
     began = spent()
     data = arrange(Config(**facts["config"]), prepare.from_json(facts["sources"]))
     layout = Layout(MAX_SEQ_LEN, batch_size=4, effective_batch=EFFECTIVE_BATCH)
-    micro_batches = micro_batches_per_step(data.train.lengths, layout, seed=0, epochs=1)
-    sequences = sum(len(micro_batch) for micro_batch in StepSampler(data.train.lengths, layout, 0, micro_batches))
+    packed = layout.packed(fullest_step(data.train.lengths, layout, seed=0, epochs=1))
+    sequences = sum(len(micro_batch) for micro_batch in StepSampler(data.train.lengths, packed, 0))
     return {**since(began), "samples": sequences, "libraries": libraries}
 
 

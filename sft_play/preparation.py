@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, EnvironmentFault
-from sft_play.plan.resolve import Plan, with_micro_batches
+from sft_play.plan.resolve import Plan, with_counted_rows
 from sft_play.plan.sources import SETTINGS, paths_of
 from sft_play.plan.workload import Counted, estimated, estimated_tokens
 from sft_play.runs.files import read_json, write_json, write_text
@@ -102,27 +102,32 @@ def tokenise(folder: RunFolder, plan: Plan) -> Plan:
     for split, rows in prepare.quarantined(data.sources).items():
         write_text(folder.quarantine / f"{split}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"warning: {len(rows)} {split} rows cannot be used and are in {folder.quarantine / split}.jsonl")
-    folder.write_data({"sources": prepare.as_json(data.sources), "padding": padding(data, plan)})
-    if not plan.packing:
-        return plan
+    fullest = fullest_step(data, plan)
+    folder.write_data({"sources": prepare.as_json(data.sources), "padding": padding(data, plan, fullest)})
+    return with_counted_rows(plan, fullest) if plan.packing else plan
+
+
+def fullest_step(data: "PreparedData", plan: Plan) -> int:
+    """Return the sequences that the fullest step takes if it is packed: of the whole run where it packs, else of its first epoch."""
     from sft_play.data import order
 
     train = plan.config.train
-    return with_micro_batches(plan, order.micro_batches_per_step(data.train.lengths, layout_of(plan), train.order_seed, train.passes(len(data.train))))
+    return order.fullest_step(data.train.lengths, layout_of(plan), train.order_seed, train.passes(len(data.train)) if plan.packing else 1)
 
 
-def padding(data: "PreparedData", plan: Plan) -> dict[str, int]:
+def padding(data: "PreparedData", plan: Plan, fullest: int) -> dict[str, int]:
     """Return the tokens of an epoch, and those that it computes with their padding, packed and not."""
     from sft_play.data import order
 
-    return vars(order.padding(data.train.lengths, layout_of(plan), plan.config.train.order_seed))
+    return vars(order.padding(data.train.lengths, layout_of(plan), layout_of(plan, fullest), plan.config.train.order_seed))
 
 
-def layout_of(plan: Plan) -> "Layout":
-    """Return how a run cuts up its steps."""
+def layout_of(plan: Plan, fullest: int | None = None) -> "Layout":
+    """Return how a run cuts up its steps, packed where it is said what the fullest takes."""
     from sft_play.data.order import Layout
 
-    return Layout(plan.config.model.max_seq_len, plan.chosen.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
+    layout = Layout(plan.config.model.max_seq_len, plan.chosen.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
+    return layout.packed(fullest) if fullest else layout
 
 
 def ledger(plan: Plan) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def ledger(plan: Plan) -> dict[str, Any]:
     from sft_play.data.check import ledger_json
 
     data = prepared(plan.config)
-    return {**ledger_json(data, plan.config.model.max_seq_len), "padding": padding(data, plan)}
+    return {**ledger_json(data, plan.config.model.max_seq_len), "padding": padding(data, plan, fullest_step(data, plan))}
 
 
 def preview(plan: Plan, source: Path, first: int, page: str | None, no_color: bool) -> None:
@@ -144,7 +149,7 @@ def preview(plan: Plan, source: Path, first: int, page: str | None, no_color: bo
     from sft_play.models.tokenizer import load_tokenizer
 
     config, data = plan.config, prepared(plan.config)
-    packed = packed_samples(data.train.lengths, layout_of(plan), config.train) if plan.packing else []
+    packed = packed_samples(data.train.lengths, layout_of(plan, fullest_step(data, plan)), config.train.order_seed) if plan.packing else []
     sequences = show(data, load_tokenizer(config), first, config.data.too_long, packed)
     print_sequences(sequences, no_color)
     path = Path(page or Path(config.train.output_dir) / "preview.html")

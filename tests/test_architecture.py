@@ -18,7 +18,7 @@ ALLOWED = {
     "config": {"errors"},
     "runs": {"errors", "config"},
     "plan": {"errors", "config", "runs"},
-    "data": {"errors", "config"},
+    "data": {"errors", "config", "plan"},
     "models": {"errors", "config", "plan", "data"},
     "evaluation": {"errors", "config", "data", "models"},
     "training": {"errors", "config", "runs", "plan", "data", "models", "evaluation"},

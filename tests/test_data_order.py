@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
-from sft_play.data.order import Layout, StepSampler, micro_batches_per_step, pack_shortest, padding, steps
+from sft_play.data.order import Layout, PaddedTokens, StepSampler, fullest_step, pack_shortest, padding, steps
 
 MAX_SEQ_LEN, EFFECTIVE, SEED = 64, 8, 5
 LAYOUTS = [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4), (2, 4), (1, 8)]  # (batch_size, world_size)
@@ -19,7 +19,7 @@ def lengths_of(samples: int) -> list[int]:
 
 def sampler(lengths: list[int], batch: int, world: int, packed: bool, seed: int = SEED) -> StepSampler:
     layout = Layout(MAX_SEQ_LEN, batch, EFFECTIVE, world)
-    return StepSampler(lengths, layout, seed, micro_batches_per_step(lengths, layout, seed, epochs=3) if packed else None)
+    return StepSampler(lengths, layout.packed(fullest_step(lengths, layout, seed, epochs=3)) if packed else layout, seed)
 
 
 def steps_of(lengths: list[int], batch: int, world: int, packed: bool, epoch: int = 0, seed: int = SEED) -> list[list[int]]:
@@ -29,7 +29,7 @@ def steps_of(lengths: list[int], batch: int, world: int, packed: bool, epoch: in
     per_rank = [list(BatchSamplerShard(order, world, rank)) for rank in range(world)]
     assert [len(batches) for batches in per_rank] == [len(order) // world] * world
     assert all(1 <= len(batch_) <= batch for batches in per_rank for batch_ in batches)
-    accum = order.micro_batches
+    accum = order.layout.micro_batches
     cut = [[one for batches in per_rank for one in batches[start : start + accum]] for start in range(0, len(order) // world, accum)]
     return [sorted(i for batch_ in step for sequence in batch_ for i in sequence if i >= 0) for step in cut]
 
@@ -55,9 +55,9 @@ def test_epochs_differ_and_each_is_the_same_every_time(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_order_that_is_cut_anew_is_the_one_that_was_cut_so(packed: bool) -> None:
-    recut, other = sampler(lengths_of(23), 8, 1, packed), sampler(lengths_of(23), 2, 1, packed)
+    recut, other = sampler(lengths_of(64), 8, 1, packed), sampler(lengths_of(64), 1, 1, packed)
     assert list(recut) != list(other)
-    recut.cut(other.layout, other.micro_batches)
+    recut.layout = other.layout
     assert list(recut) == list(other) and len(recut) == len(other)
 
 
@@ -107,19 +107,27 @@ def test_packed_sequences_are_no_longer_than_the_longest_that_may_be(samples: in
         assert all(filler == [~lengths.index(min(lengths))] for filler in fillers)
 
 
-def test_micro_batches_suffice_for_every_step_and_are_not_one_more() -> None:
+def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do() -> None:
     layout = Layout(10, 1, 4)
-    assert micro_batches_per_step([10, 10, 10, 10], layout, SEED, 1) == 4
-    assert micro_batches_per_step([5, 5, 5, 5], layout, SEED, 1) == 2
-    assert micro_batches_per_step([2, 2, 2, 2], layout, SEED, 1) == 1
-    assert micro_batches_per_step([5] * 4, Layout(10, 2, 4), SEED, 1) == 1
-    assert micro_batches_per_step([5] * 4, Layout(10, 1, 4, world_size=2), SEED, 1) == 1
+    assert fullest_step([10, 10, 10, 10], layout, SEED, 1) == 4
+    assert fullest_step([5, 5, 5, 5], layout, SEED, 1) == 2
+    assert fullest_step([2, 2, 2, 2], layout, SEED, 1) == 1
 
 
-def test_micro_batches_are_counted_over_all_epochs() -> None:
+@pytest.mark.parametrize(
+    ("batch", "world", "fullest", "number", "sequences"),
+    [(1, 1, 4, 4, 1), (2, 1, 4, 2, 2), (4, 1, 9, 3, 3), (8, 1, 9, 2, 5), (32, 1, 9, 1, 9), (4, 2, 9, 2, 3), (4, 8, 9, 1, 2), (4, 16, 9, 1, 1)],
+)
+def test_packed_micro_batches_are_as_few_as_suffice_and_then_no_larger(batch: int, world: int, fullest: int, number: int, sequences: int) -> None:
+    packed = Layout(10, batch, 64, world).packed(fullest)
+    assert (packed.packed_into, packed.micro_batches, packed.batch_size) == (number, number, sequences)
+    assert (number - 1) * batch * world < fullest <= number * sequences * world
+
+
+def test_the_fullest_step_is_that_of_all_epochs() -> None:
     lengths, layout = [9, 9, 1, 1, 1, 1, 1, 1], Layout(12, 1, 4)
     met = [any({0, 1} <= set(step) for step in steps(8, 4, seed, epoch)) for seed in range(8) for epoch in range(2)]
-    counted = [micro_batches_per_step(lengths, layout, seed, epochs) for seed in range(8) for epochs in (1, 2)]
+    counted = [fullest_step(lengths, layout, seed, epochs) for seed in range(8) for epochs in (1, 2)]
     assert {(False, False), (False, True)} <= set(zip(met[::2], met[1::2], strict=True))
     assert counted[::2] == [1 + first for first in met[::2]], "two where the two long ones meet in a step"
     assert counted[1::2] == [1 + (first or second) for first, second in zip(met[::2], met[1::2], strict=True)]
@@ -137,18 +145,21 @@ def test_ranks_that_run_at_the_same_time_have_about_as_many_tokens() -> None:
     draw = random.Random(0)
     lengths = [draw.randint(1, 200) for _ in range(640)]
     layout = Layout(1024, 1, 64, world_size=4)
-    count = micro_batches_per_step(lengths, layout, SEED, 1)
-    batches = list(StepSampler(lengths, layout, SEED, count))
+    batches = list(StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED))
     for start in range(0, len(batches), 4):
         tokens = [sum(lengths[i] for sequence in batch for i in sequence) for batch in batches[start : start + 4]]
         assert max(tokens) < 1.05 * sum(tokens) / 4, tokens
 
 
+def padding_of(lengths: list[int], layout: Layout) -> PaddedTokens:
+    return padding(lengths, layout, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED)
+
+
 def test_packing_leaves_little_padding() -> None:
     draw = random.Random(0)
     lengths = [min(2048, 1 + int(draw.lognormvariate(6, 0.8))) for _ in range(4096)]
-    found = padding(lengths, Layout(2048, 8, 64), SEED)
+    found = padding_of(lengths, Layout(2048, 8, 64))
     assert found.real == sum(lengths)
     assert found.real <= found.packed < 1.1 * found.real < found.unpacked
     # by hand: 3 samples of a step of 4, one sequence each and one filler, at widths that are multiples of 8
-    assert vars(padding([8, 16, 24], Layout(64, 2, 4), SEED)) == {"real": 48, "unpacked": 2 * 24 + 2 * 8, "packed": 48}
+    assert vars(padding_of([8, 16, 24], Layout(64, 2, 4))) == {"real": 48, "unpacked": 2 * 24 + 2 * 8, "packed": 48}

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sft_play import commands, preparation
 from sft_play.config.invocation import Invocation
-from sft_play.config.schema import Config, TrainSection
+from sft_play.config.schema import Config
 from sft_play.data import preview
 from sft_play.data.check import ledger_json
 from sft_play.data.order import Layout
@@ -165,11 +165,11 @@ def test_a_source_of_one_row_that_repeats_has_no_pieces(tmp_path) -> None:
 
 
 def test_a_packed_example_is_a_sequence_with_a_seam() -> None:
-    lengths, train = np.array([3, 4, 5, 2, 6, 8]), TrainSection(effective_batch_size=6)
-    found = packed_samples(lengths, Layout(max_seq_len=10, batch_size=3, effective_batch=6), train)
+    lengths = np.array([3, 4, 5, 2, 6, 8])
+    found = packed_samples(lengths, Layout(max_seq_len=10, batch_size=3, effective_batch=6, packed_into=1), seed=0)
     assert len(found) > 1
     assert sum(lengths[found]) <= 10
-    assert packed_samples(np.array([10, 10, 10]), Layout(max_seq_len=10, batch_size=1, effective_batch=3), train) == []
+    assert packed_samples(np.array([10, 10, 10]), Layout(max_seq_len=10, batch_size=1, effective_batch=3, packed_into=3), seed=0) == []
 
 
 def test_what_was_cut_is_said_in_the_words_of_the_policy() -> None:

@@ -127,7 +127,7 @@ def test_a_run_measures_all_of_its_phases(plan):
 
 
 def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_command(plan, tmp_path):
-    folder, command = plan(script_of(tmp_path, 0), {})
+    folder, command = plan(script_of(tmp_path, 0), {"train.packing": False})
     code, output = ended(command)
     report = folder.read_report()
     assert (code, report["exit_class"], report["status"]) == (15, 15, "failed"), output[-3000:]
@@ -146,7 +146,7 @@ def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_co
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("uses_deepspeed", [False, True], ids=["ddp", "zero2"])
 def test_a_gpu_that_runs_out_of_memory_ends_all_ranks_while_they_wait_in_nccl(plan, tmp_path, uses_deepspeed, rank):
-    folder, command = plan(script_of(tmp_path, rank), {"train.max_steps": 3000}, 2, uses_deepspeed)
+    folder, command = plan(script_of(tmp_path, rank), {"train.max_steps": 3000, "train.packing": False}, 2, uses_deepspeed)
     code, output = ended(command)
     assert code != 0
     check_both_ended(folder, rank, output, f"cuda:{rank}")

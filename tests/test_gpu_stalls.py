@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
-from sft_play.data.order import Layout, StepSampler, micro_batches_per_step
+from sft_play.data.order import Layout, StepSampler, fullest_step
 from sft_play.models import lora
 from sft_play.models.fast.install import installed_on, make_fast
 from sft_play.models.fast.loss import linear_nll
@@ -58,7 +58,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
     config = Config.model_validate({"tuning": {"mode": mode}, "train": {"fast_path": fast}})
     samples, layout = documents(160), Layout(MAX_SEQ_LEN, 2, 16)
     lengths = [len(sample.ids) for sample in samples]
-    order = StepSampler(lengths, layout, SEED, micro_batches_per_step(lengths, layout, SEED, 1) if packed else None)
+    order = StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)) if packed else layout, SEED)
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
@@ -68,7 +68,8 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
     make_fast(model, config, Placement(GPU, torch.bfloat16, 0))
     model.config.use_cache = False
     arguments = {"bf16": True, "max_steps": TO + 2, "logging_steps": 100, "accelerator_config": {"non_blocking": True}, "optim": "adamw_torch_fused"}
-    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": order.micro_batches, "dataloader_pin_memory": True, "use_cpu": False}
+    arguments |= {"per_device_train_batch_size": order.layout.batch_size, "gradient_accumulation_steps": order.layout.micro_batches}
+    arguments |= {"dataloader_pin_memory": True, "use_cpu": False}
     speed = EvalSpeedCallback()
     return SftTrainer(
         model=model,
@@ -90,7 +91,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, pack
     assert {"attention", "loss"} <= installed_on(trainer.model).on.keys(), installed_on(trainer.model)
     trainer.add_callback(watch)
     trainer.train()
-    assert trainer.state.global_step > TO and trainer.order.micro_batches > 1
+    assert trainer.state.global_step > TO and trainer.order.layout.micro_batches > 1
     assert watch.sites == []
 
 

@@ -15,6 +15,7 @@ from sft_play import commands
 from sft_play.config import invocation
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.plan import launch
+from sft_play.plan.batch import pack_into
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.next_step import next_command, smaller
 from sft_play.runs import stamp
@@ -38,13 +39,16 @@ TOO_MUCH = 2**50  # bytes, which no host has
 @pytest.fixture(scope="module")
 def planned(plan_run):
     """The resolved config and the plan of a run, and its folder."""
-    folder = plan_run({"train.batch_size": 4, "train.grad_accum": 3})
+    folder = plan_run({"train.batch_size": 4, "train.grad_accum": 3, "train.packing": False})
     return folder.read_config(), folder.read_plan(), folder.path
 
 
 def changed(planned, **changes):
     config, plan, _ = planned
-    mode, rows = changes.pop("mode", "lora"), changes.pop("eval_rows", 4)
+    mode, rows, fullest = changes.pop("mode", "lora"), changes.pop("eval_rows", 4), changes.pop("fullest_step", None)
+    batch = changes.get("per_device_batch_size", plan["per_device_batch_size"])
+    changes["sequences"] = pack_into(fullest, batch, 1)[1] if fullest else batch
+    changes["choice"] = {**plan["choice"], "wanted": {**plan["choice"]["wanted"], "fullest_step": fullest}}
     train, tuning = config.train.model_copy(update={"eval_batch_size": rows}), config.tuning.model_copy(update={"mode": mode})
     return config.model_copy(update={"train": train, "tuning": tuning}), {**plan, **changes}
 
@@ -55,7 +59,9 @@ def changed(planned, **changes):
         ("backward", {"per_device_batch_size": 4, "grad_accum": 3}, {"train.batch_size": 2, "train.grad_accum": 6}),
         ("forward", {"per_device_batch_size": 3, "grad_accum": 4}, {"train.batch_size": 1, "train.grad_accum": 12}),
         ("forward", {"per_device_batch_size": 15, "grad_accum": 1}, {"train.batch_size": 5, "train.grad_accum": 3}),
+        ("forward", {"per_device_batch_size": 32, "grad_accum": 1, "fullest_step": 9}, {"train.batch_size": 4, "train.grad_accum": 8}),  # 9 sequences, then 3
         ("forward", {"per_device_batch_size": 1}, {"train.gradient_checkpointing": True}),
+        ("forward", {"per_device_batch_size": 32, "fullest_step": 1}, {"train.gradient_checkpointing": True}),
         ("backward", {"per_device_batch_size": 1, "checkpointing": "selective"}, {"train.gradient_checkpointing": True}),
         ("backward", {"per_device_batch_size": 1, "checkpointing": "full"}, {"model.max_seq_len": 128}),
         ("evaluation", {"eval_rows": 4}, {"train.eval_batch_size": 2}),
@@ -116,7 +122,8 @@ def test_the_table_has_a_line_a_component():
 
 
 def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoint_with_what_it_says(plan_run, run_worker, monkeypatch, losses_of):
-    folder = plan_run({"train.batch_size": 4, "train.grad_accum": 1, "train.max_steps": 4, "train.save_strategy": "steps", "train.save_steps": 2})
+    saves = {"train.save_strategy": "steps", "train.save_steps": 2}
+    folder = plan_run({"train.batch_size": 4, "train.grad_accum": 1, "train.packing": False, "train.max_steps": 4, **saves})
     real = SftTrainer.compute_loss
 
     def fail_in_step_4(self, *arguments, **options):
@@ -190,7 +197,7 @@ sys.exit(entry.main(Path(sys.argv[1])))
 """
 RUNS_OUT = f"torch.empty({TOO_MUCH}, dtype=torch.uint8)"
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": PYTHONPATH}
-LONG = {"train.max_steps": 3000, "train.predict_with_generate": False}
+LONG = {"train.max_steps": 3000, "train.predict_with_generate": False, "train.packing": False}
 SECONDS = 240  # the first launch under DeepSpeed on a machine compiles one op
 
 

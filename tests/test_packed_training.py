@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, L
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
-from sft_play.data.order import Layout, StepSampler, micro_batches_per_step
+from sft_play.data.order import Layout, StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
@@ -73,7 +73,7 @@ def spread(model: torch.nn.Module, std: float = 0.3) -> None:
 
 def order_of(samples: list[Document], packed: bool, batch: int = 4, effective: int = 8, world: int = 1, epochs: int = 3) -> StepSampler:
     lengths, layout = [len(sample.ids) for sample in samples], Layout(MAX_SEQ_LEN, batch, effective, world)
-    return StepSampler(lengths, layout, SEED, micro_batches_per_step(lengths, layout, SEED, epochs) if packed else None)
+    return StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, epochs)) if packed else layout, SEED)
 
 
 def collator_of(packed: bool) -> PadCollator | PackCollator:
@@ -319,7 +319,7 @@ def trainer_of(output_dir: Path, batch: int, packed: bool, process: Process = AL
     """The trainer of a model, a new one where none is given."""
     samples, speed = documents(SAMPLES), EvalSpeedCallback()
     order = order_of(samples, packed, batch, world=process.world_size, epochs=EPOCHS)
-    cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": order.micro_batches}
+    cut = {"per_device_train_batch_size": order.layout.batch_size, "gradient_accumulation_steps": order.layout.micro_batches}
     return SftTrainer(
         model=model or llama(is_lora=True),
         args=TrainingArguments(str(output_dir), **{**QUIET, **RUN, **cut, **arguments}),
@@ -358,7 +358,7 @@ def test_runs_have_the_same_losses_packed_and_padded(tmp_path: Path, curve: list
 
 def test_packing_takes_fewer_micro_batches() -> None:
     samples = documents(SAMPLES)
-    assert [order_of(samples, packed, batch=1).micro_batches for packed in (False, True)] == [8, 3]
+    assert [order_of(samples, packed, batch=1).layout.micro_batches for packed in (False, True)] == [8, 3]
 
 
 def test_a_resumed_packed_run_goes_on_with_the_samples_that_were_left(tmp_path: Path, curve: list[float], tokenizer: Any) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 STEPS = {"train.max_steps": None, "train.epochs": 2, "train.learning_rate": 1e-3}  # of 8 of 10 rows: 4, the second and the last with 2 rows and 6 fillers
 SAME = {**STEPS, "train.probe": True, "tuning.lora.dropout": 0.1, "train.weight_decay": 0.1, "train.batch_size": 2}
-FREE = {**STEPS, "train.probe": True, "train.batch_size": "auto", "train.grad_accum": "auto", "train.effective_batch_size": 8}
+FREE = {**STEPS, "train.probe": True, "train.batch_size": "auto", "train.grad_accum": "auto", "train.effective_batch_size": 8, "train.packing": False}
 SECONDS = 240
 
 
@@ -214,6 +214,16 @@ def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake) 
     assert folder.read_data()["padding"] == folder.read_report()["padding"]
     losses = [[entry["loss"] for entry in run.read_report()["loss"]] for run in (folder, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_packed_run_needs_room_for_what_its_fullest_step_takes_and_no_more(plan_run, run_worker, on_fake) -> None:
+    folder = plan_run({**FREE, "train.packing": True})
+    before = folder.read_plan()
+    assert (before["sequences"], before["micro_batches"]) == (1, 1), "all 8 short rows of a step share one sequence"
+    on_fake(1.7)  # where 8 sequences would not fit, nor 4
+    assert run_worker(folder) == 0 and step_of(folder) == (8, 1, 0)
+    assert max(point["tokens"] for point in folder.read_report()["probe"]["points"]) == 256
+    assert folder.read_plan()["sequences"] == 1
 
 
 def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker, on_fake) -> None:

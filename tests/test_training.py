@@ -42,7 +42,7 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(pl
 def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(plan_run, run_worker, build_trainer, losses_of):
     folder = plan_run({"train.max_steps": 1})
     trainer, data = build_trainer(folder)
-    rows = [index for batch in list(trainer.order)[: trainer.order.micro_batches] for sequence in batch for index in sequence]
+    rows = [index for batch in list(trainer.order)[: trainer.order.layout.micro_batches] for sequence in batch for index in sequence]
     nats = tokens = 0
     trainer.model.eval()
     for row in (data.train[index] for index in rows):

@@ -66,7 +66,7 @@ def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> 
     losses = losses_of(trainer)
     wrapped = trainer.model_wrapped
     total = sum_over_ranks(10**12 + rank, trainer.args.ddp_timeout_delta)
-    facts = {"losses": losses, "sent": sent, "view": wrapped.gradient_as_bucket_view, "total": total, "micro": trainer.order.micro_batches}
+    facts = {"losses": losses, "sent": sent, "view": wrapped.gradient_as_bucket_view, "total": total, "micro": trainer.order.layout.micro_batches}
     torch.save(facts, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -4,13 +4,15 @@ A step holds the same samples for any batch size, number of ranks, packed or not
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from sft_play.data.packing import pack, padded_width
+from sft_play.plan.batch import pack_into
 
 MicroBatch = list[list[int]]  # sequences, each the indices of its samples; `~index` (negative) is a filler, which carries no loss
 
@@ -23,10 +25,21 @@ class Layout:
     batch_size: int
     effective_batch: int
     world_size: int = 1
+    packed_into: int | None = None  # micro-batches of each rank and step that hold the `fullest_step`; None: each sample is a sequence of its own
 
     def __post_init__(self) -> None:
         at_once = self.batch_size * self.world_size
-        assert self.effective_batch % at_once == 0, f"a step of {self.effective_batch} samples is no multiple of {at_once}"
+        assert self.packed_into or self.effective_batch % at_once == 0, f"a step of {self.effective_batch} samples is no multiple of {at_once}"
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each rank and step."""
+        return self.packed_into or self.effective_batch // (self.batch_size * self.world_size)
+
+    def packed(self, fullest: int) -> Self:
+        """Return the layout that packs the same steps, of which the fullest takes so many sequences (see `fullest_step`)."""
+        packed_into, sequences = pack_into(fullest, self.batch_size, self.world_size)
+        return replace(self, batch_size=sequences, packed_into=packed_into)
 
 
 @dataclass(frozen=True)
@@ -49,28 +62,21 @@ class StepSampler(Sampler[MicroBatch]):
     batch_size = None  # accelerate asks; micro-batches of a packed run differ in it
     drop_last = False
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, micro_batches: int | None = None):
-        """`micro_batches` of each rank and step packs (see `micro_batches_per_step`); without, each sample is a sequence of its own."""
+    def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int):
         self.lengths = np.asarray(lengths).tolist()
         self.seed, self.epoch = seed, 0
-        self.is_packed = micro_batches is not None
-        self.cut(layout, micro_batches)
+        self.layout = layout  # another cuts the same samples' steps in another way from then on, while `effective_batch` is the same
         self.shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)  # the filler that costs least
-
-    def cut(self, layout: Layout, micro_batches: int | None = None) -> None:
-        """Cut the steps in another way from here on; they hold the same samples while `effective_batch` is the same."""
-        self.layout = layout
-        self.micro_batches = micro_batches or layout.effective_batch // (layout.batch_size * layout.world_size)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self.lengths) // self.layout.effective_batch) * self.micro_batches * self.layout.world_size
+        return -(-len(self.lengths) // self.layout.effective_batch) * self.layout.micro_batches * self.layout.world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for samples in steps(len(self.lengths), self.layout.effective_batch, self.seed, self.epoch):
-            yield from self._packed(samples) if self.is_packed else self._unpacked(samples)
+            yield from self._packed(samples) if self.layout.packed_into else self._unpacked(samples)
 
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
         """Longest first, so that a micro-batch holds samples of similar length."""
@@ -80,7 +86,7 @@ class StepSampler(Sampler[MicroBatch]):
             yield [[index] for index in samples[start : start + size]]
 
     def _packed(self, samples: list[int]) -> list[MicroBatch]:
-        bins = self.micro_batches * self.layout.world_size
+        bins = self.layout.micro_batches * self.layout.world_size
         lengths = [self.lengths[index] for index in samples]
         sequences = pack_shortest(lengths, bins * self.layout.batch_size, self.layout.max_seq_len)
         tokens = [sum(lengths[i] for i in sequence) for sequence in sequences]
@@ -96,22 +102,19 @@ def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator
         yield order[start : start + effective_batch]
 
 
-def micro_batches_per_step(lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int) -> int:
-    """Return the micro-batches of each rank that suffice for every packed step of `epochs` epochs: transformers' gradient accumulation."""
+def fullest_step(lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int) -> int:
+    """Return how many sequences of `max_seq_len` tokens suffice for every packed step of `epochs` epochs."""
     lengths = np.asarray(lengths).tolist()
-    most = max(
+    return max(
         len(pack([lengths[index] for index in samples], layout.max_seq_len))
         for epoch in range(epochs)
         for samples in steps(len(lengths), layout.effective_batch, seed, epoch)
     )
-    return -(-most // (layout.batch_size * layout.world_size))
 
 
-def padding(lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int) -> PaddedTokens:
-    """Return what the first epoch computes for its tokens, packed and unpacked."""
-    micro_batches = micro_batches_per_step(lengths, layout, seed, epochs=1)
-    unpacked, packed = (StepSampler(lengths, layout, seed, count) for count in (None, micro_batches))
-    return PaddedTokens(int(np.sum(lengths)), _computed(unpacked), _computed(packed))
+def padding(lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int) -> PaddedTokens:
+    """Return what the first epoch computes for its tokens under two layouts."""
+    return PaddedTokens(int(np.sum(lengths)), *(_computed(StepSampler(lengths, layout, seed)) for layout in (unpacked, packed)))
 
 
 def _computed(order: StepSampler) -> int:
@@ -142,7 +145,7 @@ def pack_shortest(lengths: Sequence[int], most: int, max_seq_len: int) -> list[l
 
 def _deal(tokens: Sequence[int], bins: int, room: int) -> list[list[int]]:
     """Deal sequences to `bins` of at most `room` each, the longest first to the bin with the fewest tokens; return bins by tokens, most first."""
-    assert len(tokens) <= bins * room, f"{len(tokens)} sequences for {bins} micro-batches of {room}: count them with micro_batches_per_step"
+    assert len(tokens) <= bins * room, f"{len(tokens)} sequences for {bins} micro-batches of {room}: count them with fullest_step"
     dealt: list[list[int]] = [[] for _ in range(bins)]
     filled = [0] * bins
     for number in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):

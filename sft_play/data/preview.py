@@ -13,7 +13,7 @@ import numpy as np
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.arrange import PreparedData
-from sft_play.data.order import Layout, StepSampler, micro_batches_per_step
+from sft_play.data.order import Layout, StepSampler
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 
@@ -121,10 +121,9 @@ def cut_note(cut: int, too_long: str) -> str | None:
     return f"{cut:,} tokens {where} (data.too_long={too_long})"
 
 
-def packed_samples(lengths: np.ndarray, layout: Layout, train: TrainSection) -> list[int]:
+def packed_samples(lengths: np.ndarray, layout: Layout, seed: int) -> list[int]:
     """Return the samples of a sequence in the first micro-batch of a packed run: the fewest that have a seam; none where none has."""
-    micro_batches = micro_batches_per_step(lengths, layout, train.order_seed, train.passes(len(lengths)))
-    first = next(iter(StepSampler(lengths, layout, train.order_seed, micro_batches)))
+    first = next(iter(StepSampler(lengths, layout, seed)))
     return min((sequence for sequence in first if len(sequence) > 1), key=len, default=[])
 
 

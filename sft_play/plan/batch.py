@@ -25,6 +25,7 @@ class Wanted:
     world_size: int
     layers: int  # of the model
     is_by_layer: bool = True  # else all layers are checkpointed or none
+    fullest_step: int | None = None  # whole sequences that the fullest packed step of all ranks takes; None: not packed, or not counted yet
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,26 @@ def smallest(wanted: Wanted) -> Chosen:
     return _chosen(wanted, effective, _batch_sizes(wanted, effective)[-1][-1], _layers_to_try(wanted)[-1])
 
 
-def accumulates(wanted: Wanted, batch_size: int) -> bool:
-    """Return whether an optimizer step of micro-batches of `batch_size` rows takes several of them."""
-    return _chosen(wanted, _effective(wanted), batch_size, 0).grad_accum > 1
+def pack_into(fullest_step: int, batch_size: int, world_size: int) -> tuple[int, int]:
+    """Return (micro-batches of each rank, sequences of each) of packed steps: as few as hold the fullest, and then no larger than that takes.
+
+    >>> pack_into(9, batch_size=4, world_size=1)  # three of 3, where two of 4 do not do and a third of 4 would stay empty
+    (3, 3)
+    """
+    number = -(-fullest_step // (batch_size * world_size))
+    return number, -(-fullest_step // (number * world_size))
+
+
+def micro_batches(wanted: Wanted, batch_size: int) -> int:
+    """Return how many micro-batches of up to `batch_size` rows each rank trains in a step."""
+    if wanted.fullest_step is not None:
+        return pack_into(wanted.fullest_step, batch_size, wanted.world_size)[0]
+    return _chosen(wanted, _effective(wanted), batch_size, 0).grad_accum
+
+
+def sequences(wanted: Wanted, batch_size: int) -> int:
+    """Return how many sequences a micro-batch of up to `batch_size` rows has at most."""
+    return batch_size if wanted.fullest_step is None else pack_into(wanted.fullest_step, batch_size, wanted.world_size)[1]
 
 
 def _layers_to_try(wanted: Wanted) -> list[int]:

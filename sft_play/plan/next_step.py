@@ -7,6 +7,7 @@ from typing import Any
 
 from sft_play.config.layers import displayed
 from sft_play.config.schema import Config
+from sft_play.plan.batch import pack_into
 from sft_play.plan.launch import PROJECT_ROOT
 
 TARGETS = {"single": "train", "ddp": "train-distributed", "deepspeed": "train-deepspeed"}
@@ -40,12 +41,12 @@ def next_command(config: Config, plan: Mapping[str, Any], run: Path, phase: str,
 
 def smaller(config: Config, plan: Mapping[str, Any], phase: str) -> dict[str, object]:
     """Return the settings, by dotted name, with which `phase` needs less; {} where only more GPUs help."""
-    batch, accum, eval_rows = plan["per_device_batch_size"], plan["grad_accum"], config.train.eval_batch_size
+    rows, accum, eval_rows = plan["per_device_batch_size"], plan["grad_accum"], config.train.eval_batch_size
     if phase == "evaluation" and isinstance(eval_rows, int) and eval_rows > 1:
         return {"train.eval_batch_size": eval_rows // 2}
-    if phase in OF_A_MICRO_BATCH and batch > 1:
-        rows = max(size for size in range(1, batch // 2 + 1) if batch * accum % size == 0)
-        return {"train.batch_size": rows, "train.grad_accum": batch * accum // rows}
+    if phase in OF_A_MICRO_BATCH and plan["sequences"] > 1:
+        half = max(size for size in range(1, rows) if rows * accum % size == 0 and _sequences(plan, size) <= max(1, plan["sequences"] // 2))
+        return {"train.batch_size": half, "train.grad_accum": rows * accum // half}
     if phase in OF_A_MICRO_BATCH and plan["checkpointing"] != "full":
         return {"train.gradient_checkpointing": True}
     if phase in (*OF_A_MICRO_BATCH, "evaluation") and config.model.max_seq_len > 1:
@@ -53,6 +54,12 @@ def smaller(config: Config, plan: Mapping[str, Any], phase: str) -> dict[str, ob
     if config.tuning.mode == "lora":  # what is held whatever the rows are
         return {"tuning.mode": "qlora"}
     return {}
+
+
+def _sequences(plan: Mapping[str, Any], rows: int) -> int:
+    """Return how many sequences a micro-batch of up to `rows` rows would have: packed ones may not fill it."""
+    fullest = plan["choice"]["wanted"]["fullest_step"]
+    return pack_into(fullest, rows, plan["world_size"])[1] if fullest else rows
 
 
 def _ranks(plan: Mapping[str, Any]) -> dict[str, object]:

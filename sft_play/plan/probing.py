@@ -134,7 +134,8 @@ def to_choose_again(choice: Choice, effective_batch: int, checkpointed_layers: i
 
 def is_known_to_fit(chosen: batch.Chosen, choice: Choice, points: Sequence[Point], budget: int) -> bool:
     """Return whether a step that needs at least as much was measured, within the budget."""
-    tokens, accumulates = chosen.batch_size * choice.wanted.seq_len, chosen.grad_accum > 1
+    step = choice.step_of(chosen.batch_size, chosen.checkpointed_layers)
+    tokens, accumulates = step.batch_size * step.seq_len, step.accumulates
     larger = [p for p in points if p.tokens >= tokens and p.checkpointed_layers <= chosen.checkpointed_layers and p.accumulates >= accumulates]
     return any(point.peak + context_bytes(choice) <= budget for point in larger)
 

@@ -35,7 +35,6 @@ class Plan:
     chosen: batch.Chosen
     packing: bool
     unpacked_because: str | None  # where train.packing=auto is off
-    micro_batches: int  # of each rank and step; where rows are packed known once they are, and until then grad_accum
     memory: memory.StepBytes
     budget_bytes: int
     gpu: str | None  # the name of the first one, None on a CPU
@@ -54,6 +53,16 @@ class Plan:
     def step(self) -> memory.StepShape:
         """The step as chosen."""
         return self.setup.step_of(self.chosen)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many each rank trains in a step; where rows are packed known once they are counted, and until then grad_accum."""
+        return batch.micro_batches(self.setup.wanted, self.chosen.batch_size) if self.setup.fullest_step else self.chosen.grad_accum
+
+    @property
+    def sequences(self) -> int:
+        """How many a micro-batch has at most; of packed ones fewer than its batch size where no step fills that."""
+        return batch.sequences(self.setup.wanted, self.chosen.batch_size)
 
     @property
     def card(self) -> cards.Card | None:
@@ -88,6 +97,7 @@ class Plan:
             "effective_batch": self.chosen.effective_batch,
             "packing": self.packing,
             "micro_batches": self.micro_batches,
+            "sequences": self.sequences,
             "checkpointing": self.chosen.checkpointing,
             "checkpointed_layers": self.chosen.checkpointed_layers,
             "gradient_checkpointing": self.chosen.checkpointed_layers > 0,
@@ -118,13 +128,15 @@ class Plan:
         )
 
 
-def with_micro_batches(plan: Plan, micro_batches: int) -> Plan:
-    """Return the plan of a packed run whose rows are known: fewer micro-batches make the same step."""
-    engine = plan.deepspeed
-    if engine is not None:  # its product must hold; in samples it would be effective_batch
-        sequences = plan.chosen.batch_size * micro_batches * plan.ranks.world_size
-        engine = {**engine, "gradient_accumulation_steps": micro_batches, "train_batch_size": sequences}
-    return replace(plan, micro_batches=micro_batches, deepspeed=engine)
+def with_counted_rows(plan: Plan, fullest_step: int) -> Plan:
+    """Return the plan of a packed run whose rows are known: fewer and smaller micro-batches make the same step, in less memory."""
+    setup, chosen, engine = replace(plan.setup, fullest_step=fullest_step), plan.chosen, plan.deepspeed
+    plan = replace(plan, setup=setup, memory=setup.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers))
+    if engine is None:
+        return plan
+    sizes = {"train_micro_batch_size_per_gpu": plan.sequences, "gradient_accumulation_steps": plan.micro_batches}
+    whole = plan.sequences * plan.micro_batches * plan.ranks.world_size  # the product must hold; in samples it would be effective_batch
+    return replace(plan, deepspeed={**engine, **sizes, "train_batch_size": whole})
 
 
 def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str], distributed: bool, use_deepspeed: bool) -> Plan:
@@ -180,7 +192,6 @@ def _resolve(loaded: LoadedConfig, hardware: Hardware, environ: Mapping[str, str
         chosen=chosen,
         packing=packing,
         unpacked_because=unpacked_because,
-        micro_batches=chosen.grad_accum,
         memory=sized.memory,
         budget_bytes=setup.budget_bytes,
         gpu=hardware.gpus[0].name if hardware.gpus else None,

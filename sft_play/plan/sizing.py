@@ -27,6 +27,7 @@ class Setup:
     budget_bytes: int  # that one rank may take
     offload_weights: bool = False  # of ZeRO-3
     gpu_names: tuple[str, ...] = ()  # of this machine's ranks; none on a CPU
+    fullest_step: int | None = None  # see batch.Wanted
 
     @property
     def device(self) -> str:
@@ -47,6 +48,7 @@ class Setup:
             world_size=self.ranks.world_size,
             layers=self.shape.layers,
             is_by_layer=self.config.tuning.backend != "unsloth",
+            fullest_step=self.fullest_step,
         )
 
     @property
@@ -87,7 +89,7 @@ class Setup:
 
     def speed_of(self, chosen: batch.Chosen) -> speed.Speed | None:
         """Return what is predicted where all rows are full; None where nothing is known of the device."""
-        step = self.step_of(chosen)
+        step = replace(self.step_of(chosen), batch_size=chosen.batch_size)
         return speed.predict(self.shape, step, speed.full_rows(step, chosen.grad_accum), self.card, self.ranks.nodes)
 
     @property
@@ -113,9 +115,11 @@ class Choice:
         return asdict(self)
 
     def step_of(self, batch_size: int, checkpointed_layers: int) -> memory.StepShape:
-        """Return the step on a micro-batch, with so many layers checkpointed."""
+        """Return the step on a micro-batch of up to `batch_size` rows, with so many layers checkpointed."""
         step = memory.at_batch(self.step, batch_size, checkpointed_layers)
-        return replace(step, accumulates=batch.accumulates(self.wanted, batch_size))
+        eval_rows = step.eval_rows or memory.evaluation_rows(self.shape, step)
+        accumulates = batch.micro_batches(self.wanted, batch_size) > 1
+        return replace(step, batch_size=batch.sequences(self.wanted, batch_size), eval_rows=eval_rows, accumulates=accumulates)
 
     def bytes_of(self, batch_size: int, checkpointed_layers: int) -> memory.StepBytes:
         """Return the closed form of its bytes."""

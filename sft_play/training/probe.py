@@ -15,12 +15,12 @@ import torch
 
 from sft_play.config.schema import Config
 from sft_play.data.cache import root_of
-from sft_play.data.order import Layout, micro_batches_per_step, padding
+from sft_play.data.order import Layout, StepSampler, fullest_step, padding
 from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import installed_on
-from sft_play.plan import batch, memory, probing
+from sft_play.plan import batch, probing
 from sft_play.plan.probing import Fit, Point, Subject
 from sft_play.plan.resolve import precision
 from sft_play.plan.sizing import Choice
@@ -96,8 +96,9 @@ class Probe:
         """Measure half a row and a whole one, with more layers checkpointed where they do not fit as planned."""
         seq_len = self.choice.wanted.seq_len
         for layers in dict.fromkeys((self.planned.checkpointed_layers, batch.smallest(self.choice.wanted).checkpointed_layers)):
-            small = self._measure(rehearsal, 1, max(1, seq_len // 2), layers, self.planned.grad_accum > 1)
-            large = small and self._measure(rehearsal, 1, seq_len, layers, self.planned.grad_accum > 1)
+            accumulates = self.choice.step_of(self.planned.batch_size, layers).accumulates
+            small = self._measure(rehearsal, 1, max(1, seq_len // 2), layers, accumulates)
+            large = small and self._measure(rehearsal, 1, seq_len, layers, accumulates)
             if small and large:
                 return small, large
         raise OutOfMemory(
@@ -131,8 +132,9 @@ class Probe:
     def _needs(self, point: Point) -> int:
         return point.peak + probing.context_bytes(self.choice)
 
-    def _measure_step(self, rehearsal: Rehearsal, step: batch.Chosen) -> Point | None:
-        return self._measure(rehearsal, step.batch_size, self.choice.wanted.seq_len, step.checkpointed_layers, step.grad_accum > 1)
+    def _measure_step(self, rehearsal: Rehearsal, chosen: batch.Chosen) -> Point | None:
+        step = self.choice.step_of(chosen.batch_size, chosen.checkpointed_layers)
+        return self._measure(rehearsal, step.batch_size, step.seq_len, step.checkpointed_layers, step.accumulates)
 
     def _measure(self, rehearsal: Rehearsal, rows: int, length: int, layers: int, accumulates: bool) -> Point | None:
         """Return what all ranks agree that a step takes, None where it does not fit on one of them."""
@@ -187,7 +189,7 @@ def settle(probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, rep
         folder.write_inputs(config, plan)
         if facts["changed"]:
             data, order = folder.read_data(), probe.trainer.order
-            data["padding"] = vars(padding(order.lengths, order.layout, order.seed))
+            data["padding"] = vars(padding(order.lengths, *_layouts(order, outcome.chosen), order.seed))
             folder.write_data(data)
             report.facts["padding"] = data["padding"]
         logger.info("%s", _line(probe, outcome, facts))
@@ -199,18 +201,12 @@ def _follow(probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]) -> 
     """Let trainer and evaluators take the chosen step, and return config and plan with it."""
     chosen, trainer, train, plan = outcome.chosen, probe.trainer, probe.config.train, probe.plan
     probe.checkpoint(chosen.checkpointed_layers)
-    micro_batches = plan["micro_batches"]
+    step, micro_batches = probe.choice.step_of(chosen.batch_size, chosen.checkpointed_layers), batch.micro_batches(probe.choice.wanted, chosen.batch_size)
     if chosen.batch_size != probe.planned.batch_size:
-        layout = Layout(probe.config.model.max_seq_len, chosen.batch_size, chosen.effective_batch, plan["world_size"])
-        lengths, micro_batches = trainer.order.lengths, chosen.grad_accum
-        if plan["packing"]:
-            micro_batches = micro_batches_per_step(lengths, layout, train.order_seed, train.passes(len(lengths)))
-        trainer.recut(layout, micro_batches)
-    step = probe.choice.step_of(chosen.batch_size, chosen.checkpointed_layers)
-    eval_rows = step.eval_rows or memory.evaluation_rows(probe.choice.shape, step)
+        trainer.recut(replace(trainer.order.layout, batch_size=step.batch_size, packed_into=micro_batches if plan["packing"] else None))
     for evaluator in evaluators:
-        evaluator.batch_size = eval_rows
-    resolved = {"batch_size": chosen.batch_size, "grad_accum": chosen.grad_accum, "eval_batch_size": eval_rows}
+        evaluator.batch_size = step.eval_rows
+    resolved = {"batch_size": chosen.batch_size, "grad_accum": chosen.grad_accum, "eval_batch_size": step.eval_rows}
     resolved["gradient_checkpointing"] = chosen.checkpointed_layers > 0
     closed = probe.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
     phases = probing.phases_json(outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers), closed)
@@ -220,6 +216,7 @@ def _follow(probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]) -> 
         "per_device_batch_size": chosen.batch_size,
         "grad_accum": chosen.grad_accum,
         "micro_batches": micro_batches,
+        "sequences": step.batch_size,
         "checkpointing": chosen.checkpointing,
         "checkpointed_layers": chosen.checkpointed_layers,
         "gradient_checkpointing": chosen.checkpointed_layers > 0,
@@ -229,11 +226,20 @@ def _follow(probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]) -> 
     }
 
 
+def _layouts(order: StepSampler, chosen: batch.Chosen) -> tuple[Layout, Layout]:
+    """Return how a run's steps are cut up, or would be: not packed, and packed."""
+    own = order.layout
+    unpacked = replace(own, batch_size=chosen.batch_size, packed_into=None)
+    if own.packed_into:
+        return unpacked, own
+    return unpacked, unpacked.packed(fullest_step(order.lengths, own, order.seed, epochs=1))
+
+
 def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
     chosen, choice = outcome.chosen, probe.choice
     context = probing.context_bytes(choice)
     closed = choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
-    tokens = chosen.batch_size * choice.wanted.seq_len
+    tokens = choice.step_of(chosen.batch_size, 0).batch_size * choice.wanted.seq_len
     like_it = [point for point in outcome.points if (point.tokens, point.checkpointed_layers) == (tokens, chosen.checkpointed_layers)]
     return {
         "points": [vars(point) for point in outcome.points],

@@ -95,14 +95,14 @@ class SftTrainer(Trainer):
         # counted before `recut`
         super()._run_epoch(**{**kwargs, "steps_in_epoch": len(kwargs["train_dataloader"])})
 
-    def recut(self, layout: Layout, micro_batches: int) -> None:
-        """Make the same steps of `micro_batches` micro-batches of `layout` on each rank. Before the first step, and not under DeepSpeed.
+    def recut(self, layout: Layout) -> None:
+        """Make the same steps of the micro-batches of `layout`. Before the first step, and not under DeepSpeed.
 
         How many steps there are, and so the schedule of the learning rate, does not follow from how one is cut.
         """
         assert self.state.global_step == 0 and not self.is_deepspeed_enabled and layout.effective_batch == self.order.layout.effective_batch
-        self.order.cut(layout, micro_batches)
-        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = micro_batches, layout.batch_size
+        self.order.layout = layout
+        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = layout.micro_batches, layout.batch_size
         self._train_batch_size = self.state.train_batch_size = layout.batch_size  # which checkpoints note
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:

@@ -154,8 +154,8 @@ def build_trainer(
     """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
     if config.tuning.backend != "unsloth":  # which has its own
         checkpoint_layers(model, plan["checkpointed_layers"])
-    layout = Layout(config.model.max_seq_len, config.train.batch_size, plan["effective_batch"], plan["world_size"])
-    micro_batches = plan["micro_batches"] if plan["packing"] else None
+    packed_into = plan["micro_batches"] if plan["packing"] else None
+    layout = Layout(config.model.max_seq_len, plan["sequences"], plan["effective_batch"], plan["world_size"], packed_into)
     speed = EvalSpeedCallback()
     trainer = SftTrainer(
         model=model,
@@ -164,7 +164,7 @@ def build_trainer(
         train_dataset=TrainRows(data.train),
         eval_dataset=TrainRows(data.validation),  # Trainer asks for one; the evaluator holds what is evaluated
         data_collator=collator(config, plan, tokenizer, model),
-        order=StepSampler(data.train.lengths, layout, config.train.order_seed, micro_batches),
+        order=StepSampler(data.train.lengths, layout, config.train.order_seed),
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
         speed=speed,
         throughput=Throughput(process, speed),
