@@ -436,6 +436,11 @@ def test_explicit_values_survive_and_the_others_follow(changes: dict[str, Any], 
         (3, 100, {"is_by_layer": False}, (2, 0)),
         (1000, 0, {"gradient_checkpointing": True}, (4, 10)),
         (4, 100, {"effective_batch": 31, "is_effective_set": True}, (1, 0)),  # 31 is prime: 1 or all
+        (1000, 0, {"fullest_step": 8}, (4, 0)),  # the fullest packed step is two micro-batches that saturate
+        (1000, 0, {"fullest_step": 9}, (8, 0)),  # where 4 rows would make three of a third less
+        (4, 100, {"fullest_step": 9}, (4, 0)),
+        (1000, 0, {"fullest_step": 9, "world_size": 4}, (4, 0)),  # one micro-batch on each rank, whatever it may hold: the smallest that does
+        (1000, 0, {"fullest_step": 1}, (1, 0)),
     ],
 )
 def test_the_fastest_step_that_fits_is_chosen(rows: int, checkpointed: int, changes: dict[str, Any], expected: tuple[int, int]) -> None:

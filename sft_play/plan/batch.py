@@ -94,6 +94,13 @@ def micro_batches(wanted: Wanted, batch_size: int) -> int:
     return _chosen(wanted, _effective(wanted), batch_size, 0).grad_accum
 
 
+def _tokens(wanted: Wanted, batch_size: int) -> float:
+    """Return the tokens of a micro-batch, of the fullest step where rows are packed."""
+    if wanted.fullest_step is None:
+        return batch_size * wanted.seq_len
+    return wanted.fullest_step * wanted.seq_len / (micro_batches(wanted, batch_size) * wanted.world_size)
+
+
 def sequences(wanted: Wanted, batch_size: int) -> int:
     """Return how many sequences a micro-batch of up to `batch_size` rows has at most."""
     return batch_size if wanted.fullest_step is None else pack_into(wanted.fullest_step, batch_size, wanted.world_size)[1]
@@ -108,7 +115,7 @@ def _layers_to_try(wanted: Wanted) -> list[int]:
 
 def _cost(size: int, checkpointed_layers: int, wanted: Wanted) -> float:
     """Return what a row costs against one in a step of whole efficiency."""
-    return (1 + RECOMPUTED * checkpointed_layers / wanted.layers) * (1 + OVERHEAD_TOKENS / (size * wanted.seq_len))
+    return (1 + RECOMPUTED * checkpointed_layers / wanted.layers) * (1 + OVERHEAD_TOKENS / _tokens(wanted, size))
 
 
 def _chosen(wanted: Wanted, effective: int, size: int, layers: int) -> Chosen:
@@ -151,10 +158,6 @@ def _batch_sizes(wanted: Wanted, effective: int) -> list[list[int]]:
         keeping = share // wanted.grad_accum
         return [[size] for size in range(keeping, 0, -1)][: 1 if wanted.is_effective_set else None]
     divisors = [size for size in range(1, share + 1) if share % size == 0]
-    start = next((size for size in divisors if size >= _saturating(wanted)), share)  # the smallest that saturates
+    fullest = min(divisors, key=lambda size: (-_tokens(wanted, size), size))
+    start = next((size for size in divisors if _tokens(wanted, size) >= SATURATED_TOKENS), fullest)  # the smallest that saturates
     return [[size for size in reversed(divisors) if size <= start]]
-
-
-def _saturating(wanted: Wanted) -> int:
-    """Rows of SATURATED_TOKENS tokens."""
-    return max(1, -(-SATURATED_TOKENS // wanted.seq_len))

@@ -111,6 +111,7 @@ class Probe:
         while True:
             try:
                 chosen = batch.choose(wanted, fit.peak, allowed, self.device)
+                chosen = self.planned if self._cuts_as_planned(chosen) else chosen
             except OutOfMemory:
                 chosen = last = batch.smallest(wanted)
             if chosen == last:
@@ -128,6 +129,11 @@ class Probe:
                 )
                 return chosen, tried
             last, allowed = chosen, min(allowed, fit.peak(chosen.batch_size, chosen.checkpointed_layers)) - 1
+
+    def _cuts_as_planned(self, chosen: batch.Chosen) -> bool:
+        """Whether steps would be the planned ones: packed micro-batches may be as many and as large at another batch size."""
+        wanted, both = self.choice.wanted, (chosen, self.planned)
+        return len({(batch.micro_batches(wanted, one.batch_size), batch.sequences(wanted, one.batch_size), one.checkpointed_layers) for one in both}) == 1
 
     def _needs(self, point: Point) -> int:
         return point.peak + probing.context_bytes(self.choice)
