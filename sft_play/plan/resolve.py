@@ -134,9 +134,8 @@ def with_counted_rows(plan: Plan, fullest_step: int) -> Plan:
     plan = replace(plan, setup=setup, memory=setup.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers))
     if engine is None:
         return plan
-    sizes = {"train_micro_batch_size_per_gpu": plan.sequences, "gradient_accumulation_steps": plan.micro_batches}
-    whole = plan.sequences * plan.micro_batches * plan.ranks.world_size  # the product must hold; in samples it would be effective_batch
-    return replace(plan, deepspeed={**engine, **sizes, "train_batch_size": whole})
+    whole = chosen.batch_size * plan.micro_batches * plan.ranks.world_size  # the product must hold; in samples it would be effective_batch
+    return replace(plan, deepspeed={**engine, "gradient_accumulation_steps": plan.micro_batches, "train_batch_size": whole})
 
 
 def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str], distributed: bool, use_deepspeed: bool) -> Plan:

@@ -19,7 +19,7 @@ def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) 
     train, on_cpu, uses_deepspeed = config.train, plan["device"] == "cpu", plan["deepspeed"] is not None
     arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
-        per_device_train_batch_size=plan["sequences"],
+        per_device_train_batch_size=train.batch_size,
         gradient_accumulation_steps=plan["micro_batches"],
         per_device_eval_batch_size=train.eval_batch_size,
         learning_rate=train.learning_rate,

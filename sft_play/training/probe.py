@@ -209,7 +209,8 @@ def _follow(probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]) -> 
     probe.checkpoint(chosen.checkpointed_layers)
     step, micro_batches = probe.choice.step_of(chosen.batch_size, chosen.checkpointed_layers), batch.micro_batches(probe.choice.wanted, chosen.batch_size)
     if chosen.batch_size != probe.planned.batch_size:
-        trainer.recut(replace(trainer.order.layout, batch_size=step.batch_size, packed_into=micro_batches if plan["packing"] else None))
+        layout = replace(trainer.order.layout, batch_size=step.batch_size, packed_into=micro_batches if plan["packing"] else None)
+        trainer.recut(layout, chosen.batch_size)
     for evaluator in evaluators:
         evaluator.batch_size = step.eval_rows
     resolved = {"batch_size": chosen.batch_size, "grad_accum": chosen.grad_accum, "eval_batch_size": step.eval_rows}

@@ -95,15 +95,15 @@ class SftTrainer(Trainer):
         # counted before `recut`
         super()._run_epoch(**{**kwargs, "steps_in_epoch": len(kwargs["train_dataloader"])})
 
-    def recut(self, layout: Layout) -> None:
-        """Make the same steps of the micro-batches of `layout`. Before the first step, and not under DeepSpeed.
+    def recut(self, layout: Layout, batch_size: int) -> None:
+        """Make the same steps of the micro-batches of `layout`, which follow from `batch_size`. Before the first step, and not under DeepSpeed.
 
         How many steps there are, and so the schedule of the learning rate, does not follow from how one is cut.
         """
         assert self.state.global_step == 0 and not self.is_deepspeed_enabled and layout.effective_batch == self.order.layout.effective_batch
         self.order.layout = layout
-        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = layout.micro_batches, layout.batch_size
-        self._train_batch_size = self.state.train_batch_size = layout.batch_size  # which checkpoints note
+        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = layout.micro_batches, batch_size
+        self._train_batch_size = self.state.train_batch_size = batch_size  # which checkpoints note
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
