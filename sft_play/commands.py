@@ -174,7 +174,7 @@ def recorded(folder: run_folders.RunFolder) -> Iterator[None]:
 def packing_line(plan: Plan) -> str:
     """Return how a packed run makes its steps, as a line of facts."""
     c, sequence = plan.chosen, plan.config.model.max_seq_len
-    at_most = f"at most {plan.sequences} sequences of {sequence} tokens"
+    at_most = f"at most {plan.sequences} sequences of {sequence} tokens, predicted_peak={plan.memory.predicted_peak / devices.GIB:.2f}GiB"
     return f"packing rows={c.effective_batch} a step in micro_batches={plan.micro_batches} of each rank, {at_most}; without packing {c.grad_accum}"
 
 
