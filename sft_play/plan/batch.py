@@ -8,7 +8,7 @@ from typing import Literal
 from sft_play.errors import ConfigError, OutOfMemory
 from sft_play.plan.speed import OVERHEAD_TOKENS, RECOMPUTED
 
-SATURATED_TOKENS = 8192  # of a micro-batch: beyond it an H200 gains under 3 % in speed
+SATURATED_TOKENS, SATURATED_LOSS = 8192, 0.03  # of a micro-batch: beyond it an H200 gains under 3 % in speed
 GIB = 2**30
 
 
@@ -158,6 +158,14 @@ def _batch_sizes(wanted: Wanted, effective: int) -> list[list[int]]:
         keeping = share // wanted.grad_accum
         return [[size] for size in range(keeping, 0, -1)][: 1 if wanted.is_effective_set else None]
     divisors = [size for size in range(1, share + 1) if share % size == 0]
-    fullest = min(divisors, key=lambda size: (-_tokens(wanted, size), size))
-    start = next((size for size in divisors if _tokens(wanted, size) >= SATURATED_TOKENS), fullest)  # the smallest that saturates
+    enough = _saturating_tokens(max(_tokens(wanted, size) for size in divisors))
+    start = next(size for size in divisors if _tokens(wanted, size) >= enough)
     return [[size for size in reversed(divisors) if size <= start]]
+
+
+def _saturating_tokens(most: float) -> float:
+    """Return the tokens of a micro-batch that is fast enough: SATURATED_TOKENS, or where a step has few, what is within 3 % of its `most` at once.
+
+    1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), for t.
+    """
+    return min(SATURATED_TOKENS, OVERHEAD_TOKENS / (SATURATED_LOSS + (1 + SATURATED_LOSS) * OVERHEAD_TOKENS / most))
