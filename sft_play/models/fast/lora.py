@@ -265,7 +265,9 @@ def input_gradient(dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[We
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
     dx = None if du is None else du @ adapters.a
     for grad, linear in zip(dy, linears, strict=True):
-        dx = grad @ dense(linear.weight, grad.dtype) if dx is None else dx.addmm_(grad, dense(linear.weight, grad.dtype))
+        weight = dense(linear.weight, grad.dtype)
+        dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
+        del weight  # before the next is unpacked
     return dx
 
 
