@@ -136,7 +136,7 @@ def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_co
     assert found["asked_bytes"] > 0 and found["free_bytes"] is not None
     assert report["cause"].startswith("rank 0 ran out of memory on cuda:0 in forward at step 3; ") and "TRAIN_BATCH_SIZE=1" in found["next"]
     sizes = found["components"]
-    assert all(sizes[name]["measured"] is not None for name in ("weights", "adapters", "gradients", "optimizer", "activations", "context"))
+    assert all(size["measured"] is not None for size in sizes.values())
     for name in ("weights", "adapters", "optimizer"):
         assert sizes[name]["measured"] == pytest.approx(sizes[name]["predicted"], rel=0.1, abs=2**20), sizes
     assert f"{'weights':<12}{sizes['weights']['predicted'] / 2**30:>12.2f}" in output

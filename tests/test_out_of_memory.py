@@ -19,7 +19,10 @@ from sft_play.plan.batch import pack_into
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.next_step import next_command, smaller
 from sft_play.runs import stamp
-from sft_play.training.out_of_memory import ASKED, FREE, amount, table
+from sft_play.runs.folder import RunFolder
+from sft_play.training.memory import MemoryWatch
+from sft_play.training.out_of_memory import ASKED, FREE, Explanation, amount, table
+from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +122,19 @@ def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
 def test_the_table_has_a_line_a_component():
     lines = table({"weights": {"predicted": 16 * GIB, "measured": 15 * GIB}, "context": {"predicted": GIB // 2, "measured": None}})
     assert lines == ["GiB            predicted    measured", "weights            16.00       15.00", "context             0.50           -"]
+
+
+def test_what_a_probe_measured_beyond_the_plan_is_told_with_the_activations(planned):
+    config, plan, path = planned
+    process = Process(0, 0, 1, torch.device("cpu"))
+    phase = plan["phases"]["backward"]
+    probed = {**plan, "phases": {**plan["phases"], "backward": {**phase, "measured_beyond": -GIB, "total": phase["total"] - GIB}}}
+    watch = MemoryWatch(process)
+    watch.enter("backward")
+    told = [Explanation(config, each, RunFolder(path), process, watch)(MemoryError("no"))[1]["components"] for each in (plan, probed)]
+    assert told[0].keys() == told[1].keys() == {"weights", "adapters", "gradients", "optimizer", "activations", "context"}
+    assert told[1]["activations"]["predicted"] == told[0]["activations"]["predicted"] - GIB
+    assert [sum(size["predicted"] for size in sizes.values()) for sizes in told] == [phase["total"], phase["total"] - GIB]
 
 
 def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoint_with_what_it_says(plan_run, run_worker, monkeypatch, losses_of):

@@ -22,7 +22,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
 STEPPING = ("forward", "backward", "optimizer")
-TRANSIENT = ("activations", "logits", "buckets")  # what the plan tells apart, and a measurement does not
+TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")  # what the plan tells apart, the last where it was probed, and a measurement does not
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Explanation:
         """Return predicted and measured bytes by component; a CPU's activations and context cannot be told apart."""
         plan = self.plan["phases"][phase] if phase else self.plan["memory"]
         predicted = {name: size for name, size in plan.items() if name not in (*TRANSIENT, "total", "predicted_peak")}
-        predicted["activations"] = sum(plan[name] for name in TRANSIENT)
+        predicted["activations"] = sum(plan.get(name, 0) for name in TRANSIENT)
         measured: dict[str, int | None] = {}
         if self.trainer is not None:
             measured |= components(self.trainer.model, self.trainer.optimizer, self.process.device)
