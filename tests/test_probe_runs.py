@@ -291,7 +291,8 @@ def test_ranks_of_unlike_memory_choose_alike(plan_run, memory: dict[str, list[fl
     assert step_of_plan(folder) == (4, 1, 0)
     assert run_on(folder, **memory) == 0
     assert step_of(folder) == step
-    assert f" batch {step[0]} x 2 x {step[1]} = 8 (was 4 x 2 x 1)" in (folder.logs / "rank-0.log").read_text()
+    log = (folder.logs / "rank-0.log").read_text()
+    assert f" batch {step[0]} x 2 x {step[1]} = 8 (was 4 x 2 x 1) checkpointing=" in log and f":{step[2]}/2 in " in log
     assert f"probe chose batch={step[0]} accum={step[1]} checkpointed_layers={step[2]}" in (folder.logs / "rank-1.log").read_text()
 
 

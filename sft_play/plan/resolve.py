@@ -57,7 +57,7 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """How many each rank trains in a step; where rows are packed known once they are counted, and until then grad_accum."""
-        return batch.micro_batches(self.setup.wanted, self.chosen.batch_size) if self.setup.fullest_step else self.chosen.grad_accum
+        return batch.micro_batches(self.setup.wanted, self.chosen.batch_size)
 
     @property
     def sequences(self) -> int:

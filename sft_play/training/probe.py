@@ -246,7 +246,7 @@ def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
     chosen, choice = outcome.chosen, probe.choice
     context = probing.context_bytes(choice)
     closed = choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
-    tokens = choice.step_of(chosen.batch_size, 0).batch_size * choice.wanted.seq_len
+    tokens = batch.sequences(choice.wanted, chosen.batch_size) * choice.wanted.seq_len
     like_it = [point for point in outcome.points if (point.tokens, point.checkpointed_layers) == (tokens, chosen.checkpointed_layers)]
     return {
         "points": [vars(point) for point in outcome.points],
