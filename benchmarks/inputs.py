@@ -29,7 +29,14 @@ def random_model(shape: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.for_model(**known_shapes()[shape], max_position_embeddings=8192, rope_theta=500000.0, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    config = AutoConfig.for_model(
+        **known_shapes()[shape],
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
@@ -43,10 +50,15 @@ def fixed_rows(path: Path, tokens: int, rows: int) -> None:
     _write_rows(path, [tokens] * rows, answer_share=0.2)
 
 
-def ragged_rows(path: Path, rows: int, median: int = 300, sigma: float = 0.8, least: int = 32, most: int = 2048) -> None:
+def ragged_rows(
+    path: Path, rows: int, median: int = 300, sigma: float = 0.8, least: int = 32, most: int = 2048
+) -> None:
     """Write question/answer rows whose lengths are log-normal with a median of `median` tokens, three fifths of them in the answer."""
     draw = random.Random(1)
-    lengths = [min(most, max(least, round(draw.lognormvariate(math.log(median), sigma)))) for _ in range(rows)]
+    lengths = [
+        min(most, max(least, round(draw.lognormvariate(math.log(median), sigma))))
+        for _ in range(rows)
+    ]
     _write_rows(path, lengths, answer_share=0.6)
 
 
@@ -63,14 +75,23 @@ def _write_rows(path: Path, lengths: Sequence[int], answer_share: float) -> None
             file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
-def _row(tokenizer: Any, words: Sequence[str], tokens: int, answer_share: float, draw: random.Random) -> tuple[str, str]:
+def _row(
+    tokenizer: Any, words: Sequence[str], tokens: int, answer_share: float, draw: random.Random
+) -> tuple[str, str]:
     """Return question and answer that the template renders to exactly `tokens` tokens; a token may span words, so words are tried until it does."""
     text: list[str] = draw.choices(words, k=max(2, tokens // 2))
     for _ in range(MOST_TRIES):
         cut = max(1, round(len(text) * (1 - answer_share)))
         question, answer = " ".join(text[:cut]), " ".join(text[cut:])
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        excess = len(tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]) - tokens
+        excess = (
+            len(
+                tokenizer(
+                    tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False
+                )["input_ids"]
+            )
+            - tokens
+        )
         if excess == 0:
             return question, answer
         if excess < 0:
@@ -83,7 +104,10 @@ def _row(tokenizer: Any, words: Sequence[str], tokens: int, answer_share: float,
 
 def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
     """Write rows with the lengths of Alpaca's, cut from the corpus that ships, twice: as instruction, input and output, and as messages."""
-    words, draw = CORPUS.read_text(encoding="utf-8").split(" "), random.Random(seed)  # line breaks stay
+    words, draw = (
+        CORPUS.read_text(encoding="utf-8").split(" "),
+        random.Random(seed),
+    )  # line breaks stay
 
     def cut(field: str) -> str:
         median, sigma, most = ALPACA_WORDS[field]
@@ -91,17 +115,31 @@ def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
         start = draw.randrange(len(words) - most)
         return " ".join(words[start : start + length]).strip()
 
-    with alpaca.open("w", encoding="utf-8") as instructions, messages.open("w", encoding="utf-8") as conversations:
+    with (
+        alpaca.open("w", encoding="utf-8") as instructions,
+        messages.open("w", encoding="utf-8") as conversations,
+    ):
         for _ in range(rows):
-            row = {"instruction": cut("instruction"), "input": cut("input") if draw.random() < ALPACA_INPUTS else "", "output": cut("output")}
-            question = f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+            row = {
+                "instruction": cut("instruction"),
+                "input": cut("input") if draw.random() < ALPACA_INPUTS else "",
+                "output": cut("output"),
+            }
+            question = (
+                f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]
+            )
+            turns = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": row["output"]},
+            ]
             instructions.write(json.dumps(row, ensure_ascii=False) + "\n")
             conversations.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="meta-llama/Llama-3.1-8B-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="folder for model/ and rows.jsonl")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -110,4 +148,6 @@ if __name__ == "__main__":
     args.out.mkdir(parents=True, exist_ok=True)
     random_model(args.shape, args.out / "model")
     fixed_rows(args.out / "rows.jsonl", args.tokens, args.rows)
-    print(f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl ({args.rows} rows of {args.tokens} tokens)")
+    print(
+        f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl ({args.rows} rows of {args.tokens} tokens)"
+    )

@@ -20,8 +20,14 @@ ARMS = {  # name: (target, variables)
     "ddp-lora": ("train-distributed", {"TUNING_MODE": "lora"}),
     "ddp-qlora": ("train-distributed", {"TUNING_MODE": "qlora"}),
     "zero2-lora": ("train-deepspeed", {"TUNING_MODE": "lora"}),
-    "zero3-lora": ("train-deepspeed", {"TUNING_MODE": "lora", "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}),
-    "zero3-qlora": ("train-deepspeed", {"TUNING_MODE": "qlora", "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}),
+    "zero3-lora": (
+        "train-deepspeed",
+        {"TUNING_MODE": "lora", "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"},
+    ),
+    "zero3-qlora": (
+        "train-deepspeed",
+        {"TUNING_MODE": "qlora", "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"},
+    ),
 }
 
 
@@ -43,8 +49,18 @@ def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> dic
         **variables,
     }
     with (out / f"{name}.log").open("w") as log:
-        command = ["timeout", "-k", "20", str(seconds), "make", target, *(f"{key}={value}" for key, value in settings.items())]
-        status = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        command = [
+            "timeout",
+            "-k",
+            "20",
+            str(seconds),
+            "make",
+            target,
+            *(f"{key}={value}" for key, value in settings.items()),
+        ]
+        status = subprocess.run(
+            command, cwd=ROOT, env=os.environ, stdout=log, stderr=subprocess.STDOUT, check=False
+        ).returncode
     report = out / name / "run.json"
     return {**(json.loads(report.read_text()) if report.exists() else {}), "make": status}
 
@@ -63,7 +79,9 @@ def line(name: str, report: dict) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("arms", nargs="+", choices=ARMS)
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks"))

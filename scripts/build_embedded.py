@@ -11,8 +11,15 @@ from sft_play.embedded import build
 def main() -> None:
     """Parse the command line and build the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("data", "model", "all"), default="all", help="what to build (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("data"), help="folder to write to (default: data)")
+    parser.add_argument(
+        "--only",
+        choices=("data", "model", "all"),
+        default="all",
+        help="what to build (default: all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("data"), help="folder to write to (default: data)"
+    )
     args = parser.parse_args()
     if args.only in ("data", "all"):
         build.build_data(args.out)

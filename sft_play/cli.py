@@ -20,12 +20,30 @@ app = typer.Typer(
     help="Supervised fine-tuning, from a YAML file to a checked adapter.",
 )
 
-ConfigOption = Annotated[str | None, typer.Option("--config", help="Config file, or a name in configs/; default CONFIG, else the embedded default.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="A setting, such as train.batch_size=4; may be repeated, wins over everything.")]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        help="Config file, or a name in configs/; default CONFIG, else the embedded default.",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="A setting, such as train.batch_size=4; may be repeated, wins over everything.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DistributedOption = Annotated[bool, typer.Option("--distributed", help="Use every GPU that is there, or NUM_GPUS.")]
-DeepspeedOption = Annotated[bool, typer.Option("--deepspeed", help="Use DeepSpeed ZeRO, configured by DEEPSPEED_CONFIG.")]
-BackendOption = Annotated[str | None, typer.Option("--backend", help="bnb or unsloth, whatever the config says.")]
+DistributedOption = Annotated[
+    bool, typer.Option("--distributed", help="Use every GPU that is there, or NUM_GPUS.")
+]
+DeepspeedOption = Annotated[
+    bool, typer.Option("--deepspeed", help="Use DeepSpeed ZeRO, configured by DEEPSPEED_CONFIG.")
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="bnb or unsloth, whatever the config says.")
+]
 
 
 @app.command()
@@ -34,7 +52,9 @@ def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption
     from sft_play.config import present
 
     loaded = commands.load_config(commands.call(config, set_ or ()))
-    typer.echo(commands.as_text(present.as_json(loaded)) if json else "\n".join(present.as_lines(loaded)))
+    typer.echo(
+        commands.as_text(present.as_json(loaded)) if json else "\n".join(present.as_lines(loaded))
+    )
 
 
 @app.command()
@@ -42,13 +62,23 @@ def plan(
     config: ConfigOption = None,
     set_: SetOption = None,
     json: JsonOption = False,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="Plan for other hardware, such as 2xH200 or 4x4090.")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", help="Plan for other hardware, such as 2xH200 or 4x4090."),
+    ] = None,
     distributed: DistributedOption = False,
     deepspeed: DeepspeedOption = False,
-    exact: Annotated[bool, typer.Option("--exact", help="Trace the real model too, without its weights: exact bytes in seconds.")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Trace the real model too, without its weights: exact bytes in seconds."
+        ),
+    ] = False,
 ) -> None:
     """Show what a run would do on this machine, or on the hardware named: memory by phase, batch, speed, hours, command."""
-    text, planned = commands.show_plan(commands.call(config, set_ or (), gpus), distributed, deepspeed, exact, json)
+    text, planned = commands.show_plan(
+        commands.call(config, set_ or (), gpus), distributed, deepspeed, exact, json
+    )
     typer.echo(text)
     if not planned.fits and not planned.is_batch_explicit:
         raise typer.Exit(int(ExitClass.OUT_OF_MEMORY))
@@ -60,7 +90,9 @@ def train(
     set_: SetOption = None,
     distributed: DistributedOption = False,
     deepspeed: DeepspeedOption = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Start TensorBoard beside the run.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Start TensorBoard beside the run.")
+    ] = False,
     backend: BackendOption = None,
 ) -> None:
     """Fine-tune: evaluate, train, evaluate, save and check."""
@@ -68,11 +100,15 @@ def train(
 
 
 @app.command("data-check")
-def data_check(config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False) -> None:
+def data_check(
+    config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False
+) -> None:
     """Read and render all rows as a run would, and account for each."""
     from sft_play.data.check import check_lines
 
-    _, planned = commands.make_plan(commands.call(config, set_ or ()), distributed=False, use_deepspeed=False)
+    _, planned = commands.make_plan(
+        commands.call(config, set_ or ()), distributed=False, use_deepspeed=False
+    )
     ledger = preparation.ledger(planned)
     typer.echo(commands.as_text(ledger) if json else "\n".join(check_lines(ledger)))
 
@@ -81,12 +117,26 @@ def data_check(config: ConfigOption = None, set_: SetOption = None, json: JsonOp
 def preview(
     config: ConfigOption = None,
     set_: SetOption = None,
-    rows: Annotated[int, typer.Option("--rows", min=0, help="How many of the first samples; the instructive ones come on top.")] = 3,
-    page: Annotated[str | None, typer.Option("--page", help="Where the page goes; default preview.html in train.output_dir.")] = None,
-    no_color: Annotated[bool, typer.Option("--no-color", help="Mark what is trained with ⟦ ⟧ instead of a colour.")] = False,
+    rows: Annotated[
+        int,
+        typer.Option(
+            "--rows", min=0, help="How many of the first samples; the instructive ones come on top."
+        ),
+    ] = 3,
+    page: Annotated[
+        str | None,
+        typer.Option(
+            "--page", help="Where the page goes; default preview.html in train.output_dir."
+        ),
+    ] = None,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="Mark what is trained with ⟦ ⟧ instead of a colour.")
+    ] = False,
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
-    loaded, planned = commands.make_plan(commands.call(config, set_ or ()), distributed=False, use_deepspeed=False)
+    loaded, planned = commands.make_plan(
+        commands.call(config, set_ or ()), distributed=False, use_deepspeed=False
+    )
     preparation.preview(planned, loaded.source, rows, page, no_color)
 
 
@@ -154,11 +204,18 @@ def evaluate() -> None:
 
 
 @app.command()
-def infer(prompt: Annotated[str | None, typer.Argument(help="The question; default PROMPT, else one a line of standard input.")] = None) -> None:
+def infer(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The question; default PROMPT, else one a line of standard input."),
+    ] = None,
+) -> None:
     """Answer questions with the weights of a run."""
     from sft_play.inference.use import answer_all
 
-    for answer in answer_all(commands.chosen_run(), commands.inference_device(), commands.prompts(prompt)):
+    for answer in answer_all(
+        commands.chosen_run(), commands.inference_device(), commands.prompts(prompt)
+    ):
         typer.echo(answer)
 
 
@@ -183,7 +240,9 @@ def main() -> None:
     try:
         app()
     except SftPlayError as error:
-        sys.stderr.write(f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n")
+        sys.stderr.write(
+            f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n"
+        )
         sys.exit(int(error.exit_class))
 
 

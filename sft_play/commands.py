@@ -30,7 +30,16 @@ from sft_play.runs.files import write_json
 
 ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 DEFAULT_OF_BACKEND = {"bnb": "run_bnb", "unsloth": "run_unsloth"}
-LAUNCH_VARIABLES = ("CONFIG", "NUM_GPUS", "DEVICE", "DEEPSPEED_CONFIG", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = (
+    "CONFIG",
+    "NUM_GPUS",
+    "DEVICE",
+    "DEEPSPEED_CONFIG",
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 FREE_BYTES_FOR_A_RUN = 1 << 30
 
 
@@ -65,10 +74,19 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     return loader.load(path, call.environ, call.overrides, target)
 
 
-def make_plan(call: Call, distributed: bool, use_deepspeed: bool, backend: str | None = None) -> tuple[LoadedConfig, Plan]:
+def make_plan(
+    call: Call, distributed: bool, use_deepspeed: bool, backend: str | None = None
+) -> tuple[LoadedConfig, Plan]:
     """Return the config and the plan for this machine, or for the hardware that GPUS names."""
     loaded = load_config(call, backend)
-    return loaded, resolve(loaded, call.invocation, hardware_of(call), call.environ, distributed or bool(call.invocation.gpus), use_deepspeed)
+    return loaded, resolve(
+        loaded,
+        call.invocation,
+        hardware_of(call),
+        call.environ,
+        distributed or bool(call.invocation.gpus),
+        use_deepspeed,
+    )
 
 
 def best_plan(call: Call) -> Plan:
@@ -78,24 +96,47 @@ def best_plan(call: Call) -> Plan:
 
 def hardware_of(call: Call) -> devices.Hardware:
     """Return what GPUS names, or this machine."""
-    return devices.parse(call.invocation.gpus) if call.invocation.gpus else devices.detect(call.invocation.device, call.environ)
+    return (
+        devices.parse(call.invocation.gpus)
+        if call.invocation.gpus
+        else devices.detect(call.invocation.device, call.environ)
+    )
 
 
 def plan_json(plan: Plan, command: launch.Launch, trained: Workload | str) -> dict[str, Any]:
     """Return plan.json as `plan --json` prints it, with the command that a run named <run> would start and what it would train."""
-    return {**plan.as_json(), "argv": list(command.argv), "env": command.env, "workload": None if isinstance(trained, str) else trained.as_json()}
+    return {
+        **plan.as_json(),
+        "argv": list(command.argv),
+        "env": command.env,
+        "workload": None if isinstance(trained, str) else trained.as_json(),
+    }
 
 
-def show_plan(call: Call, distributed: bool, use_deepspeed: bool, with_trace: bool, as_json: bool) -> tuple[str, Plan]:
+def show_plan(
+    call: Call, distributed: bool, use_deepspeed: bool, with_trace: bool, as_json: bool
+) -> tuple[str, Plan]:
     """Return the text of `make plan`, or its JSON, and the plan: of the fastest strategy that fits, unless one is asked for."""
-    plan = make_plan(call, distributed, use_deepspeed)[1] if distributed or use_deepspeed else best_plan(call)
+    plan = (
+        make_plan(call, distributed, use_deepspeed)[1]
+        if distributed or use_deepspeed
+        else best_plan(call)
+    )
     command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
     counted = preparation.counted(plan.config)
     trained, near = counted if isinstance(counted, str) else workload(plan, counted), past(plan)
     exact, table = trace_plan(plan) if with_trace or call.invocation.exact else (None, [])
     if as_json:
-        return as_text({**plan_json(plan, command, trained), "accuracy": near.as_json(), "exact": exact}), plan
-    return "\n".join([*report.lines(plan, command, make_words(call, plan), trained), *accuracy.lines(near), *table]), plan
+        return as_text(
+            {**plan_json(plan, command, trained), "accuracy": near.as_json(), "exact": exact}
+        ), plan
+    return "\n".join(
+        [
+            *report.lines(plan, command, make_words(call, plan), trained),
+            *accuracy.lines(near),
+            *table,
+        ]
+    ), plan
 
 
 def past(plan: Plan) -> accuracy.Accuracy:
@@ -105,21 +146,34 @@ def past(plan: Plan) -> accuracy.Accuracy:
 
 def make_words(call: Call, plan: Plan) -> list[str]:
     """Return the make command that starts a plan: its target and every variable that this call was given."""
-    target = {"single": "train", "ddp": "train-distributed", "deepspeed": "train-deepspeed"}[plan.ranks.strategy]
+    target = {"single": "train", "ddp": "train-distributed", "deepspeed": "train-deepspeed"}[
+        plan.ranks.strategy
+    ]
     names = [*LAUNCH_VARIABLES, *sorted(env_name(path) for path in settings())]
     given = {name: call.environ[name] for name in names if call.environ.get(name)}
     if plan.ranks.strategy == "deepspeed" and plan.deepspeed_source:
         given["DEEPSPEED_CONFIG"] = os.path.relpath(plan.deepspeed_source)
     if plan.ranks.strategy != "single":
         given["NUM_GPUS"] = str(plan.ranks.per_node)
-    given |= {env_name(path.strip()): value.strip() for path, _, value in (override.partition("=") for override in call.overrides)}
+    given |= {
+        env_name(path.strip()): value.strip()
+        for path, _, value in (override.partition("=") for override in call.overrides)
+    }
     return ["make", target, *(f"{name}={shlex.quote(value)}" for name, value in given.items())]
 
 
-def train(call: Call, distributed: bool, use_deepspeed: bool, with_tensorboard: bool, backend: str | None = None) -> None:
+def train(
+    call: Call,
+    distributed: bool,
+    use_deepspeed: bool,
+    with_tensorboard: bool,
+    backend: str | None = None,
+) -> None:
     """Plan a run, write its folder and hand the process over to its launcher; returns only by raising."""
     if call.invocation.gpus:
-        raise ConfigError(f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; a run takes NUM_GPUS=N of what is")
+        raise ConfigError(
+            f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; a run takes NUM_GPUS=N of what is"
+        )
     call = with_project_ranks(call, distributed)
     loaded, plan = make_plan(call, distributed, use_deepspeed, backend)
     require_room(plan)
@@ -128,17 +182,25 @@ def train(call: Call, distributed: bool, use_deepspeed: bool, with_tensorboard: 
     check_resume(plan)
     folder = new_run(call, loaded, plan)
     command = launch.launch_command(plan.ranks, folder.path, call.environ)
-    run_folders.fill(folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env})
+    run_folders.fill(
+        folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env}
+    )
     print(plan.line())
     print(f"run {folder.path}")
     with recorded(folder):
         plan = preparation.tokenise(folder, plan)
     if plan.packing:  # known now: how many micro-batches make a step
-        run_folders.fill(folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env})
+        run_folders.fill(
+            folder, plan.config, {**plan.as_json(), "argv": list(command.argv), "env": command.env}
+        )
         print(packing_line(plan))
     if plan.ranks.strategy == "ddp":
         config = launch.accelerate_config(plan.ranks, mixed_precision(plan))
-        launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Written for this run; accelerate reads no other file.")
+        launch.write_accelerate_config(
+            folder.path / "accelerate.yaml",
+            config,
+            "Written for this run; accelerate reads no other file.",
+        )
     if plan.deepspeed is not None:
         write_json(folder.path / "deepspeed.json", plan.deepspeed)
     if with_tensorboard:
@@ -163,11 +225,28 @@ def recorded(folder: run_folders.RunFolder) -> Iterator[None]:
     try:
         yield
     except SftPlayError as error:
-        folder.write_report({**folder.read_report(), "status": "failed", "exit_class": int(error.exit_class), "cause": str(error)})
+        folder.write_report(
+            {
+                **folder.read_report(),
+                "status": "failed",
+                "exit_class": int(error.exit_class),
+                "cause": str(error),
+            }
+        )
         raise
     except KeyboardInterrupt:
-        stopped, cause = ExitClass.STOPPED, "stopped on request while rows were tokenised; nothing was trained"
-        folder.write_report({**folder.read_report(), "status": "stopped", "exit_class": int(stopped), "cause": cause})
+        stopped, cause = (
+            ExitClass.STOPPED,
+            "stopped on request while rows were tokenised; nothing was trained",
+        )
+        folder.write_report(
+            {
+                **folder.read_report(),
+                "status": "stopped",
+                "exit_class": int(stopped),
+                "cause": cause,
+            }
+        )
         raise
 
 
@@ -183,11 +262,15 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
     if not distributed or call.invocation.num_gpus is not None or not ACCELERATE_FILE.exists():
         return call
     found = yaml.safe_load(ACCELERATE_FILE.read_text(encoding="utf-8"))
-    same_device = bool(found.get("use_cpu")) == (devices.detect(call.invocation.device, call.environ).kind == "cpu")
+    same_device = bool(found.get("use_cpu")) == (
+        devices.detect(call.invocation.device, call.environ).kind == "cpu"
+    )
     if not same_device:
         return call  # the file was written for another device; NUM_GPUS is counted anew
     number = found["num_processes"] // max(1, found.get("num_machines", 1))
-    return dataclasses.replace(call, invocation=dataclasses.replace(call.invocation, num_gpus=number))
+    return dataclasses.replace(
+        call, invocation=dataclasses.replace(call.invocation, num_gpus=number)
+    )
 
 
 def mixed_precision(plan: Plan) -> str:
@@ -211,10 +294,16 @@ def new_run(call: Call, loaded: LoadedConfig, plan: Plan) -> run_folders.RunFold
         output.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output).free
     except OSError as error:
-        raise EnvironmentFault(f"train.output_dir={output}: {error.strerror}; set TRAIN_OUTPUT_DIR to a folder that can be written") from None
+        raise EnvironmentFault(
+            f"train.output_dir={output}: {error.strerror}; set TRAIN_OUTPUT_DIR to a folder that can be written"
+        ) from None
     if free < FREE_BYTES_FOR_A_RUN:
-        raise EnvironmentFault(f"train.output_dir={output}: {free / 2**30:.2f} GiB are free on its disk, a run needs 1; set TRAIN_OUTPUT_DIR to another disk")
-    return run_folders.create(output, call.invocation.run or plan.config.train.run_name, loaded.source.stem)
+        raise EnvironmentFault(
+            f"train.output_dir={output}: {free / 2**30:.2f} GiB are free on its disk, a run needs 1; set TRAIN_OUTPUT_DIR to another disk"
+        )
+    return run_folders.create(
+        output, call.invocation.run or plan.config.train.run_name, loaded.source.stem
+    )
 
 
 def setup_accelerate(call: Call) -> list[str]:
@@ -234,7 +323,9 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
     """Start TensorBoard beside a run; return the line that says where it is."""
     from sft_play.monitor import tensorboard
 
-    started = tensorboard.start(logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call))
+    started = tensorboard.start(
+        logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call)
+    )
     return f"{started.message}; make tb-stop ends it"
 
 
@@ -256,7 +347,9 @@ def run_line(folder: run_folders.RunFolder, width: int) -> str:
     """Return name, status, steps and scores of a run."""
     report = folder.read_report()
     after = report.get("metrics", {}).get("after", {})
-    scores = " ".join(f"{name}={after[name]:.4f}" for name in ("eval_loss", "rougeL") if name in after)
+    scores = " ".join(
+        f"{name}={after[name]:.4f}" for name in ("eval_loss", "rougeL") if name in after
+    )
     status = report.get("status", "unknown")
     if status == "running" and not run_folders.is_alive(report):
         status = "died"  # killed before it could say so

@@ -63,4 +63,6 @@ class OutOfMemory(SftPlayError):
 
 def first_line(error: BaseException) -> str:
     """Return what a library's error says in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )

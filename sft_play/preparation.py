@@ -56,7 +56,14 @@ def _estimated(config: Config) -> Counted | str:
     data, sources = config.data, []
     for part in data.train_path if isinstance(data.train_path, list) else [data.train_path]:
         path, weight = (part, None) if isinstance(part, str) else (part.path, part.weight)
-        sources.append((*_sampled(find(SourceEntry(path), "data.train_path").files, config.model.max_seq_len), weight))
+        sources.append(
+            (
+                *_sampled(
+                    find(SourceEntry(path), "data.train_path").files, config.model.max_seq_len
+                ),
+                weight,
+            )
+        )
     rows, held_out = sum(rows for rows, _, _ in sources), 0.0
     if not data.val_path:
         from sft_play.data.splits import MOST_HELD_OUT
@@ -69,12 +76,30 @@ def _note_of(config: Config) -> Path:
     """Return where the counts of these rows are noted: under the settings, and the size and time of every local file."""
     from sft_play.data import cache
 
-    paths = [Path(path) for value in (getattr(config.data, name) for name in SETTINGS) for path in paths_of(value)]
-    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+    paths = [
+        Path(path)
+        for value in (getattr(config.data, name) for name in SETTINGS)
+        for path in paths_of(value)
+    ]
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+        if file.is_file()
+    ]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     model = config.model.model_dump(include={"name", "revision", "max_seq_len", "chat_template"})
-    facts = {"data": config.data.model_dump(), "model": model, "seed": config.train.order_seed, "files": stats}
-    return cache.root_of(config) / "counts" / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    facts = {
+        "data": config.data.model_dump(),
+        "model": model,
+        "seed": config.train.order_seed,
+        "files": stats,
+    }
+    return (
+        cache.root_of(config)
+        / "counts"
+        / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    )
 
 
 def _sampled(files: Sequence[Path], max_seq_len: int) -> tuple[float, float]:
@@ -84,7 +109,9 @@ def _sampled(files: Sequence[Path], max_seq_len: int) -> tuple[float, float]:
     rows, tokens, read = 0, 0.0, 0
     for chunk in (chunk for file in files for chunk in read_chunks(file)):
         rows, read = rows + len(chunk.records), read + chunk.bytes_read
-        tokens += estimated_tokens((len(chunk.raw(number)) for number in range(len(chunk.records))), max_seq_len)
+        tokens += estimated_tokens(
+            (len(chunk.raw(number)) for number in range(len(chunk.records))), max_seq_len
+        )
         if read >= SAMPLED_BYTES:
             break
     whole = sum(file.stat().st_size for file in files)
@@ -100,10 +127,17 @@ def tokenise(folder: RunFolder, plan: Plan) -> Plan:
 
     data = prepared(plan.config)
     for split, rows in prepare.quarantined(data.sources).items():
-        write_text(folder.quarantine / f"{split}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        print(f"warning: {len(rows)} {split} rows cannot be used and are in {folder.quarantine / split}.jsonl")
+        write_text(
+            folder.quarantine / f"{split}.jsonl",
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        )
+        print(
+            f"warning: {len(rows)} {split} rows cannot be used and are in {folder.quarantine / split}.jsonl"
+        )
     fullest = fullest_step(data, plan)
-    folder.write_data({"sources": prepare.as_json(data.sources), "padding": padding(data, plan, fullest)})
+    folder.write_data(
+        {"sources": prepare.as_json(data.sources), "padding": padding(data, plan, fullest)}
+    )
     return with_counted_rows(plan, fullest) if plan.packing else plan
 
 
@@ -112,21 +146,38 @@ def fullest_step(data: "PreparedData", plan: Plan) -> int:
     from sft_play.data import order
 
     train = plan.config.train
-    return order.fullest_step(data.train.lengths, layout_of(plan), train.order_seed, train.passes(len(data.train)) if plan.packing else 1)
+    return order.fullest_step(
+        data.train.lengths,
+        layout_of(plan),
+        train.order_seed,
+        train.passes(len(data.train)) if plan.packing else 1,
+    )
 
 
 def padding(data: "PreparedData", plan: Plan, fullest: int) -> dict[str, int]:
     """Return the tokens of an epoch, and those that it computes with their padding, packed and not."""
     from sft_play.data import order
 
-    return vars(order.padding(data.train.lengths, layout_of(plan), layout_of(plan, fullest), plan.config.train.order_seed))
+    return vars(
+        order.padding(
+            data.train.lengths,
+            layout_of(plan),
+            layout_of(plan, fullest),
+            plan.config.train.order_seed,
+        )
+    )
 
 
 def layout_of(plan: Plan, fullest: int | None = None) -> "Layout":
     """Return how a run cuts up its steps, packed where it is said what the fullest takes."""
     from sft_play.data.order import Layout
 
-    layout = Layout(plan.config.model.max_seq_len, plan.chosen.batch_size, plan.chosen.effective_batch, plan.ranks.world_size)
+    layout = Layout(
+        plan.config.model.max_seq_len,
+        plan.chosen.batch_size,
+        plan.chosen.effective_batch,
+        plan.ranks.world_size,
+    )
     return layout.packed(fullest) if fullest else layout
 
 
@@ -135,7 +186,10 @@ def ledger(plan: Plan) -> dict[str, Any]:
     from sft_play.data.check import ledger_json
 
     data = prepared(plan.config)
-    return {**ledger_json(data, plan.config.model.max_seq_len), "padding": padding(data, plan, fullest_step(data, plan))}
+    return {
+        **ledger_json(data, plan.config.model.max_seq_len),
+        "padding": padding(data, plan, fullest_step(data, plan)),
+    }
 
 
 def preview(plan: Plan, source: Path, first: int, page: str | None, no_color: bool) -> None:
@@ -149,15 +203,28 @@ def preview(plan: Plan, source: Path, first: int, page: str | None, no_color: bo
     from sft_play.models.tokenizer import load_tokenizer
 
     config, data = plan.config, prepared(plan.config)
-    packed = packed_samples(data.train.lengths, layout_of(plan, fullest_step(data, plan)), config.train.order_seed) if plan.packing else []
+    packed = (
+        packed_samples(
+            data.train.lengths, layout_of(plan, fullest_step(data, plan)), config.train.order_seed
+        )
+        if plan.packing
+        else []
+    )
     sequences = show(data, load_tokenizer(config), first, config.data.too_long, packed)
     print_sequences(sequences, no_color)
     path = Path(page or Path(config.train.output_dir) / "preview.html")
-    facts = {"config": str(source), "model": config.model.name, "train_on": config.data.train_on, "packing": "on" if plan.packing else "off"}
+    facts = {
+        "config": str(source),
+        "model": config.model.name,
+        "train_on": config.data.train_on,
+        "packing": "on" if plan.packing else "off",
+    }
     try:
         write_text(path, page_of(facts, ledger_json(data, config.model.max_seq_len), sequences))
     except OSError as error:
-        raise EnvironmentFault(f"--page {path}: {error.strerror}; name a file in a folder that can be written") from None
+        raise EnvironmentFault(
+            f"--page {path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None
     print(path)
 
 

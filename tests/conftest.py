@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin while they wait starve each other
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: threads that spin while they wait starve each other
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"  # settings are then the built-in ones, whatever the configs that ship say
+NO_CONFIG = (
+    ROOT / "tests" / "fixtures" / "empty.yaml"
+)  # settings are then the built-in ones, whatever the configs that ship say
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,7 +62,13 @@ def rows(tmp_path_factory) -> dict[str, Path]:
     numbers = {"train": (7, 15, 12, 16, 10, 5, 2, 14, 9, 4), "val": (6, 13, 8, 1, 11, 3)}
     files = {name: folder / f"{name}.jsonl" for name in numbers}
     for name, path in files.items():
-        records = [{"question": f"Count to {n}{', slowly' * (n % 3)}.", "answer": " ".join(map(str, range(1, n + 1)))} for n in numbers[name]]
+        records = [
+            {
+                "question": f"Count to {n}{', slowly' * (n % 3)}.",
+                "answer": " ".join(map(str, range(1, n + 1))),
+            }
+            for n in numbers[name]
+        ]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return files
 
@@ -69,7 +79,11 @@ def prepared_rows(rows, tokenizer, tmp_path_factory):
     from sft_play.config.schema import Config
     from sft_play.data.prepare import prepare
 
-    data = {"train_path": str(rows["train"]), "val_path": str(rows["val"]), "cache_dir": str(tmp_path_factory.mktemp("samples"))}
+    data = {
+        "train_path": str(rows["train"]),
+        "val_path": str(rows["val"]),
+        "cache_dir": str(tmp_path_factory.mktemp("samples")),
+    }
     return prepare(Config.model_validate({"data": data}), tokenizer)
 
 
@@ -88,7 +102,13 @@ def taught_base(tiny_base, prepared_rows, tokenizer, tmp_path_factory) -> Path:
     for _ in range(300):
         worst = 0.0
         for row in split:
-            loss = summed_nll(model(input_ids=torch.tensor(row.ids[None])).logits, torch.tensor(row.labels[None])) / row.trained_tokens
+            loss = (
+                summed_nll(
+                    model(input_ids=torch.tensor(row.ids[None])).logits,
+                    torch.tensor(row.labels[None]),
+                )
+                / row.trained_tokens
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -134,9 +154,19 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
 
     def plan(changes: dict[str, object], num_gpus: int = 1, deepspeed_config: str | None = None):
         settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
-        words = tuple(f"{name}={'null' if value is None else value}" for name, value in settings.items())
+        words = tuple(
+            f"{name}={'null' if value is None else value}" for name, value in settings.items()
+        )
         call = commands.Call(
-            Invocation(config=str(NO_CONFIG), device="cpu", num_gpus=num_gpus, run="run", deepspeed_config=deepspeed_config), dict(os.environ), words
+            Invocation(
+                config=str(NO_CONFIG),
+                device="cpu",
+                num_gpus=num_gpus,
+                run="run",
+                deepspeed_config=deepspeed_config,
+            ),
+            dict(os.environ),
+            words,
         )
         loaded, planned = commands.make_plan(call, num_gpus > 1, deepspeed_config is not None)
         folder = commands.new_run(call, loaded, planned)
@@ -155,7 +185,11 @@ def run_worker() -> Callable:
 
     def run(folder) -> int:
         root = logging.getLogger()
-        handlers, level, actions = root.handlers[:], root.level, {number: signal.getsignal(number) for number in STOPPING}
+        handlers, level, actions = (
+            root.handlers[:],
+            root.level,
+            {number: signal.getsignal(number) for number in STOPPING},
+        )
         gc.freeze()  # a run collects garbage, among all that the imports brought
         try:
             return main(folder.path)
@@ -179,7 +213,9 @@ def finished(plan_run, run_worker) -> Callable:
 
     def run(mode: str):
         if mode not in runs:
-            runs[mode] = plan_run({"tuning.mode": mode, "train.save_strategy": "steps", "train.save_steps": 2})
+            runs[mode] = plan_run(
+                {"tuning.mode": mode, "train.save_strategy": "steps", "train.save_steps": 2}
+            )
             assert run_worker(runs[mode]) == 0, runs[mode].read_report()["cause"]
         return runs[mode]
 
@@ -212,6 +248,15 @@ def build_trainer() -> Callable:
         arguments = training_arguments(config, plan, folder)
         model = load_model(config, Placement(device, torch.float32, zero_stage=0))
         made_of = worker.make_stamp(config, plan, data, tokenizer)
-        return worker.build_trainer(config, plan, runtime.Process(0, 0, 1, device), tokenizer, data, model, arguments, made_of), data
+        return worker.build_trainer(
+            config,
+            plan,
+            runtime.Process(0, 0, 1, device),
+            tokenizer,
+            data,
+            model,
+            arguments,
+            made_of,
+        ), data
 
     return build

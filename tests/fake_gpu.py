@@ -24,8 +24,12 @@ class FakeGpu:
 
     is_exact = True
 
-    def __init__(self, allocatable: float, fixed: float = 0.5, token: float = 1 / 1024, cliff: int = 10**9):
-        self.allocatable, self.fixed, self.token = (round(value * GIB) for value in (allocatable, fixed, token))
+    def __init__(
+        self, allocatable: float, fixed: float = 0.5, token: float = 1 / 1024, cliff: int = 10**9
+    ):
+        self.allocatable, self.fixed, self.token = (
+            round(value * GIB) for value in (allocatable, fixed, token)
+        )
         self.cliff, self.held, self.peak = cliff, self.fixed, self.fixed
         self.failures = 0
 
@@ -43,7 +47,9 @@ class FakeGpu:
         return self.allocatable
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:  # an evaluation, or a layer that is computed again
+        if (
+            not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
+        ):  # an evaluation, or a layer that is computed again
             return
         if isinstance(module, nn.Embedding):
             self.held = self.fixed
@@ -54,7 +60,9 @@ class FakeGpu:
             self.peak = max(self.peak, self.held)
         if self.held > self.allocatable:
             self.held, self.failures = self.fixed, self.failures + 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory: {self.allocatable / GIB:.2f} GiB are all that the fake has")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: {self.allocatable / GIB:.2f} GiB are all that the fake has"
+            )
 
 
 def main() -> int:

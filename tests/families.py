@@ -5,12 +5,26 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
 LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEXTS = ["What is red? A rose is red.", "user: What is blue?\nassistant: The sea is blue, 12 miles.\n\n", "It is a rose.  Two   blanks, naïve 🙂"] * 5
+TEXTS = [
+    "What is red? A rose is red.",
+    "user: What is blue?\nassistant: The sea is blue, 12 miles.\n\n",
+    "It is a rose.  Two   blanks, naïve 🙂",
+] * 5
 
 
 @dataclass(frozen=True)
@@ -27,12 +41,21 @@ class Family:
 FAMILIES = {
     "chatml": Family(("<|im_start|>", "<|im_end|>"), "<|endoftext|>"),
     "llama2": Family((), "</s>", "<s>"),
-    "llama3": Family(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|end_of_text|>", "<|begin_of_text|>"),
+    "llama3": Family(
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|end_of_text|>",
+        "<|begin_of_text|>",
+    ),
     "qwen3": Family(("<|im_start|>", "<|im_end|>"), "<|endoftext|>", reasoning=True),
     "gemma": Family(("<start_of_turn>", "<end_of_turn>"), "<eos>", "<bos>", system=False),
     "mistral": Family(("[INST]", "[/INST]"), "</s>", "<s>"),
     "phi3": Family(("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), "<|endoftext|>"),
-    "deepseek_r1": Family(("<｜User｜>", "<｜Assistant｜>"), "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", reasoning=True),
+    "deepseek_r1": Family(
+        ("<｜User｜>", "<｜Assistant｜>"),
+        "<｜end▁of▁sentence｜>",
+        "<｜begin▁of▁sentence｜>",
+        reasoning=True,
+    ),
     "zephyr": Family((), "</s>", "<s>"),
     "alpaca": Family((), "</s>", "<s>"),
     "vicuna": Family((), "</s>", "<s>"),
@@ -44,7 +67,11 @@ FAMILIES = {
         "<EOS_TOKEN>",
         "<BOS_TOKEN>",
     ),
-    "harmony": Family(("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"), "<|endoftext|>", reasoning=True),
+    "harmony": Family(
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+        "<|endoftext|>",
+        reasoning=True,
+    ),
     "default": Family((), "</s>", "<s>"),
 }
 
@@ -80,14 +107,29 @@ def tokenizer(
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if words:
         parts = pre_tokenizers.Split(Regex(words), "isolated")
-        bpe.pre_tokenizer = pre_tokenizers.Sequence([parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        bpe.pre_tokenizer = pre_tokenizers.Sequence(
+            [parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     bpe.decoder = decoders.ByteLevel()
     if drops_blanks:
         bpe.normalizer = normalizers.Replace(" ", "")
     bpe.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    special = [AddedToken(text, special=True, normalized=False, rstrip=strip) for text in (eos, "<pad>", *([bos] if bos else []), *marks)]
+    special = [
+        AddedToken(text, special=True, normalized=False, rstrip=strip)
+        for text in (eos, "<pad>", *([bos] if bos else []), *marks)
+    ]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=eos, pad_token="<pad>", **({"bos_token": bos} if bos else {}))
+    bpe.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=eos,
+        pad_token="<pad>",
+        **({"bos_token": bos} if bos else {}),
+    )
     made.chat_template = chat_template
     return made

@@ -26,14 +26,33 @@ ALLOWED = {
     "monitor": {"errors", "config", "runs", "plan"},
     "embedded": {"errors"},
     "preparation": {"errors", "config", "runs", "plan", "data", "models"},
-    "commands": {"errors", "config", "runs", "plan", "models", "inference", "monitor", "preparation"},
+    "commands": {
+        "errors",
+        "config",
+        "runs",
+        "plan",
+        "models",
+        "inference",
+        "monitor",
+        "preparation",
+    },
     "cli": {"errors", "config", "plan", "data", "inference", "monitor", "preparation", "commands"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 READ_THE_ENVIRONMENT = {"config/loader.py", "training/runtime.py"}
 START_PROCESSES = {"plan/launch.py", "plan/devices.py", "monitor/", "data/tokenise.py"}
-HEAVY = {"torch", "transformers", "numpy", "peft", "accelerate", "datasets", "bitsandbytes", "deepspeed", "unsloth"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "peft",
+    "accelerate",
+    "datasets",
+    "bitsandbytes",
+    "deepspeed",
+    "unsloth",
+}
 LIGHT_ROOMS = ("errors", "config", "runs", "plan", "monitor", "preparation", "commands", "cli")
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 FIELDS_ARE_DESCRIBED = "config/schema.py"  # a section's fields carry a sentence each, which a test of the config checks
@@ -68,7 +87,9 @@ def imported(node: ast.AST) -> Iterator[str]:
 def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
     """Statements that run when a module is imported; what TYPE_CHECKING guards does not."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function | ast.Lambda) or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+        if isinstance(child, Function | ast.Lambda) or (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        ):
             continue
         yield child
         yield from at_module_level(child)
@@ -76,7 +97,9 @@ def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
 
 def test_there_are_modules_to_read() -> None:
     assert len(MODULES) > 40
-    assert {room_of(path) for path in MODULES} <= set(ALLOWED), "a new room: say in ALLOWED what it may import"
+    assert {room_of(path) for path in MODULES} <= set(ALLOWED), (
+        "a new room: say in ALLOWED what it may import"
+    )
 
 
 def test_rooms_import_downward_only() -> None:
@@ -87,14 +110,34 @@ def test_rooms_import_downward_only() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
-    ours = {name for node in ast.walk(tree_of(path)) for name in imported(node) if name.startswith("sft_play.")}
+    ours = {
+        name
+        for node in ast.walk(tree_of(path))
+        for name in imported(node)
+        if name.startswith("sft_play.")
+    }
     rooms = {name.split(".")[1] for name in ours} - {room_of(path), "__version__"}
-    assert rooms <= ALLOWED[room_of(path)], f"{name_of(path)} imports {sorted(rooms - ALLOWED[room_of(path)])}"
+    assert rooms <= ALLOWED[room_of(path)], (
+        f"{name_of(path)} imports {sorted(rooms - ALLOWED[room_of(path)])}"
+    )
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    names = {".".join(("sft_play", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
-    graph = {name: {other for node in at_module_level(tree_of(path)) for other in imported(node) if other in names} for name, path in names.items()}
+    names = {
+        ".".join(("sft_play", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in MODULES
+    }
+    graph = {
+        name: {
+            other
+            for node in at_module_level(tree_of(path))
+            for other in imported(node)
+            if other in names
+        }
+        for name, path in names.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -109,23 +152,40 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_no_file_is_a_drawer() -> None:
-    assert not [name_of(path) for path in MODULES if path.stem in ("utils", "util", "helpers", "helper", "misc", "common")]
+    assert not [
+        name_of(path)
+        for path in MODULES
+        if path.stem in ("utils", "util", "helpers", "helper", "misc", "common")
+    ]
 
 
 def reads_environment(tree: ast.AST) -> bool:
     names = {"environ", "getenv", "environb", "unsetenv"}
-    attributes = any(isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os" for node in ast.walk(tree))
-    return attributes or any(f"os.{name}" in set(imported(node)) for node in ast.walk(tree) for name in names)
+    attributes = any(
+        isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+        for node in ast.walk(tree)
+    )
+    return attributes or any(
+        f"os.{name}" in set(imported(node)) for node in ast.walk(tree) for name in names
+    )
 
 
 def test_two_modules_read_the_environment() -> None:
-    assert {name_of(path) for path in MODULES if reads_environment(tree_of(path))} == READ_THE_ENVIRONMENT
+    assert {
+        name_of(path) for path in MODULES if reads_environment(tree_of(path))
+    } == READ_THE_ENVIRONMENT
 
 
 def starts_processes(tree: ast.AST) -> bool:
-    loads = {"subprocess", "multiprocessing", "pty", "concurrent.futures"} & {name for node in ast.walk(tree) for name in imported(node)}
+    loads = {"subprocess", "multiprocessing", "pty", "concurrent.futures"} & {
+        name for node in ast.walk(tree) for name in imported(node)
+    }
     starting = ("exec", "spawn", "posix_spawn", "fork", "system", "popen")
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os")
+    calls = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os"
+    )
     return bool(loads) or any(node.attr.startswith(starting) for node in calls)
 
 
@@ -150,13 +210,27 @@ def test_the_two_rules_above_see_what_they_should(text: str, found: tuple[bool, 
     assert (reads_environment(ast.parse(text)), starts_processes(ast.parse(text))) == found
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) in LIGHT_ROOMS], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if room_of(path) in LIGHT_ROOMS], ids=name_of
+)
 def test_the_front_end_imports_nothing_heavy_when_it_loads(path: Path) -> None:
-    loaded = {name.split(".")[0] for node in at_module_level(tree_of(path)) for name in imported(node)}
+    loaded = {
+        name.split(".")[0] for node in at_module_level(tree_of(path)) for name in imported(node)
+    }
     assert not loaded & HEAVY
 
 
-@pytest.mark.parametrize("command", [["config"], ["plan"], ["plan", "--gpus", "2xH200", "--distributed", "--deepspeed"], ["gpu-info"], ["runs"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["config"],
+        ["plan"],
+        ["plan", "--gpus", "2xH200", "--distributed", "--deepspeed"],
+        ["gpu-info"],
+        ["runs"],
+    ],
+    ids=" ".join,
+)
 def test_a_command_of_the_front_end_loads_no_torch(command: list[str], tmp_path: Path) -> None:
     program = f"""
 import sys
@@ -168,8 +242,19 @@ except SystemExit as end:
     assert not end.code, end.code
 print("HEAVY", sorted({HEAVY!r} & sys.modules.keys()))
 """
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TRAIN_OUTPUT_DIR": str(tmp_path / "outputs")}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "TRAIN_OUTPUT_DIR": str(tmp_path / "outputs"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
@@ -177,17 +262,23 @@ print("HEAVY", sorted({HEAVY!r} & sys.modules.keys()))
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_file_is_read_in_a_sitting(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
-    assert path.name == "__init__.py" or ast.get_docstring(tree_of(path)), "a module says what it owns"
+    assert path.name == "__init__.py" or ast.get_docstring(tree_of(path)), (
+        "a module says what it owns"
+    )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_function_fits_a_screen(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, Function):
-            assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES, f"{name_of(path)}:{node.lineno} {node.name}"
+            assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES, (
+                f"{name_of(path)}:{node.lineno} {node.name}"
+            )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name
+)
 def test_a_script_is_a_thin_entry_point(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= SCRIPT_LINES
 
@@ -195,8 +286,12 @@ def test_a_script_is_a_thin_entry_point(path: Path) -> None:
 def undocumented(node: ast.AST) -> Iterator[str]:
     """Public functions, classes and methods that are longer than a glance and say nothing."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function | ast.ClassDef) and not child.name.startswith(("_", "on_")):  # on_step_end and its like are transformers' words
-            if child.end_lineno - child.lineno + 1 > UNDOCUMENTED_LINES and not ast.get_docstring(child):
+        if isinstance(child, Function | ast.ClassDef) and not child.name.startswith(
+            ("_", "on_")
+        ):  # on_step_end and its like are transformers' words
+            if child.end_lineno - child.lineno + 1 > UNDOCUMENTED_LINES and not ast.get_docstring(
+                child
+            ):
                 yield f"{child.lineno} {child.name}"
             if isinstance(child, ast.ClassDef):
                 yield from undocumented(child)

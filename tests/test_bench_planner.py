@@ -36,14 +36,33 @@ WORK = WORKS["8b-lora"]
 
 def plan_json(**changed: Any) -> dict[str, Any]:
     """What `plan --json` holds that the benchmark reads."""
-    phases = {name: {"weights": GIB, "total": (number + 1) * GIB} for number, name in enumerate(PHASES)}
-    settings = {"per_device_batch_size": 4, "micro_batches": 2, "checkpointed_layers": 0, "packing": True}
-    return {**settings, "budget_bytes": 100 * GIB, "memory": {"predicted_peak": 6 * GIB}, "phases": phases, **changed}
+    phases = {
+        name: {"weights": GIB, "total": (number + 1) * GIB} for number, name in enumerate(PHASES)
+    }
+    settings = {
+        "per_device_batch_size": 4,
+        "micro_batches": 2,
+        "checkpointed_layers": 0,
+        "packing": True,
+    }
+    return {
+        **settings,
+        "budget_bytes": 100 * GIB,
+        "memory": {"predicted_peak": 6 * GIB},
+        "phases": phases,
+        **changed,
+    }
 
 
 def report_json(**changed: Any) -> dict[str, Any]:
     """What run.json holds that the benchmark reads."""
-    facts = {"status": "done", "global_step": 8, "loss": [{"step": 8, "loss": 2.5}], "tokens_per_second": 1000.0, "peak_bytes": {"measured": 5 * GIB}}
+    facts = {
+        "status": "done",
+        "global_step": 8,
+        "loss": [{"step": 8, "loss": 2.5}],
+        "tokens_per_second": 1000.0,
+        "peak_bytes": {"measured": 5 * GIB},
+    }
     return {**facts, **changed}
 
 
@@ -53,7 +72,12 @@ def facts_of_a_run(**changed: Any) -> dict[str, Any]:
 
 
 def results(**works: dict[str, Any]) -> dict[str, Any]:
-    return {"device": "NVIDIA H200", "python": "3.12", "versions": {"torch": "2.11"}, "works": {name.replace("_", "-"): facts for name, facts in works.items()}}
+    return {
+        "device": "NVIDIA H200",
+        "python": "3.12",
+        "versions": {"torch": "2.11"},
+        "works": {name.replace("_", "-"): facts for name, facts in works.items()},
+    }
 
 
 def line_of(name: str, text: str) -> str:
@@ -89,8 +113,13 @@ def test_a_run_that_trained_every_step_counts() -> None:
         ({}, 15, "the plan refused it"),
     ],
 )
-def test_a_run_that_did_not_does_not_count(report: dict[str, Any], status: int | None, reason: str) -> None:
-    facts = {**facts_of(plan_json(), plan_json() if report else {}, report, status), "cause": "a cause"}
+def test_a_run_that_did_not_does_not_count(
+    report: dict[str, Any], status: int | None, reason: str
+) -> None:
+    facts = {
+        **facts_of(plan_json(), plan_json() if report else {}, report, status),
+        "cause": "a cause",
+    }
     assert reason in "; ".join(why_not(WORK, facts))
 
 
@@ -102,22 +131,48 @@ def test_what_cannot_fit_counts_where_the_plan_refused_it_and_not_where_it_ran()
 
 def test_without_a_probe_a_speed_and_measured_phases_there_are_none_of_them() -> None:
     facts = facts_of_a_run()
-    assert facts["predicted"] == {"peak": 6 * GIB, "phases": {name: (number + 1) * GIB for number, name in enumerate(PHASES)}, "tokens_per_second": None}
+    assert facts["predicted"] == {
+        "peak": 6 * GIB,
+        "phases": {name: (number + 1) * GIB for number, name in enumerate(PHASES)},
+        "tokens_per_second": None,
+    }
     assert facts["probed"]["peak"] is None and facts["traced"]["peak"] is None
     assert facts["measured"] == {"peak": 5 * GIB, "phases": {}, "tokens_per_second": 1000.0}
 
 
 def test_every_prediction_is_of_the_step_that_was_trained() -> None:
     speed = {"speed": {"tokens_per_second": 900.0}}
-    assert facts_of(plan_json(**speed), plan_json(**speed), report_json(), 0)["predicted"]["tokens_per_second"] == 900
+    assert (
+        facts_of(plan_json(**speed), plan_json(**speed), report_json(), 0)["predicted"][
+            "tokens_per_second"
+        ]
+        == 900
+    )
     of_these_rows = plan_json(workload={"tokens_per_second": 700.0}, **speed)
-    assert facts_of(of_these_rows, plan_json(), report_json(), 0)["predicted"]["tokens_per_second"] == 700
+    assert (
+        facts_of(of_these_rows, plan_json(), report_json(), 0)["predicted"]["tokens_per_second"]
+        == 700
+    )
     after = plan_json(per_device_batch_size=2, **speed)
     unknown = facts_of(plan_json(**speed), after, report_json(), 0)
     assert unknown["predicted"] == {"peak": None, "phases": {}, "tokens_per_second": None}
-    probe = {"predicted_before": {"forward": 3 * GIB}, "predicted_after": {"forward": 2 * GIB, "backward": 4 * GIB}, "seconds": 2.5, "cached": False}
-    told = facts_of(plan_json(**speed), after, report_json(probe=probe, memory={"measured": {"forward": GIB}}), 0)
-    assert told["predicted"]["peak"] == 3 * GIB and told["probed"]["peak"] == 4 * GIB and told["settings"]["per_device_batch_size"] == 2
+    probe = {
+        "predicted_before": {"forward": 3 * GIB},
+        "predicted_after": {"forward": 2 * GIB, "backward": 4 * GIB},
+        "seconds": 2.5,
+        "cached": False,
+    }
+    told = facts_of(
+        plan_json(**speed),
+        after,
+        report_json(probe=probe, memory={"measured": {"forward": GIB}}),
+        0,
+    )
+    assert (
+        told["predicted"]["peak"] == 3 * GIB
+        and told["probed"]["peak"] == 4 * GIB
+        and told["settings"]["per_device_batch_size"] == 2
+    )
     assert told["measured"]["phases"] == {"forward": GIB}
 
 
@@ -140,14 +195,29 @@ def test_what_does_not_count_is_struck_out_with_its_reason_and_left_out_of_the_s
 
 def test_a_refusal_is_a_line_and_a_work_without_a_plan_is_one_too() -> None:
     refused = {**facts_of(plan_json(), {}, {}, 15), "cause": "needs 250.1 GiB", "why_not": []}
-    text = markdown(results(**{"14b_full_float32": refused, "8b_lora": failed("plan: exit 10") | {"why_not": ["failed: plan: exit 10"]}}))
+    text = markdown(
+        results(
+            **{
+                "14b_full_float32": refused,
+                "8b_lora": failed("plan: exit 10") | {"why_not": ["failed: plan: exit 10"]},
+            }
+        )
+    )
     assert "refused, as it should be: needs 250.1 GiB" in line_of("14b-full-float32", text)
     assert "failed: plan: exit 10" in line_of("8b-lora", text)
 
 
 def test_phases_are_shown_with_both_predictions() -> None:
     probe = {"predicted_after": {"forward": 3 * GIB}}
-    facts = {**facts_of(plan_json(), plan_json(), report_json(probe=probe, memory={"measured": {"forward": 3 * GIB, "load": 2 * GIB}}), 0), "cause": None}
+    facts = {
+        **facts_of(
+            plan_json(),
+            plan_json(),
+            report_json(probe=probe, memory={"measured": {"forward": 3 * GIB, "load": 2 * GIB}}),
+            0,
+        ),
+        "cause": None,
+    }
     text = markdown(results(**{"8b_lora": facts | {"why_not": []}}))
     of_phases = [line for line in text.splitlines() if line.startswith("| 8b-lora |")][1]
     assert of_phases == "| 8b-lora | 2.00 -50.0% | 3.00 -33.3% +0.0% | - | - | - | - |"
@@ -179,26 +249,50 @@ def test_the_largest_stops_where_it_is_told_and_is_none_where_nothing_fits() -> 
     assert largest_fitting(lambda tokens: False, start=1000, most=5000) == 0
 
 
-def combination(batch: int, layers: int, seconds: float | None, speed: float | None) -> dict[str, Any]:
-    facts = {"batch_size": batch, "checkpointed_layers": layers, "micro_seconds": seconds, "tokens_per_second": speed}
+def combination(
+    batch: int, layers: int, seconds: float | None, speed: float | None
+) -> dict[str, Any]:
+    facts = {
+        "batch_size": batch,
+        "checkpointed_layers": layers,
+        "micro_seconds": seconds,
+        "tokens_per_second": speed,
+    }
     return facts | {"peak_bytes": 10 * GIB, "predicted_bytes": 11 * GIB}
 
 
 def test_the_speed_of_a_step_counts_its_micro_batches_and_its_optimizer() -> None:
-    assert step_speed(combination(4, 0, 0.5, None), rows_per_step=16, max_seq_len=2048, optimizer_seconds=0.25) == pytest.approx(16 * 2048 / 2.25)
+    assert step_speed(
+        combination(4, 0, 0.5, None), rows_per_step=16, max_seq_len=2048, optimizer_seconds=0.25
+    ) == pytest.approx(16 * 2048 / 2.25)
     assert step_speed(combination(4, 0, None, None), 16, 2048, 0.25) is None
 
 
 def test_the_best_is_the_fastest_of_those_that_fit() -> None:
-    tried = [combination(1, 0, 1, 100), combination(2, 0, 1, 150), combination(4, 0, 1, 180), combination(8, 0, None, None)]
+    tried = [
+        combination(1, 0, 1, 100),
+        combination(2, 0, 1, 150),
+        combination(4, 0, 1, 180),
+        combination(8, 0, None, None),
+    ]
     assert fastest_that_fits(tried, lambda found: found["batch_size"] < 4) == tried[1]
     assert fastest_that_fits(tried, lambda found: False) is None
 
 
 def budget(**changed: Any) -> dict[str, Any]:
-    choices = {"plan": combination(2, 8, 1, 96) | {"fits": True}, "probe": combination(2, 4, 1, 98) | {"fits": True}}
+    choices = {
+        "plan": combination(2, 8, 1, 96) | {"fits": True},
+        "probe": combination(2, 4, 1, 98) | {"fits": True},
+    }
     largest = [{"checkpointed_layers": 0, "plan": 880, "probe": 950, "true": 1000}]
-    return {"gib": 24, "plan_fits": True, "choices": choices, "best": combination(4, 8, 1, 100), "largest": largest, **changed}
+    return {
+        "gib": 24,
+        "plan_fits": True,
+        "choices": choices,
+        "best": combination(4, 8, 1, 100),
+        "largest": largest,
+        **changed,
+    }
 
 
 def test_a_choice_is_held_to_the_best_that_fits() -> None:
@@ -207,37 +301,66 @@ def test_a_choice_is_held_to_the_best_that_fits() -> None:
     assert share_of_best(chosen | {"fits": False}, best) is None
     assert share_of_best(chosen, None) is None
     text = choices({"budgets": [budget()]})
-    assert "| 24 GiB | plan | 2 rows, 8 layers | 96 | 4 rows, 8 layers | 100 | **96.0%** |" in text, "a missed goal is bold"
+    assert (
+        "| 24 GiB | plan | 2 rows, 8 layers | 96 | 4 rows, 8 layers | 100 | **96.0%** |" in text
+    ), "a missed goal is bold"
     assert "| 24 GiB | probe | 2 rows, 4 layers | 98 | 4 rows, 8 layers | 100 | 98.0% |" in text
-    assert "~~96~~ does not fit" in choices({"budgets": [budget(choices={"plan": chosen | {"fits": False}})]})
-    assert "| refused | nothing fits | - | - |" in choices({"budgets": [budget(choices={"plan": chosen | {"fits": False}}, plan_fits=False, best=None)]})
+    assert "~~96~~ does not fit" in choices(
+        {"budgets": [budget(choices={"plan": chosen | {"fits": False}})]}
+    )
+    assert "| refused | nothing fits | - | - |" in choices(
+        {
+            "budgets": [
+                budget(choices={"plan": chosen | {"fits": False}}, plan_fits=False, best=None)
+            ]
+        }
+    )
 
 
 def test_more_tokens_than_fit_are_struck_out() -> None:
-    assert "| 24 GiB | 0 | 1,000 | 880 | **88.0%** | 950 | 95.0% |" in largest({"budgets": [budget()]})
+    assert "| 24 GiB | 0 | 1,000 | 880 | **88.0%** | 950 | 95.0% |" in largest(
+        {"budgets": [budget()]}
+    )
     over = [{"checkpointed_layers": 0, "plan": 1100, "probe": None, "true": 1000}]
-    assert "| 1,000 | ~~1,100~~ does not fit | **110.0%** | - | - |" in largest({"budgets": [budget(largest=over)]})
+    assert "| 1,000 | ~~1,100~~ does not fit | **110.0%** | - | - |" in largest(
+        {"budgets": [budget(largest=over)]}
+    )
     nothing = [{"checkpointed_layers": 0, "plan": 0, "probe": 0, "true": 0}]
     assert "| 0 | 0 | - | 0 | - |" in largest({"budgets": [budget(largest=nothing)]})
 
 
 def test_a_probe_that_measures_the_closed_form_takes_the_same_micro_batches_to_fit() -> None:
-    called = commands.call("configs/base.yaml", ["model.name=meta-llama/Llama-3.2-1B-Instruct", "train.predict_with_generate=false"], gpus="1x24GiB")
+    called = commands.call(
+        "configs/base.yaml",
+        ["model.name=meta-llama/Llama-3.2-1B-Instruct", "train.predict_with_generate=false"],
+        gpus="1x24GiB",
+    )
     _, plan = commands.make_plan(called, distributed=False, use_deepspeed=False)
     choice = plan.setup.choice
     small, large = (measured_as_predicted(choice, tokens) for tokens in (1024, 2048))
     for more in (0, GIB):
-        fit = Fit(choice, small, replace(large, phases={name: peak + more for name, peak in large.phases.items()}))
+        fit = Fit(
+            choice,
+            small,
+            replace(large, phases={name: peak + more for name, peak in large.phases.items()}),
+        )
         outcome = Outcome(plan.chosen, (small, large), fit, plan.budget_bytes, is_cached=False)
         for tokens in (1024, 8192, 16384):
-            off = probed_peak(outcome, tokens, layers=0) - predicted(plan, *cut(tokens, 2048), layers=0)
-            assert off == pytest.approx(more * (tokens - 1024) / 1024, abs=0.03 * more + 1), "what the fit adds is a line in the tokens"
+            off = probed_peak(outcome, tokens, layers=0) - predicted(
+                plan, *cut(tokens, 2048), layers=0
+            )
+            assert off == pytest.approx(more * (tokens - 1024) / 1024, abs=0.03 * more + 1), (
+                "what the fit adds is a line in the tokens"
+            )
 
 
 def measured_as_predicted(choice: Choice, tokens: int) -> Point:
     """A point that says what the closed form does, which counts the context, too."""
     closed = step_bytes(choice.shape, replace(choice.step, seq_len=tokens, accumulates=True))
-    phases = {name: closed.phases[name].total - closed.phases[name].context for name in ("forward", "backward", "optimizer")}
+    phases = {
+        name: closed.phases[name].total - closed.phases[name].context
+        for name in ("forward", "backward", "optimizer")
+    }
     return Point(tokens, 0, accumulates=True, phases=phases)
 
 
@@ -249,16 +372,32 @@ def test_a_sweep_is_a_grid_of_what_was_tried() -> None:
     assert line_of("1", text) == "| 1 | 100, 10.00 GiB, +10.0% |  |"
     assert line_of("2", text) == "| 2 | out of memory | 150, 10.00 GiB, +10.0% |"
     failed_sweep = {"status": "failed", "cause": "not done within 240 s"}
-    assert "~~sweep-1b-lora~~: failed: not done within 240 s" in markdown(results() | {"sweeps": {"sweep-1b-lora": failed_sweep}})
+    assert "~~sweep-1b-lora~~: failed: not done within 240 s" in markdown(
+        results() | {"sweeps": {"sweep-1b-lora": failed_sweep}}
+    )
 
 
 def test_a_run_is_told_nothing_of_its_micro_batch(tmp_path: Path) -> None:
     place = Place(tmp_path, tmp_path / "runs", 1.0, on_cpu=True)
     words = settings(WORKS["toy-lora"], place)
-    assert not {"train.batch_size", "train.grad_accum", "train.packing", "train.optim"} & words.keys()
-    assert command("plan", words, ("--json",))[1:7] == ["-m", "sft_play", "plan", "--config", "configs/base.yaml", "--json"]
-    rows = [(tmp_path / "rows-64" / name).read_text().splitlines() for name in ("rows.jsonl", "held-out.jsonl")]
-    assert len(rows[1]) == 4 and not set(rows[0]) & set(rows[1]), "no row is trained and evaluated on"
+    assert (
+        not {"train.batch_size", "train.grad_accum", "train.packing", "train.optim"} & words.keys()
+    )
+    assert command("plan", words, ("--json",))[1:7] == [
+        "-m",
+        "sft_play",
+        "plan",
+        "--config",
+        "configs/base.yaml",
+        "--json",
+    ]
+    rows = [
+        (tmp_path / "rows-64" / name).read_text().splitlines()
+        for name in ("rows.jsonl", "held-out.jsonl")
+    ]
+    assert len(rows[1]) == 4 and not set(rows[0]) & set(rows[1]), (
+        "no row is trained and evaluated on"
+    )
 
 
 def asked(**changed: Any) -> argparse.Namespace:
@@ -267,19 +406,38 @@ def asked(**changed: Any) -> argparse.Namespace:
 
 def test_parts_are_asked_for_one_by_one_and_extra_works_by_name() -> None:
     everything = names(asked())
-    assert {*everything} == {name for name in (*WORKS, *SWEEPS) if TOY not in name} - {"14b-full-ckpt"}
+    assert {*everything} == {name for name in (*WORKS, *SWEEPS) if TOY not in name} - {
+        "14b-full-ckpt"
+    }
     assert names(asked(parts=["long"])) == ["1b-long"]
     assert names(asked(parts=["sweep"], toy=True)) == ["sweep-toy"]
     assert names(asked(works=["14b-full-ckpt"])) == ["14b-full-ckpt"]
     ran = [name for name in everything if name in WORKS and WORKS[name].part == "accuracy"]
-    assert sum(name.startswith(("1b", "8b")) for name in ran) == 12 and sum(name.startswith("14b") for name in ran) == 5
+    assert (
+        sum(name.startswith(("1b", "8b")) for name in ran) == 12
+        and sum(name.startswith("14b") for name in ran) == 5
+    )
 
 
 def bench(folder: Path, *options: str) -> dict[str, Any]:
     """Run the benchmark on the tiny model; return its results file."""
-    command = [sys.executable, "-m", "benchmarks.planner", "--toy", "--folder", str(folder), "--results", str(folder / "planner-cpu.json"), *options]
-    environ = {name: value for name, value in os.environ.items() if name not in ("WORKS", "SECONDS")}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.planner",
+        "--toy",
+        "--folder",
+        str(folder),
+        "--results",
+        str(folder / "planner-cpu.json"),
+        *options,
+    ]
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("WORKS", "SECONDS")
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "planner-cpu.json").read_text())
     assert (folder / "planner-cpu.md").read_text() == markdown(found)
@@ -309,12 +467,18 @@ def test_the_tiny_model_is_planned_run_and_read_and_what_counts_is_kept(tmp_path
 def test_a_sweep_of_the_tiny_model_meets_real_out_of_memory_errors(tmp_path: Path) -> None:
     sweep = bench(tmp_path, "--works", "sweep-toy")["sweeps"]["sweep-toy"]
     assert not sweep["why_not"]
-    assert {(one["batch_size"], one["checkpointed_layers"]) for one in sweep["combinations"]} >= {(4, 0), (4, 6)}
+    assert {(one["batch_size"], one["checkpointed_layers"]) for one in sweep["combinations"]} >= {
+        (4, 0),
+        (4, 6),
+    }
     assert all(one["tokens_per_second"] > 0 for one in sweep["combinations"])
     held, whole = sweep["budgets"]
     for budget in (held, whole):
         assert {*budget["choices"]} == {"plan", "probe"}
-        assert all(chosen["fits"] and 0 < share_of_best(chosen, budget["best"]) <= 1 for chosen in budget["choices"].values())
+        assert all(
+            chosen["fits"] and 0 < share_of_best(chosen, budget["best"]) <= 1
+            for chosen in budget["choices"].values()
+        )
     (found,) = held["largest"]
     assert found["plan"] > 0 and found["probe"] is None, "a CPU's probe fits nothing"
     assert 0 < found["true"] < 2 * SWEEPS["sweep-toy"].most_tokens, "memory was the limit"

@@ -30,18 +30,26 @@ def test_alpaca_rows_are_the_same_each_time(tmp_path):
     for turn in ("first", "second"):
         alpaca_rows(tmp_path / f"{turn}-alpaca.jsonl", tmp_path / f"{turn}-messages.jsonl", rows=50)
     for shape in ("alpaca", "messages"):
-        assert (tmp_path / f"first-{shape}.jsonl").read_bytes() == (tmp_path / f"second-{shape}.jsonl").read_bytes()
+        assert (tmp_path / f"first-{shape}.jsonl").read_bytes() == (
+            tmp_path / f"second-{shape}.jsonl"
+        ).read_bytes()
 
 
 def test_alpaca_rows_say_the_same_in_both_shapes(tmp_path):
     alpaca_rows(tmp_path / "alpaca.jsonl", tmp_path / "messages.jsonl", rows=50)
-    said = [[row.messages for row in read_all(tmp_path / f"{shape}.jsonl")] for shape in ("alpaca", "messages")]
+    said = [
+        [row.messages for row in read_all(tmp_path / f"{shape}.jsonl")]
+        for shape in ("alpaca", "messages")
+    ]
     assert said[0] == said[1]
 
 
 def test_alpaca_rows_have_the_lengths_of_alpaca(tmp_path):
     alpaca_rows(tmp_path / "alpaca.jsonl", tmp_path / "messages.jsonl", rows=2000)
-    rows = [json.loads(line) for line in (tmp_path / "alpaca.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "alpaca.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     words = [len(row["output"].split()) for row in rows]
     assert 40 <= statistics.median(words) <= 60
     assert max(words) > 6 * statistics.median(words), "a long tail"
@@ -51,8 +59,21 @@ def test_alpaca_rows_have_the_lengths_of_alpaca(tmp_path):
 def rendered_lengths(path: Path) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    turns = [[{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in rows]
-    return [len(tokenizer(tokenizer.apply_chat_template(one, tokenize=False), add_special_tokens=False)["input_ids"]) for one in turns]
+    turns = [
+        [
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+        for row in rows
+    ]
+    return [
+        len(
+            tokenizer(tokenizer.apply_chat_template(one, tokenize=False), add_special_tokens=False)[
+                "input_ids"
+            ]
+        )
+        for one in turns
+    ]
 
 
 def test_rows_of_a_fixed_length_have_it_to_the_token(tmp_path: Path) -> None:
@@ -75,13 +96,20 @@ def test_our_shuffle_draws_the_rows_of_the_file_in_the_order_of_the_others(tmp_p
     inputs = made_inputs(work, steps=2, folder=tmp_path)
     rows = inputs.rows.read_text(encoding="utf-8").splitlines()
     in_order = (inputs.folder / "in-order.jsonl").read_text(encoding="utf-8").splitlines()
-    drawn = [rows[place] for step in steps(len(rows), work.rows_per_step, seed=42, epoch=0) for place in step]
+    drawn = [
+        rows[place]
+        for step in steps(len(rows), work.rows_per_step, seed=42, epoch=0)
+        for place in step
+    ]
     assert drawn == in_order != rows
     samples = Samples.read(inputs.samples)
     assert samples.lengths.tolist() == rendered_lengths(inputs.folder / "in-order.jsonl")
     ids, trained = samples.row(1)
     answer = json.loads(in_order[1])["answer"]
-    assert AutoTokenizer.from_pretrained(TINY).decode(ids[trained], skip_special_tokens=True).strip() == answer
+    assert (
+        AutoTokenizer.from_pretrained(TINY).decode(ids[trained], skip_special_tokens=True).strip()
+        == answer
+    )
 
 
 def logged(losses: list[float]) -> list[dict[str, float]]:
@@ -118,7 +146,11 @@ TOKENS = [(100, 20)] * 25
 
 
 def test_an_arm_that_trained_the_rows_counts() -> None:
-    assert judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(), FALLING, TOKENS) == {"counts": True, "why_not": [], "off": pytest.approx(0)}
+    assert judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(), FALLING, TOKENS) == {
+        "counts": True,
+        "why_not": [],
+        "off": pytest.approx(0),
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,7 +166,9 @@ def test_an_arm_that_trained_the_rows_counts() -> None:
         ({"status": "out of memory", "error": "CUDA out of memory"}, "CUDA out of memory"),
     ],
 )
-def test_an_arm_that_did_not_does_not_count_and_the_table_says_why(changed: dict[str, object], reason: str) -> None:
+def test_an_arm_that_did_not_does_not_count_and_the_table_says_why(
+    changed: dict[str, object], reason: str
+) -> None:
     found = judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(**changed), FALLING, TOKENS)
     assert not found["counts"]
     assert reason in "; ".join(found["why_not"])
@@ -148,22 +182,37 @@ def test_packed_arms_are_for_ragged_rows() -> None:
 
 def test_our_arm_is_told_nothing_of_speed() -> None:
     work = WORKS["8b-lora-2048"]
-    command = ours.command(work, ARMS["ours-bnb"], Inputs(Path("inputs"), Path("model")), Path("out"), 25, on_cpu=False)
+    command = ours.command(
+        work, ARMS["ours-bnb"], Inputs(Path("inputs"), Path("model")), Path("out"), 25, on_cpu=False
+    )
     assert command[:2] == ["make", "train-bnb"]
     told = {word.partition("=")[0] for word in command[2:]}
-    of_speed = {"TRAIN_BATCH_SIZE", "TRAIN_GRAD_ACCUM", "TRAIN_PACKING", "TRAIN_GRADIENT_CHECKPOINTING", "TRAIN_OPTIM", "MODEL_ATTN_IMPLEMENTATION"}
+    of_speed = {
+        "TRAIN_BATCH_SIZE",
+        "TRAIN_GRAD_ACCUM",
+        "TRAIN_PACKING",
+        "TRAIN_GRADIENT_CHECKPOINTING",
+        "TRAIN_OPTIM",
+        "MODEL_ATTN_IMPLEMENTATION",
+    }
     assert not told & of_speed
 
 
 def test_settings_of_the_callers_shell_stay_out_of_our_arm() -> None:
-    assert ours.environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "PATH": "/bin"}) == {"PATH": "/bin"}
+    assert ours.environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "PATH": "/bin"}) == {
+        "PATH": "/bin"
+    }
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    done = ours.limited(["bash", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 1.0, tmp_path, os.environ)
+    done = ours.limited(
+        ["bash", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 1.0, tmp_path, os.environ
+    )
     assert done is None
     child = int((tmp_path / "log").read_text())
-    deadline = time.monotonic() + 30  # a signal is sent at once and takes effect when the kernel comes to it
+    deadline = (
+        time.monotonic() + 30
+    )  # a signal is sent at once and takes effect when the kernel comes to it
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"{child} still runs"
         time.sleep(0.05)
@@ -171,11 +220,26 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.speed", "--toy", "--works", "toy-ragged", "--arms", "hf-best", "unsloth-best", "ours-bnb"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.speed",
+        "--toy",
+        "--works",
+        "toy-ragged",
+        "--arms",
+        "hf-best",
+        "unsloth-best",
+        "ours-bnb",
+    ]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path / "work"), "--results", str(tmp_path / "toy.json")],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in ("WORKS", "ARMS", "STEPS", "SECONDS")},
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("WORKS", "ARMS", "STEPS", "SECONDS")
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -186,21 +250,52 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
     arms = results["works"]["toy-ragged"]["arms"]
     for name in ("hf-best", "ours-bnb"):
         assert arms[name]["counts"], arms[name]["why_not"]
-        assert arms[name]["off"] < 1e-4  # float32 throughout: the same rows, the same adapters, the same steps
-        assert arms[name]["seconds"] > 0 and arms[name]["real_tokens"] == arms["hf-best"]["real_tokens"]
-    assert arms["unsloth-best"]["status"] == "failed" and "unsloth" in arms["unsloth-best"]["error"]  # told, not hidden
+        assert (
+            arms[name]["off"] < 1e-4
+        )  # float32 throughout: the same rows, the same adapters, the same steps
+        assert (
+            arms[name]["seconds"] > 0
+            and arms[name]["real_tokens"] == arms["hf-best"]["real_tokens"]
+        )
+    assert (
+        arms["unsloth-best"]["status"] == "failed" and "unsloth" in arms["unsloth-best"]["error"]
+    )  # told, not hidden
     table = markdown(results)
     assert table == (tmp_path / "toy.md").read_text()
-    assert table.index("| unsloth-best |") > max(table.index("| hf-best |"), table.index("| ours-bnb |"))
+    assert table.index("| unsloth-best |") > max(
+        table.index("| hf-best |"), table.index("| ours-bnb |")
+    )
 
 
-def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_one(tmp_path: Path) -> None:
+def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_one(
+    tmp_path: Path,
+) -> None:
     work, steps_timed = WORKS["toy-fixed"], 5
-    arm = {**facts_of_an_arm(losses=logged([9.6, 8.6]), real_tokens=5 * 4 * 64, trained_tokens=0), "timed_steps": steps_timed, "counts": False, "why_not": []}
+    arm = {
+        **facts_of_an_arm(losses=logged([9.6, 8.6]), real_tokens=5 * 4 * 64, trained_tokens=0),
+        "timed_steps": steps_timed,
+        "counts": False,
+        "why_not": [],
+    }
     made = made_inputs(work, steps_timed, tmp_path)
-    arm["trained_tokens"] = sum(labelled for _, labelled in step_tokens(work, Samples.read(made.samples), WARM_UP + steps_timed)[WARM_UP:])
-    facts = {"works": {work.name: {"arms": {"hf-best": arm}, "reference": {"losses": FALLING[:10]}}}}
-    Bench(Results(tmp_path / "results.json", facts), tmp_path, seconds=1, on_cpu=True, steps=steps_timed, keeps=True, refers=False).run(work, [ARMS["hf-best"]])
+    arm["trained_tokens"] = sum(
+        labelled
+        for _, labelled in step_tokens(work, Samples.read(made.samples), WARM_UP + steps_timed)[
+            WARM_UP:
+        ]
+    )
+    facts = {
+        "works": {work.name: {"arms": {"hf-best": arm}, "reference": {"losses": FALLING[:10]}}}
+    }
+    Bench(
+        Results(tmp_path / "results.json", facts),
+        tmp_path,
+        seconds=1,
+        on_cpu=True,
+        steps=steps_timed,
+        keeps=True,
+        refers=False,
+    ).run(work, [ARMS["hf-best"]])
     assert arm["counts"], arm["why_not"]
 
 
@@ -210,8 +305,12 @@ def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) 
     report = tmp_path / "work" / "toy-fixed-5" / "reference" / "report.json"
 
     def refer() -> dict[str, object]:
-        results = Results.to_be_measured_here(path, on_cpu=True)  # the second time read back from the file
-        Bench(results, tmp_path / "work", 300, on_cpu=True, steps=5, keeps=True, refers=True).run(work, [])
+        results = Results.to_be_measured_here(
+            path, on_cpu=True
+        )  # the second time read back from the file
+        Bench(results, tmp_path / "work", 300, on_cpu=True, steps=5, keeps=True, refers=True).run(
+            work, []
+        )
         return json.loads(path.read_text())["works"][work.name]
 
     found = refer()
@@ -222,8 +321,21 @@ def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_benchmark_that_is_told_to_stop_leaves_no_arm_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.speed", "--toy", "--works", "toy-fixed", "--arms", "hf-best", "--folder", str(tmp_path / "work")]
-    bench = subprocess.Popen([*command, "--results", str(tmp_path / "toy.json")], cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.speed",
+        "--toy",
+        "--works",
+        "toy-fixed",
+        "--arms",
+        "hf-best",
+        "--folder",
+        str(tmp_path / "work"),
+    ]
+    bench = subprocess.Popen(
+        [*command, "--results", str(tmp_path / "toy.json")], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     job = tmp_path / "work" / "toy-fixed-5" / "reference" / "job.json"
     while bench.poll() is None and not (job.exists() and arms_of(job)):
         time.sleep(0.1)
@@ -234,4 +346,8 @@ def test_a_benchmark_that_is_told_to_stop_leaves_no_arm_behind(tmp_path: Path) -
 
 
 def arms_of(job: Path) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if str(job) in (process.info["cmdline"] or [])]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(job) in (process.info["cmdline"] or [])
+    ]

@@ -10,7 +10,16 @@ import pytest
 
 from sft_play.config import present, reference
 from sft_play.config.layers import displayed
-from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, env_name, environment, load, nested, settings
+from sft_play.config.loader import (
+    BASE,
+    CONFIGS,
+    LoadedConfig,
+    env_name,
+    environment,
+    load,
+    nested,
+    settings,
+)
 from sft_play.config.schema import Config, SourceSection
 from sft_play.config.yaml_source import Located, read_mapping
 from sft_play.errors import ConfigError, ExitClass
@@ -65,11 +74,16 @@ def test_the_base_config_lies_under_every_file(folder: Path) -> None:
 def test_is_set_tells_the_user_from_the_defaults_wherever_the_command_runs(folder: Path) -> None:
     (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
     loaded = load("a.yaml", {"TRAIN_SEED": "1"})
-    assert [loaded.is_set(path) for path in ("train.epochs", "train.seed", "tuning.mode", "train.optim")] == [True, True, False, False]
+    assert [
+        loaded.is_set(path) for path in ("train.epochs", "train.seed", "tuning.mode", "train.optim")
+    ] == [True, True, False, False]
 
 
 def test_described_shows_value_and_origin() -> None:
-    assert load(EMPTY, {"TRAIN_BF16": "true"}).described("train.bf16") == "train.bf16=true (environment TRAIN_BF16)"
+    assert (
+        load(EMPTY, {"TRAIN_BF16": "true"}).described("train.bf16")
+        == "train.bf16=true (environment TRAIN_BF16)"
+    )
 
 
 def test_a_preset_is_found_by_its_name_from_any_folder(folder: Path) -> None:
@@ -81,22 +95,36 @@ def test_includes_are_relative_to_the_including_file_and_count_once(folder: Path
     (folder / "sub").mkdir()
     (folder / "sub" / "common.yaml").write_text("train: {epochs: 1, seed: 1}\n")
     (folder / "sub" / "left.yaml").write_text("include: common.yaml\ntrain: {epochs: 2}\n")
-    (folder / "sub" / "right.yaml").write_text("include: ../sub/common.yaml\ntrain: {save_steps: 7}\n")
+    (folder / "sub" / "right.yaml").write_text(
+        "include: ../sub/common.yaml\ntrain: {save_steps: 7}\n"
+    )
     (folder / "a.yaml").write_text("include:\n  - sub/left.yaml\n  - sub/right.yaml\n")
     train = load("a.yaml").config.train
-    assert (train.epochs, train.seed, train.save_steps) == (2, 1, 7)  # right's second reading of common does not undo left
+    assert (train.epochs, train.seed, train.save_steps) == (
+        2,
+        1,
+        7,
+    )  # right's second reading of common does not undo left
 
 
 def test_merge_keys_and_anchors_keep_the_line_where_a_value_stands(folder: Path) -> None:
     (folder / "a.yaml").write_text("train: &t\n  epochs: 2\n  seed: 3\n")
     assert load("a.yaml").origin["train.seed"] == "a.yaml:3"
-    (folder / "b.yaml").write_text("<<: {train: {epochs: 2}, data: {val_size: 0.1}}\ntrain: {seed: 3}\n")
+    (folder / "b.yaml").write_text(
+        "<<: {train: {epochs: 2}, data: {val_size: 0.1}}\ntrain: {seed: 3}\n"
+    )
     loaded = load("b.yaml")
-    assert (loaded.config.data.val_size, loaded.config.train.seed, loaded.config.train.epochs) == (0.1, 3, 1)
+    assert (loaded.config.data.val_size, loaded.config.train.seed, loaded.config.train.epochs) == (
+        0.1,
+        3,
+        1,
+    )
 
 
 def test_of_several_merged_mappings_the_first_wins(folder: Path) -> None:
-    (folder / "a.yaml").write_text("train:\n  <<: [{seed: 1}, {seed: 2, epochs: 4}]\n  save_steps: 9\n")
+    (folder / "a.yaml").write_text(
+        "train:\n  <<: [{seed: 1}, {seed: 2, epochs: 4}]\n  save_steps: 9\n"
+    )
     train = load("a.yaml").config.train
     assert (train.seed, train.epochs, train.save_steps) == (1, 4, 9)
 
@@ -109,7 +137,9 @@ def test_an_anchor_with_a_merge_key_may_be_used_twice(folder: Path) -> None:
 
 
 def test_aliases_that_multiply_are_read_in_no_time(folder: Path) -> None:
-    lines = ["x0: &x0 [1]"] + [f"x{n}: &x{n} {{{', '.join(f'k{i}: *x{n - 1}' for i in range(9))}}}" for n in range(1, 30)]
+    lines = ["x0: &x0 [1]"] + [
+        f"x{n}: &x{n} {{{', '.join(f'k{i}: *x{n - 1}' for i in range(9))}}}" for n in range(1, 30)
+    ]
     (folder / "a.yaml").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="unknown setting 'x0'"):
         load("a.yaml")
@@ -145,10 +175,22 @@ def source(path: str, weight: float) -> SourceSection:
         ("# only a comment\n", "train.seed", 42),
         ("\ufefftrain: {seed: 1}", "train.seed", 1),
         ("train:\r\n  seed: 1\r\n  epochs: 2\r\n", "train.epochs", 2.0),
-        ("tuning: {lora: {target_modules: [q_proj, v_proj]}}", "tuning.lora.target_modules", ["q_proj", "v_proj"]),
+        (
+            "tuning: {lora: {target_modules: [q_proj, v_proj]}}",
+            "tuning.lora.target_modules",
+            ["q_proj", "v_proj"],
+        ),
         ("data: {train_path: [a.jsonl, b.csv]}", "data.train_path", ["a.jsonl", "b.csv"]),
-        ("data: {train_path: {a.jsonl: 3, b/c: 0.5}}", "data.train_path", [source("a.jsonl", 3), source("b/c", 0.5)]),
-        ("data: {train_path: [a.jsonl, {path: b/c, weight: 2}]}", "data.train_path", ["a.jsonl", source("b/c", 2)]),
+        (
+            "data: {train_path: {a.jsonl: 3, b/c: 0.5}}",
+            "data.train_path",
+            [source("a.jsonl", 3), source("b/c", 0.5)],
+        ),
+        (
+            "data: {train_path: [a.jsonl, {path: b/c, weight: 2}]}",
+            "data.train_path",
+            ["a.jsonl", source("b/c", 2)],
+        ),
         ("data: {columns: {question: problem}}", "data.columns", {"question": "problem"}),
     ],
 )
@@ -190,15 +232,23 @@ def test_yaml_means_what_it_says(folder: Path, text: str, path: str, wanted: obj
         ("TUNING_LORA_TARGET_MODULES", '["q_proj", v_proj]', ["q_proj", "v_proj"]),
     ],
 )
-def test_a_variable_is_read_by_the_type_of_its_setting(name: str, text: str, wanted: object) -> None:
+def test_a_variable_is_read_by_the_type_of_its_setting(
+    name: str, text: str, wanted: object
+) -> None:
     path = next(path for path in settings() if env_name(path) == name)
     got = value(load(EMPTY, {name: text}), path)
     assert (got, type(got)) == (wanted, type(wanted))
 
 
 def test_overrides_are_read_like_variables_and_may_hold_equals_signs() -> None:
-    loaded = load(EMPTY, overrides=["data.system_prompt=a=b", "train.max_steps=null", "train.batch_size=2"])
-    assert (loaded.config.data.system_prompt, loaded.config.train.max_steps, loaded.config.train.batch_size) == ("a=b", None, 2)
+    loaded = load(
+        EMPTY, overrides=["data.system_prompt=a=b", "train.max_steps=null", "train.batch_size=2"]
+    )
+    assert (
+        loaded.config.data.system_prompt,
+        loaded.config.train.max_steps,
+        loaded.config.train.batch_size,
+    ) == ("a=b", None, 2)
 
 
 def test_the_environment_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +264,10 @@ def test_a_bare_load_does_not_look_at_the_environment(monkeypatch: pytest.Monkey
 
 
 def test_nested_turns_dotted_names_into_a_tree() -> None:
-    assert nested({"train.seed": 1, "tuning.lora.r": 2, "tuning.mode": "lora"}) == {"train": {"seed": 1}, "tuning": {"lora": {"r": 2}, "mode": "lora"}}
+    assert nested({"train.seed": 1, "tuning.lora.r": 2, "tuning.mode": "lora"}) == {
+        "train": {"seed": 1},
+        "tuning": {"lora": {"r": 2}, "mode": "lora"},
+    }
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -239,7 +292,9 @@ def leaves(name: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("name", ["multi_gpu_config", "evaluation", "rtx4090_sli", "a100_pair", "h200_quad"])
+@pytest.mark.parametrize(
+    "name", ["multi_gpu_config", "evaluation", "rtx4090_sli", "a100_pair", "h200_quad"]
+)
 def test_a_printed_block_loads_exactly_as_it_stands(name: str) -> None:
     loaded = load(str(PRINTED / f"{name}.yaml"))
     for path, wanted in leaves(PRINTED / f"{name}.yaml").items():
@@ -254,7 +309,9 @@ def test_a_shipped_config_has_every_value_of_its_printed_block(name: str) -> Non
     assert set(shipped) - set(leaves(PRINTED / f"{name}.yaml")) <= {"tuning.mode"}
 
 
-def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_lines(folder: Path) -> None:
+def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_lines(
+    folder: Path,
+) -> None:
     text = (PRINTED / "size_scaling.yaml").read_text()
     loaded = []
     for number, block in enumerate(re.split(r"\n\n", text)):
@@ -317,5 +374,7 @@ def test_the_config_room_loads_no_torch() -> None:
         "l.load('tiny', l.environment()); d.read('configs/deepspeed_zero3.json');"
         "print([name for name in ('torch', 'transformers', 'deepspeed', 'accelerate', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -18,11 +18,26 @@ def test_every_variable_arrives_typed() -> None:
         "CONFIG": "configs/a.yaml", "RUN": "first", "NUM_GPUS": "2", "DEEPSPEED_CONFIG": "a.json", "TB_PORT": " 7007 ", "DEVICE": "cpu",
         "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "GPUS": "4xH200", "EXACT": "1", "OTHER": "x",
     }  # fmt: skip
-    assert read(environ) == Invocation("configs/a.yaml", "first", 2, "a.json", 7007, "cpu", 2, 1, "10.0.0.1", 29500, "4xH200", True)
+    assert read(environ) == Invocation(
+        "configs/a.yaml", "first", 2, "a.json", 7007, "cpu", 2, 1, "10.0.0.1", 29500, "4xH200", True
+    )
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    names = ("CONFIG", "RUN", "NUM_GPUS", "DEEPSPEED_CONFIG", "TB_PORT", "DEVICE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GPUS", "EXACT")
+    names = (
+        "CONFIG",
+        "RUN",
+        "NUM_GPUS",
+        "DEEPSPEED_CONFIG",
+        "TB_PORT",
+        "DEVICE",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GPUS",
+        "EXACT",
+    )
     assert read(dict.fromkeys(names, "")) == read(dict.fromkeys(names, "  ")) == read({})
 
 
@@ -42,7 +57,10 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ({"DEVICE": "CUDA"}, "DEVICE=CUDA: write auto, cpu or cuda"),
         ({"NNODES": "0"}, "NNODES=0: write a whole number of at least 1"),
         ({"EXACT": "yes"}, "EXACT=yes: write 0 or 1"),
-        ({"NODE_RANK": "2", "NNODES": "2"}, "NODE_RANK=2 with NNODES=2: write a number from 0 to 1, or a larger NNODES"),
+        (
+            {"NODE_RANK": "2", "NNODES": "2"},
+            "NODE_RANK=2 with NNODES=2: write a number from 0 to 1, or a larger NNODES",
+        ),
         ({"NODE_RANK": "1"}, "NODE_RANK=1 with NNODES=1: write NODE_RANK=0, or a larger NNODES"),
         ({"NODE_RANK": "5", "NNODES": "x"}, "NNODES=x: write a whole number of at least 1"),
     ],
@@ -56,7 +74,11 @@ def test_a_wrong_variable_is_named_with_its_value(environ: dict[str, str], messa
 def test_all_wrong_variables_come_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         read({"NUM_GPUS": "two", "TB_PORT": "x", "DEVICE": "tpu"})
-    assert [line.split("=")[0] for line in str(error.value).splitlines()] == ["NUM_GPUS", "TB_PORT", "DEVICE"]
+    assert [line.split("=")[0] for line in str(error.value).splitlines()] == [
+        "NUM_GPUS",
+        "TB_PORT",
+        "DEVICE",
+    ]
 
 
 def test_the_environment_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

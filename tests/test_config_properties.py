@@ -23,29 +23,51 @@ SEEDS = range(60)
 
 
 def random_text(dice: random.Random) -> str:
-    return dice.choice([*ODD_TEXTS, "".join(dice.choices(string.printable.strip(), k=dice.randint(1, 12)))])
+    return dice.choice(
+        [*ODD_TEXTS, "".join(dice.choices(string.printable.strip(), k=dice.randint(1, 12)))]
+    )
 
 
 def plain_text(dice: random.Random) -> str:
-    return "x" + "".join(dice.choices(string.ascii_letters + " ./-_", k=dice.randint(0, 12))).rstrip()
+    return (
+        "x" + "".join(dice.choices(string.ascii_letters + " ./-_", k=dice.randint(0, 12))).rstrip()
+    )
 
 
-def random_value(path: str, dice: random.Random, text: typing.Callable[[random.Random], str]) -> object:
+def random_value(
+    path: str, dice: random.Random, text: typing.Callable[[random.Random], str]
+) -> object:
     """A valid value of a setting, by its type; texts come from `text`."""
     if path == "train.run_name":
-        return dice.choice([None, "a", "1e-4", "no", "2024-01-01", "010"]) if text is random_text else "a-1"
+        return (
+            dice.choice([None, "a", "1e-4", "no", "2024-01-01", "010"])
+            if text is random_text
+            else "a-1"
+        )
     if path == "data.columns":
         return {text(dice): text(dice) for _ in range(dice.randrange(3))}
     kind = dice.choice(sorted(kinds(settings()[path].annotation), key=str))
     if typing.get_args(kind):
         return dice.choice(typing.get_args(kind))
     if kind is list and path.startswith("data."):
-        return [dice.choice([text(dice), {"path": text(dice), "weight": dice.choice([None, 0.5, 3.0])}]) for _ in range(dice.randint(1, 3))]
+        return [
+            dice.choice([text(dice), {"path": text(dice), "weight": dice.choice([None, 0.5, 3.0])}])
+            for _ in range(dice.randint(1, 3))
+        ]
     if kind is list:
         return [text(dice) for _ in range(dice.randint(1, 3))]
     if kind is float:
-        return dice.choice([1e-05, 5e-324, 0.25, 0.1 + 0.2, 1 / 3]) if path == "data.val_size" or "adam_beta" in path else dice.choice([1e-05, 0.5, 2 / 3])
-    return {int: dice.randint(1, 10**6), bool: dice.random() < 0.5, str: text(dice), type(None): None}[kind]
+        return (
+            dice.choice([1e-05, 5e-324, 0.25, 0.1 + 0.2, 1 / 3])
+            if path == "data.val_size" or "adam_beta" in path
+            else dice.choice([1e-05, 0.5, 2 / 3])
+        )
+    return {
+        int: dice.randint(1, 10**6),
+        bool: dice.random() < 0.5,
+        str: text(dice),
+        type(None): None,
+    }[kind]
 
 
 def random_config(seed: int, text: typing.Callable[[random.Random], str]) -> Config:
@@ -103,7 +125,9 @@ def test_truncated_yaml_is_refused_with_a_sentence_or_read(tmp_path: Path, seed:
     dice = random.Random(seed)
     text = yaml_source.dump(random_config(seed, random_text).model_dump())
     at = dice.randrange(len(text))
-    broken = dice.choice([text[:at], text[:at] + dice.choice("\t:{}[]&*!'\"#-\x00\ufffe") + text[at:]])
+    broken = dice.choice(
+        [text[:at], text[:at] + dice.choice("\t:{}[]&*!'\"#-\x00\ufffe") + text[at:]]
+    )
     try:
         reloaded(tmp_path / "a.yaml", broken)
     except ConfigError as error:
@@ -116,7 +140,14 @@ def random_json(dice: random.Random, depth: int = 0) -> object:
         return [random_json(dice, depth + 1) for _ in range(dice.randint(0, 4))]
     if kind == 7:
         return {random_text(dice): random_json(dice, depth + 1) for _ in range(dice.randint(0, 4))}
-    return [None, True, dice.randint(-9, 10**9), dice.uniform(-1e9, 1e-9), "// a /* b */ ,}", random_text(dice)][kind]
+    return [
+        None,
+        True,
+        dice.randint(-9, 10**9),
+        dice.uniform(-1e9, 1e-9),
+        "// a /* b */ ,}",
+        random_text(dice),
+    ][kind]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -131,7 +162,12 @@ def test_json_with_scattered_comments_means_the_same(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_resolved_json_adds_up_and_resolves_to_itself(seed: int) -> None:
     dice = random.Random(seed)
-    micro, accum, world, stage = dice.randint(1, 64), dice.randint(1, 64), dice.randint(1, 64), dice.randint(0, 3)
+    micro, accum, world, stage = (
+        dice.randint(1, 64),
+        dice.randint(1, 64),
+        dice.randint(1, 64),
+        dice.randint(0, 3),
+    )
     bf16 = dice.random() < 0.5
     run = {
         "micro_batch": micro,

@@ -14,7 +14,10 @@ NO_16_BITS = ["train.bf16=false", "train.fp16=false"]
 # settings that break the rule, settings beside it that do not; in the order of RULES
 CASES = [
     (["tuning.backend=unsloth", *NO_16_BITS], ["tuning.backend=bnb", *NO_16_BITS]),
-    (["train.warmup_steps=20", "train.max_steps=10"], ["train.warmup_steps=10", "train.max_steps=10"]),
+    (
+        ["train.warmup_steps=20", "train.max_steps=10"],
+        ["train.warmup_steps=10", "train.max_steps=10"],
+    ),
     (["train.warmup_steps=1.5"], ["train.warmup_steps=0.5"]),
     (
         ["tuning.mode=full", "tuning.backend=unsloth", "train.optim=paged_adamw_8bit"],
@@ -22,12 +25,20 @@ CASES = [
     ),
     (["model.dtype=float16", "tuning.mode=full"], ["model.dtype=float16", "tuning.mode=lora"]),
     (["tuning.lora.target_modules=[]"], ["tuning.lora.target_modules=[]", "tuning.mode=full"]),
-    (["model.attn_implementation=flash_attention_2", *NO_16_BITS], ["model.attn_implementation=flash_attention_2", "train.bf16=false"]),
-    (["train.generation_max_new_tokens=64", "model.max_seq_len=64"], ["train.generation_max_new_tokens=64", "model.max_seq_len=65"]),
+    (
+        ["model.attn_implementation=flash_attention_2", *NO_16_BITS],
+        ["model.attn_implementation=flash_attention_2", "train.bf16=false"],
+    ),
+    (
+        ["train.generation_max_new_tokens=64", "model.max_seq_len=64"],
+        ["train.generation_max_new_tokens=64", "model.max_seq_len=65"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "broken"), list(zip(RULES, [broken for broken, _ in CASES], strict=True)))
+@pytest.mark.parametrize(
+    ("rule", "broken"), list(zip(RULES, [broken for broken, _ in CASES], strict=True))
+)
 def test_a_broken_rule_shows_values_origins_and_advice(rule: Rule, broken: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load(EMPTY, None, broken)
@@ -41,8 +52,18 @@ def test_a_broken_rule_shows_values_origins_and_advice(rule: Rule, broken: list[
 @pytest.mark.parametrize("kept", [kept for _, kept in CASES])
 def test_the_case_beside_it_is_allowed(kept: list[str]) -> None:
     loaded = load(EMPTY, None, kept)
-    assert {loaded.origin[entry.partition("=")[0]] for entry in kept} == {f"--set {entry.partition('=')[0]}" for entry in kept}
+    assert {loaded.origin[entry.partition("=")[0]] for entry in kept} == {
+        f"--set {entry.partition('=')[0]}" for entry in kept
+    }
 
 
 def test_generation_may_be_longer_than_rows_when_nothing_is_generated() -> None:
-    load(EMPTY, None, ["train.predict_with_generate=false", "train.generation_max_new_tokens=64", "model.max_seq_len=64"])
+    load(
+        EMPTY,
+        None,
+        [
+            "train.predict_with_generate=false",
+            "train.generation_max_new_tokens=64",
+            "model.max_seq_len=64",
+        ],
+    )

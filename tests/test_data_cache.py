@@ -58,7 +58,12 @@ def _slow(root: str, log: str) -> None:
 
 def test_two_runs_at_once_share_one_build(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    runs = [multiprocessing.get_context("spawn").Process(target=_slow, args=(str(tmp_path / "cache"), str(log))) for _ in range(3)]
+    runs = [
+        multiprocessing.get_context("spawn").Process(
+            target=_slow, args=(str(tmp_path / "cache"), str(log))
+        )
+        for _ in range(3)
+    ]
     for run in runs:
         run.start()
     for run in runs:
@@ -69,7 +74,9 @@ def test_two_runs_at_once_share_one_build(tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_leaves_neither_an_entry_nor_a_lock_that_holds(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    run = multiprocessing.get_context("spawn").Process(target=_slow, args=(str(tmp_path / "cache"), str(log)))
+    run = multiprocessing.get_context("spawn").Process(
+        target=_slow, args=(str(tmp_path / "cache"), str(log))
+    )
     run.start()
     while not log.exists():
         time.sleep(0.01)
@@ -90,11 +97,17 @@ def test_the_content_of_files_counts_and_not_their_names(tmp_path: Path) -> None
     one.write_text("rowz")
     os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
     assert cache.digest_of_files([one]) != digest
-    assert cache.digest_of_files([one, moved]) != cache.digest_of_files([moved, one]), "the order is that of the samples"
+    assert cache.digest_of_files([one, moved]) != cache.digest_of_files([moved, one]), (
+        "the order is that of the samples"
+    )
 
 
 def test_the_tokenizer_its_template_and_the_policy_are_in_the_key(tokenizer) -> None:
     plain = cache.digest_of_tokenizer(tokenizer, "a")
     assert cache.digest_of_tokenizer(tokenizer, "b") != plain
-    keys = {cache.key_of("rows", plain, {"max_seq_len": 8}), cache.key_of("rows", plain, {"max_seq_len": 9}), cache.key_of("other", plain, {"max_seq_len": 8})}
+    keys = {
+        cache.key_of("rows", plain, {"max_seq_len": 8}),
+        cache.key_of("rows", plain, {"max_seq_len": 9}),
+        cache.key_of("other", plain, {"max_seq_len": 8}),
+    }
     assert len(keys) == 3

@@ -11,13 +11,21 @@ from sft_play.data.check import WIDTH, check_lines, ledger_json
 from sft_play.data.prepare import prepare
 
 
-def prepared(tokenizer, folder: Path, model: dict[str, object] | None = None, **data: object) -> PreparedData:
-    settings = {"data": {"cache_dir": str(folder / "cache"), "max_lost": 0.9, **data}, "model": model or {}}
+def prepared(
+    tokenizer, folder: Path, model: dict[str, object] | None = None, **data: object
+) -> PreparedData:
+    settings = {
+        "data": {"cache_dir": str(folder / "cache"), "max_lost": 0.9, **data},
+        "model": model or {},
+    }
     return prepare(Config.model_validate(settings), tokenizer)
 
 
 def written(path: Path, counts: range) -> str:
-    records = [{"question": f"Count to {n}.", "answer": " ".join(map(str, range(1, n + 1)))} for n in counts]
+    records = [
+        {"question": f"Count to {n}.", "answer": " ".join(map(str, range(1, n + 1)))}
+        for n in counts
+    ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
@@ -38,17 +46,35 @@ def columns(lines: list[str]) -> dict[str, dict[str, float]]:
 def mixed_ledger(tokenizer, tmp_path_factory) -> dict:
     """Two sources with weights, of which one has long rows; held-out rows, a repeated row and one that says nothing."""
     folder = tmp_path_factory.mktemp("check")
-    short, long = written(folder / "short.jsonl", range(1, 40)), written(folder / "long.jsonl", range(30, 70))
+    short, long = (
+        written(folder / "short.jsonl", range(1, 40)),
+        written(folder / "long.jsonl", range(30, 70)),
+    )
     with Path(short).open("a") as file:
-        file.write(json.dumps({"question": "Count to 3!", "answer": "1 2 3"}) + "\n" + json.dumps({"question": "Hm?"}) + "\n")
+        file.write(
+            json.dumps({"question": "Count to 3!", "answer": "1 2 3"})
+            + "\n"
+            + json.dumps({"question": "Hm?"})
+            + "\n"
+        )
     sources = [{"path": short, "weight": 3}, {"path": long, "weight": 1}]
-    data = prepared(tokenizer, folder, {"max_seq_len": 64}, train_path=sources, val_size=0.1, on_bad_row="quarantine", on_overlap="drop")
+    data = prepared(
+        tokenizer,
+        folder,
+        {"max_seq_len": 64},
+        train_path=sources,
+        val_size=0.1,
+        on_bad_row="quarantine",
+        on_overlap="drop",
+    )
     return ledger_json(data, 64)
 
 
 def test_the_rows_that_are_printed_add_up(mixed_ledger) -> None:
     for split, facts in columns(check_lines(mixed_ledger)).items():
-        assert facts["rows in"] == facts["= used"] + sum(count for label, count in facts.items() if label.startswith("+ ")), split
+        assert facts["rows in"] == facts["= used"] + sum(
+            count for label, count in facts.items() if label.startswith("+ ")
+        ), split
     train = columns(check_lines(mixed_ledger))["train"]
     assert train["+ bad_row"] == 1
     assert train["+ too_long"] > 0
@@ -62,9 +88,15 @@ def test_the_numbers_that_are_printed_are_those_of_the_ledger(mixed_ledger) -> N
         assert printed["rows in"] == facts["rows_in"]
         assert printed["tokens"] == facts["tokens"]
         assert printed["trained tokens"] == facts["trained_tokens"]
-        assert printed["share of tokens that is trained"] == pytest.approx(100 * facts["trained_tokens"] / facts["tokens"], abs=0.005)
-        assert printed["trained tokens lost to data.too_long"] == pytest.approx(100 * facts["lost_fraction"], abs=0.005)
-        assert [printed[f"tokens of a sample, {name}"] for name in ("p50", "p90", "p99")] == [facts["lengths"][name] for name in ("p50", "p90", "p99")]
+        assert printed["share of tokens that is trained"] == pytest.approx(
+            100 * facts["trained_tokens"] / facts["tokens"], abs=0.005
+        )
+        assert printed["trained tokens lost to data.too_long"] == pytest.approx(
+            100 * facts["lost_fraction"], abs=0.005
+        )
+        assert [printed[f"tokens of a sample, {name}"] for name in ("p50", "p90", "p99")] == [
+            facts["lengths"][name] for name in ("p50", "p90", "p99")
+        ]
         assert printed["longest, of model.max_seq_len=64"] == facts["lengths"]["max"] <= 64
         assert printed["repeated rows, in the same words"] == facts["duplicates"]["normalised"]
 
@@ -86,8 +118,17 @@ def test_several_sources_have_a_line_each_with_their_share_of_an_epoch(mixed_led
     assert [float(line[-1].rstrip("%")) for line in cells] == pytest.approx([75, 25], abs=1)
 
 
-def test_a_plain_set_takes_at_most_25_lines_and_no_line_wraps(tokenizer, rows, tmp_path, mixed_ledger) -> None:
-    data = prepared(tokenizer, tmp_path, train_path=str(rows["train"]), val_path=str(rows["val"]), test_path=str(rows["val"]), on_overlap="allow")
+def test_a_plain_set_takes_at_most_25_lines_and_no_line_wraps(
+    tokenizer, rows, tmp_path, mixed_ledger
+) -> None:
+    data = prepared(
+        tokenizer,
+        tmp_path,
+        train_path=str(rows["train"]),
+        val_path=str(rows["val"]),
+        test_path=str(rows["val"]),
+        on_overlap="allow",
+    )
     plain = check_lines(ledger_json(data, 1024))
     assert len(plain) <= 25
     assert "" not in plain, "one source a split: no table of sources"
@@ -95,7 +136,10 @@ def test_a_plain_set_takes_at_most_25_lines_and_no_line_wraps(tokenizer, rows, t
 
 
 def test_training_rows_that_are_evaluated_on_are_counted(tokenizer, tmp_path) -> None:
-    train, val = written(tmp_path / "train.jsonl", range(1, 9)), written(tmp_path / "val.jsonl", range(7, 12))
+    train, val = (
+        written(tmp_path / "train.jsonl", range(1, 9)),
+        written(tmp_path / "val.jsonl", range(7, 12)),
+    )
     data = prepared(tokenizer, tmp_path, train_path=train, val_path=val, on_overlap="drop")
     printed = columns(check_lines(ledger_json(data, 1024)))
     assert printed["train"]["also validation rows, to the letter"] == 2
@@ -104,9 +148,20 @@ def test_training_rows_that_are_evaluated_on_are_counted(tokenizer, tmp_path) ->
 
 
 def test_shortened_rows_are_among_those_that_are_used(tokenizer, tmp_path) -> None:
-    train, val = written(tmp_path / "train.jsonl", range(5, 60)), written(tmp_path / "val.jsonl", range(1, 4))
+    train, val = (
+        written(tmp_path / "train.jsonl", range(5, 60)),
+        written(tmp_path / "val.jsonl", range(1, 4)),
+    )
     for policy, label in (("split", "of them split"), ("truncate_left", "of them truncated")):
-        data = prepared(tokenizer, tmp_path, {"max_seq_len": 64}, train_path=train, val_path=val, too_long=policy, on_overlap="drop")
+        data = prepared(
+            tokenizer,
+            tmp_path,
+            {"max_seq_len": 64},
+            train_path=train,
+            val_path=val,
+            too_long=policy,
+            on_overlap="drop",
+        )
         printed = columns(check_lines(ledger_json(data, 64)))["train"]
         assert 0 < printed[label] <= printed["= used"] == 55
 
@@ -114,7 +169,10 @@ def test_shortened_rows_are_among_those_that_are_used(tokenizer, tmp_path) -> No
 def test_padding_is_told_where_it_is_known(mixed_ledger) -> None:
     assert not [line for line in check_lines(mixed_ledger) if line.startswith("padding")]
     told = check_lines({**mixed_ledger, "padding": {"real": 900, "unpacked": 1800, "packed": 1000}})
-    assert told[-1] == "padding: 50.0% of an epoch's tokens unpacked, 10.0% packed, which computes 1.80 times fewer"
+    assert (
+        told[-1]
+        == "padding: 50.0% of an epoch's tokens unpacked, 10.0% packed, which computes 1.80 times fewer"
+    )
 
 
 def test_the_json_has_the_training_rows_on_top(mixed_ledger) -> None:

@@ -47,9 +47,17 @@ def to_wrapped_json(records: Records) -> bytes:
 def to_table(records: Records, delimiter: str = ",") -> bytes:
     """Lists become JSON, as a cell has no other way to hold them."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for record in records for key in record)), delimiter=delimiter)
+    writer = csv.DictWriter(
+        text, list(dict.fromkeys(key for record in records for key in record)), delimiter=delimiter
+    )
     writer.writeheader()
-    writer.writerows({key: value if isinstance(value, str) else json.dumps(value) for key, value in record.items()} for record in records)
+    writer.writerows(
+        {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in record.items()
+        }
+        for record in records
+    )
     return text.getvalue().encode()
 
 
@@ -129,7 +137,27 @@ def test_the_same_rows_are_read_from_every_format(name: str, shape: str, tmp_pat
 
 
 def random_text(draw: random.Random) -> str:
-    marks = ["a", "Ω", "🙂", " ", "\n", "\r\n", "\t", ",", ";", '"', "'", "\\", "{", "]", "\u2028", "\x85", "\ufeff", "null", "NaN"]
+    marks = [
+        "a",
+        "Ω",
+        "🙂",
+        " ",
+        "\n",
+        "\r\n",
+        "\t",
+        ",",
+        ";",
+        '"',
+        "'",
+        "\\",
+        "{",
+        "]",
+        "\u2028",
+        "\x85",
+        "\ufeff",
+        "null",
+        "NaN",
+    ]
     return "x" + "".join(draw.choices(marks, k=draw.randrange(12)))
 
 
@@ -137,10 +165,18 @@ def random_text(draw: random.Random) -> str:
 def test_random_rows_come_back_as_they_were_written(name: str, tmp_path: Path) -> None:
     for seed in range(20):
         draw = random.Random(seed)
-        records = [{"question": random_text(draw), "answer": random_text(draw)} for _ in range(draw.randint(1, 30))]
+        records = [
+            {"question": random_text(draw), "answer": random_text(draw)}
+            for _ in range(draw.randint(1, 30))
+        ]
         (tmp_path / name).write_bytes(WRITERS[name](records))
-        assert [(row.messages[0].content, row.messages[-1].content) for row in read_all(tmp_path / name)] == [tuple(record.values()) for record in records]
-        of_any_size = [list(parsed(chunk)) for chunk in read_chunks(tmp_path / name, rows_per_chunk=draw.randint(1, 9))]
+        assert [
+            (row.messages[0].content, row.messages[-1].content) for row in read_all(tmp_path / name)
+        ] == [tuple(record.values()) for record in records]
+        of_any_size = [
+            list(parsed(chunk))
+            for chunk in read_chunks(tmp_path / name, rows_per_chunk=draw.randint(1, 9))
+        ]
         assert [record for part in of_any_size for record in part] == records
 
 
@@ -150,31 +186,53 @@ def test_random_rows_come_back_as_they_were_written(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", WRITERS)
 def test_chunks_hold_all_rows_with_their_places_and_bytes(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_bytes(WRITERS[name]([{"question": f"q{number}", "answer": "a"} for number in range(50)]))
+    path.write_bytes(
+        WRITERS[name]([{"question": f"q{number}", "answer": "a"} for number in range(50)])
+    )
     chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in read_chunks(path, rows_per_chunk=6)]
     assert all(0 < len(chunk.records) == len(chunk.numbers) <= 6 for chunk in chunks)
-    first = {"csv": 2, "tsv": 2, "jsonl": 1, "ndjson": 1}.get(name.lower().split(".")[1], 0)  # behind the header, in lines; else an index
-    assert [number for chunk in chunks for number in chunk.numbers] == list(range(first, first + 50))
-    assert [record["question"] for chunk in chunks for record in parsed(chunk)] == [f"q{number}" for number in range(50)]
+    first = {"csv": 2, "tsv": 2, "jsonl": 1, "ndjson": 1}.get(
+        name.lower().split(".")[1], 0
+    )  # behind the header, in lines; else an index
+    assert [number for chunk in chunks for number in chunk.numbers] == list(
+        range(first, first + 50)
+    )
+    assert [record["question"] for chunk in chunks for record in parsed(chunk)] == [
+        f"q{number}" for number in range(50)
+    ]
     assert 0 < sum(chunk.bytes_read for chunk in chunks) <= path.stat().st_size
 
 
 def test_a_chunk_says_where_a_row_begins(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfquestion,answer\r\n\r\n"two\r\nlines",a\r\n,\r\nq,a\r\n')
+    (tmp_path / "a.csv").write_bytes(
+        b'\xef\xbb\xbfquestion,answer\r\n\r\n"two\r\nlines",a\r\n,\r\nq,a\r\n'
+    )
     (chunk,) = read_chunks(tmp_path / "a.csv")
-    assert [chunk.origin(position) for position in range(3)] == [f"{tmp_path / 'a.csv'}:{line}" for line in (3, 5, 6)]
+    assert [chunk.origin(position) for position in range(3)] == [
+        f"{tmp_path / 'a.csv'}:{line}" for line in (3, 5, 6)
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE[:-1] + b"\r\n\r\n  \n" + LINE)
     (chunk,) = read_chunks(tmp_path / "a.jsonl")
-    assert [chunk.origin(position) for position in range(2)] == [f"{tmp_path / 'a.jsonl'}:{line}" for line in (1, 4)]
+    assert [chunk.origin(position) for position in range(2)] == [
+        f"{tmp_path / 'a.jsonl'}:{line}" for line in (1, 4)
+    ]
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf[" + LINE + b"," + LINE + b"]")
     (chunk,) = read_chunks(tmp_path / "a.json")
-    assert [chunk.origin(position) for position in range(2)] == [f"{tmp_path / 'a.json'}[{index}]" for index in (0, 1)]
+    assert [chunk.origin(position) for position in range(2)] == [
+        f"{tmp_path / 'a.json'}[{index}]" for index in (0, 1)
+    ]
 
 
-def test_long_rows_make_chunks_of_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_make_chunks_of_fewer_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "CHUNK_BYTES", 10_000)
     for name in ("a.jsonl", "a.csv", "a.parquet"):
-        (tmp_path / name).write_bytes(WRITERS["A.CSV" if name == "a.csv" else name]([{"question": "q" * 999, "answer": "a"}] * 100))
+        (tmp_path / name).write_bytes(
+            WRITERS["A.CSV" if name == "a.csv" else name](
+                [{"question": "q" * 999, "answer": "a"}] * 100
+            )
+        )
         lengths = [len(chunk.records) for chunk in read_chunks(tmp_path / name)]
         assert sum(lengths) == 100
         assert max(lengths) <= 10
@@ -183,7 +241,11 @@ def test_long_rows_make_chunks_of_fewer_rows(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
 def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_bytes(WRITERS["A.CSV" if name == "a.csv" else name]([{"question": f"question {number}", "answer": "a" * 100} for number in range(200_000)]))
+    path.write_bytes(
+        WRITERS["A.CSV" if name == "a.csv" else name](
+            [{"question": f"question {number}", "answer": "a" * 100} for number in range(200_000)]
+        )
+    )
     tracemalloc.start()
     try:
         rows = sum(len(chunk.records) for chunk in read_chunks(path))
@@ -201,7 +263,11 @@ def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:
 
 # Files that are not what they should be
 
-PARQUET, STREAM, ARROW_FILE = to_parquet([QA] * 100), to_arrow_stream([QA] * 100), to_arrow_file([QA] * 100)
+PARQUET, STREAM, ARROW_FILE = (
+    to_parquet([QA] * 100),
+    to_arrow_stream([QA] * 100),
+    to_arrow_file([QA] * 100),
+)
 LAST_BATCH = STREAM.rindex(b"\xff\xff\xff\xff", 0, -8)
 
 
@@ -300,7 +366,9 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "data", "place", "reason"), BAD_FILES)
-def test_a_bad_file_is_named_with_the_place_and_the_reason(name: str, data: bytes, place: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_named_with_the_place_and_the_reason(
+    name: str, data: bytes, place: str, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError) as error:
@@ -314,7 +382,11 @@ def test_a_bad_file_is_named_with_the_place_and_the_reason(name: str, data: byte
 def damaged(data: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(len(data))
-        data = data[:place] + bytes(draw.choices(b'"{}[],\n\0\xff:\\x0', k=draw.randrange(4))) + data[place + draw.randrange(4) :]
+        data = (
+            data[:place]
+            + bytes(draw.choices(b'"{}[],\n\0\xff:\\x0', k=draw.randrange(4)))
+            + data[place + draw.randrange(4) :]
+        )
     return data
 
 
@@ -330,14 +402,20 @@ def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -
             assert str(path) in str(error)
 
 
-def test_a_line_without_end_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_refused_before_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b" " + b"x" * (2 << 20))
-    with pytest.raises(DataError, match=r"a.jsonl:2: a line of more than 1 MiB; rows are one JSON object a line"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl:2: a line of more than 1 MiB; rows are one JSON object a line"
+    ):
         read_all(tmp_path / "a.jsonl")
 
 
-def test_a_quote_without_end_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quote_without_end_is_refused_before_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "LONGEST_FIELD", 1 << 20)
     (tmp_path / "a.csv").write_bytes(b'question,answer\nq,a\n"q,a\n' + b"q,a\n" * (1 << 20))
     with pytest.raises(DataError, match=r"a.csv:3: a quote is opened in this row and never closed"):
@@ -360,16 +438,24 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 def test_a_bad_row_in_a_batch_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet_of(question=["q", "q"], answer=bad_text(b"\xff")))
     (chunk,) = read_chunks(tmp_path / "a.parquet")
-    assert list(parsed(chunk)) == [{"question": "q", "answer": "q"}, Unreadable("a text is not UTF-8", "\\xff")]
+    assert list(parsed(chunk)) == [
+        {"question": "q", "answer": "q"},
+        Unreadable("a text is not UTF-8", "\\xff"),
+    ]
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_bad_row_is_set_aside_with_all_its_columns(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(WRITERS[name]([{**QA, "id": "1"}, {**QA, "answer": " ", "id": "2"}]))
+    (tmp_path / name).write_bytes(
+        WRITERS[name]([{**QA, "id": "1"}, {**QA, "answer": " ", "id": "2"}])
+    )
     (chunk,) = read_chunks(tmp_path / name)
     _, bad = rows_of(chunk, recognise(tmp_path / name, {}))
     assert isinstance(bad, BadRow)
-    assert (bad.reason, json.loads(bad.raw)) == ("answer is empty", {**QA, "answer": " ", "id": "2"})
+    assert (bad.reason, json.loads(bad.raw)) == (
+        "answer is empty",
+        {**QA, "answer": " ", "id": "2"},
+    )
 
 
 # From settings to files
@@ -380,11 +466,25 @@ def found(path: Path | str, **more: Any) -> Source:
 
 
 def test_a_folder_is_its_data_files_in_order(tmp_path: Path) -> None:
-    for name in ("b/2.csv", "b/10.parquet", "a.jsonl.gz", "README.md", "dataset_info.json", "_old.jsonl", ".cache/x.jsonl", "_more/x.txt", "run.py"):
+    for name in (
+        "b/2.csv",
+        "b/10.parquet",
+        "a.jsonl.gz",
+        "README.md",
+        "dataset_info.json",
+        "_old.jsonl",
+        ".cache/x.jsonl",
+        "_more/x.txt",
+        "run.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     source = found(tmp_path, weight=2.0, columns={"question": "q"})
-    assert [path.relative_to(tmp_path).as_posix() for path in source.files] == ["a.jsonl.gz", "b/10.parquet", "b/2.csv"]
+    assert [path.relative_to(tmp_path).as_posix() for path in source.files] == [
+        "a.jsonl.gz",
+        "b/10.parquet",
+        "b/2.csv",
+    ]
     assert (source.name, source.weight, source.columns) == (str(tmp_path), 2.0, {"question": "q"})
     assert found(tmp_path / "b" / "2.csv").files == (tmp_path / "b" / "2.csv",)
 
@@ -398,18 +498,25 @@ def test_rows_that_datasets_saved_to_disk_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(to_jsonl(GOLDEN["messages"]))
     assert without_origin(rows) == without_origin(read_all(tmp_path / "a.jsonl")) * 50
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
-    with pytest.raises(DataError, match=r"two: holds the splits test, train; name one: .*/two/test"):
+    with pytest.raises(
+        DataError, match=r"two: holds the splits test, train; name one: .*/two/test"
+    ):
         found(tmp_path / "two")
     assert found(tmp_path / "two" / "train").files
 
 
-def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError, match="no data file in this folder; data files end in"):
         found(tmp_path)
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "more.jsonl.zst").touch()
     (tmp_path / "table.xlsx").touch()
-    with pytest.raises(DataError, match=r"holds .*(zst|xlsx) and 1 more, which is not read; move it away, or begin its name with _"):
+    with pytest.raises(
+        DataError,
+        match=r"holds .*(zst|xlsx) and 1 more, which is not read; move it away, or begin its name with _",
+    ):
         found(tmp_path)
 
 
@@ -425,13 +532,18 @@ def test_a_folder_that_links_to_another_is_refused(tmp_path: Path) -> None:
     [
         ("data/trian.jsonl", r"no such file or folder; did you mean .*/data/train.jsonl\?"),
         ("dta/train.jsonl", r"no such file or folder; did you mean .*/data\?"),
-        ("data/0000000.csv", "no such file or folder; write a data file, a folder of them, or a hub data set id"),
+        (
+            "data/0000000.csv",
+            "no such file or folder; write a data file, a folder of them, or a hub data set id",
+        ),
         ("nothing", "no such file or folder; write a data file"),
         ("a/b/c", "no such file or folder; write a data file"),
         ("data/notes.txt", "a data file ends in .jsonl"),
     ],
 )
-def test_a_path_that_is_not_there_is_named_with_the_nearest(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_not_there_is_named_with_the_nearest(
+    path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").touch()
     (tmp_path / "data" / "notes.txt").touch()
@@ -442,13 +554,22 @@ def test_a_path_that_is_not_there_is_named_with_the_nearest(path: str, words: st
         found(path)
 
 
-@pytest.mark.parametrize(("more", "words"), [({"split": "test"}, "split 'test'"), ({"subset": "en"}, "subset 'en'")])
-def test_split_and_subset_are_of_hub_data_sets(more: dict[str, str], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "words"), [({"split": "test"}, "split 'test'"), ({"subset": "en"}, "subset 'en'")]
+)
+def test_split_and_subset_are_of_hub_data_sets(
+    more: dict[str, str], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(DataError, match=f"{words} is of hub data sets, and this is a path; name the file or folder that holds it"):
+    with pytest.raises(
+        DataError,
+        match=f"{words} is of hub data sets, and this is a path; name the file or folder that holds it",
+    ):
         found(tmp_path / "a.jsonl", **more)
 
 
 def test_a_part_of_a_split_is_no_split() -> None:
-    with pytest.raises(DataError, match=r"split 'train\[:10%\]' is no name; name a whole split, such as train"):
+    with pytest.raises(
+        DataError, match=r"split 'train\[:10%\]' is no name; name a whole split, such as train"
+    ):
         found("owner/name", split="train[:10%]")

@@ -38,7 +38,10 @@ def parquet(*questions: str) -> bytes:
 
 
 FILES = {
-    "owner/rows": {"data/train-0.parquet": parquet("q1", "q2", "q3"), "data/test-0.parquet": parquet("t1")},
+    "owner/rows": {
+        "data/train-0.parquet": parquet("q1", "q2", "q3"),
+        "data/test-0.parquet": parquet("t1"),
+    },
     "owner/subsets": {
         "README.md": b"---\nconfigs:\n- config_name: en\n  data_files: en.parquet\n- config_name: de\n  data_files: de.parquet\n---\n",
         "en.parquet": parquet("red"),
@@ -61,14 +64,29 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(code[0], b"", **{"X-Error-Code": code[1]})
         elif not self.path.startswith("/api"):
             held = files.get(rest.removeprefix("resolve/").partition("/")[2])
-            headers = {"X-Error-Code": "EntryNotFound"} if held is None else {"ETag": f'"{hash(held)}"', "X-Repo-Commit": COMMIT}
+            headers = (
+                {"X-Error-Code": "EntryNotFound"}
+                if held is None
+                else {"ETag": f'"{hash(held)}"', "X-Repo-Commit": COMMIT}
+            )
             self.answer(404 if held is None else 200, held or b"", **headers)
         elif rest.startswith("tree/"):
             folder = rest.removeprefix(f"tree/{COMMIT}").removeprefix("/")
-            listed = [{"type": "file", "path": path, "size": len(held), "oid": "0" * 40} for path, held in files.items() if path.startswith(folder)]
-            self.answer(200, json.dumps(listed).encode()) if listed else self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+            listed = [
+                {"type": "file", "path": path, "size": len(held), "oid": "0" * 40}
+                for path, held in files.items()
+                if path.startswith(folder)
+            ]
+            self.answer(200, json.dumps(listed).encode()) if listed else self.answer(
+                404, b"", **{"X-Error-Code": "EntryNotFound"}
+            )
         else:
-            self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]}).encode())
+            self.answer(
+                200,
+                json.dumps(
+                    {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]}
+                ).encode(),
+            )
 
     do_HEAD = do_GET
 
@@ -76,8 +94,16 @@ class Hub(BaseHTTPRequestHandler):
         """Say of the paths in a form which are files and which are folders."""
         asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
         files = FILES["/".join(self.path.removeprefix("/api/datasets/").split("/")[:2])]
-        known = [{"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40} for path in asked if path in files]
-        folders = [{"type": "directory", "path": path, "oid": "0" * 40} for path in asked if any(held.startswith(f"{path}/") for held in files)]
+        known = [
+            {"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40}
+            for path in asked
+            if path in files
+        ]
+        folders = [
+            {"type": "directory", "path": path, "oid": "0" * 40}
+            for path in asked
+            if any(held.startswith(f"{path}/") for held in files)
+        ]
         self.answer(200, json.dumps(known + folders).encode())
 
     def answer(self, code: int, body: bytes, **headers: str) -> None:
@@ -103,8 +129,21 @@ def hub() -> Iterator[str]:
 
 def ask(entries: list[dict[str, str]], home: Path, **env: str) -> list[list[str]]:
     """Find entries in a process of their own: the libraries read the hub's address and their folder when they are loaded."""
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), "HF_HOME": str(home / "hub"), "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run([sys.executable, "-c", ASK, json.dumps(entries)], cwd=home, env=env, capture_output=True, text=True, timeout=120)
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(home),
+        "HF_HOME": str(home / "hub"),
+        "PYTHONPATH": str(ROOT),
+        **env,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(entries)],
+        cwd=home,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
@@ -113,7 +152,9 @@ def questions(path: str) -> list[str]:
     return [row.messages[0].content for row in read_all(Path(path))]
 
 
-def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(hub: str, tmp_path: Path) -> None:
+def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(
+    hub: str, tmp_path: Path
+) -> None:
     entries = [
         {"path": "owner/rows"},
         {"path": "owner/rows", "split": "test"},
@@ -131,11 +172,31 @@ def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(hub: str, 
 def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_path: Path) -> None:
     (tmp_path / "ownr").mkdir()
     expected = [
-        ({"path": "owner/rows", "split": "dev"}, "DATA", "Unknown split \"dev\". Should be one of ['train', 'test']. Write it as [{path: owner/rows, subset:"),
-        ({"path": "owner/subsets"}, "DATA", "Please pick one among the available configs: ['en', 'de']"),
-        ({"path": "owner/subsets", "subset": "fr"}, "DATA", "BuilderConfig 'fr' not found. Available: ['en', 'de']."),
-        ({"path": "owner/nothing"}, "DATA", "no such path, and no such data set on the hub; did you mean ownr? If it is a private one, type `hf auth login`"),
-        ({"path": "owner/gated"}, "ENVIRONMENT", "a gated data set; ask for access at https://huggingface.co/datasets/owner/gated, then type `hf auth login`"),
+        (
+            {"path": "owner/rows", "split": "dev"},
+            "DATA",
+            "Unknown split \"dev\". Should be one of ['train', 'test']. Write it as [{path: owner/rows, subset:",
+        ),
+        (
+            {"path": "owner/subsets"},
+            "DATA",
+            "Please pick one among the available configs: ['en', 'de']",
+        ),
+        (
+            {"path": "owner/subsets", "subset": "fr"},
+            "DATA",
+            "BuilderConfig 'fr' not found. Available: ['en', 'de'].",
+        ),
+        (
+            {"path": "owner/nothing"},
+            "DATA",
+            "no such path, and no such data set on the hub; did you mean ownr? If it is a private one, type `hf auth login`",
+        ),
+        (
+            {"path": "owner/gated"},
+            "ENVIRONMENT",
+            "a gated data set; ask for access at https://huggingface.co/datasets/owner/gated, then type `hf auth login`",
+        ),
         ({"path": "owner/damaged"}, "DATA", "Fetch its files, and name their folder"),
         ({"path": "owner/pictures"}, "DATA", "Fetch its files, and name their folder"),
     ]
@@ -148,5 +209,7 @@ def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_pat
 def test_a_hub_that_cannot_be_asked_is_the_machines_fault(tmp_path: Path) -> None:
     ((exit_class, message),) = ask([{"path": "owner/rows"}], tmp_path, HF_HUB_OFFLINE="1")
     assert exit_class == "ENVIRONMENT"
-    assert message.startswith("data.train_path=owner/rows: no such path. The hub cannot be asked: Couldn't reach 'owner/rows' on the Hub")
+    assert message.startswith(
+        "data.train_path=owner/rows: no such path. The hub cannot be asked: Couldn't reach 'owner/rows' on the Hub"
+    )
     assert "Check the network and HF_HUB_OFFLINE" in message

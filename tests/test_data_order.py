@@ -6,7 +6,15 @@ from collections.abc import Iterator
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
-from sft_play.data.order import Layout, PaddedTokens, StepSampler, fullest_step, pack_shortest, padding, steps
+from sft_play.data.order import (
+    Layout,
+    PaddedTokens,
+    StepSampler,
+    fullest_step,
+    pack_shortest,
+    padding,
+    steps,
+)
 
 MAX_SEQ_LEN, EFFECTIVE, SEED = 64, 8, 5
 LAYOUTS = [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4), (2, 4), (1, 8)]  # (batch_size, world_size)
@@ -17,12 +25,20 @@ def lengths_of(samples: int) -> list[int]:
     return [min(MAX_SEQ_LEN, 1 + int(draw.expovariate(1 / 12))) for _ in range(samples)]
 
 
-def sampler(lengths: list[int], batch: int, world: int, packed: bool, seed: int = SEED) -> StepSampler:
+def sampler(
+    lengths: list[int], batch: int, world: int, packed: bool, seed: int = SEED
+) -> StepSampler:
     layout = Layout(MAX_SEQ_LEN, batch, EFFECTIVE, world)
-    return StepSampler(lengths, layout.packed(fullest_step(lengths, layout, seed, epochs=3)) if packed else layout, seed)
+    return StepSampler(
+        lengths,
+        layout.packed(fullest_step(lengths, layout, seed, epochs=3)) if packed else layout,
+        seed,
+    )
 
 
-def steps_of(lengths: list[int], batch: int, world: int, packed: bool, epoch: int = 0, seed: int = SEED) -> list[list[int]]:
+def steps_of(
+    lengths: list[int], batch: int, world: int, packed: bool, epoch: int = 0, seed: int = SEED
+) -> list[list[int]]:
     """The real samples of each optimizer step, put together from what accelerate gives each of `world` ranks."""
     order = sampler(lengths, batch, world, packed, seed)
     order.set_epoch(epoch)
@@ -30,8 +46,14 @@ def steps_of(lengths: list[int], batch: int, world: int, packed: bool, epoch: in
     assert [len(batches) for batches in per_rank] == [len(order) // world] * world
     assert all(1 <= len(batch_) <= batch for batches in per_rank for batch_ in batches)
     accum = order.layout.micro_batches
-    cut = [[one for batches in per_rank for one in batches[start : start + accum]] for start in range(0, len(order) // world, accum)]
-    return [sorted(i for batch_ in step for sequence in batch_ for i in sequence if i >= 0) for step in cut]
+    cut = [
+        [one for batches in per_rank for one in batches[start : start + accum]]
+        for start in range(0, len(order) // world, accum)
+    ]
+    return [
+        sorted(i for batch_ in step for sequence in batch_ for i in sequence if i >= 0)
+        for step in cut
+    ]
 
 
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 23, 64])
@@ -39,7 +61,11 @@ def test_a_step_trains_the_same_samples_however_it_is_cut_up(samples: int) -> No
     lengths = lengths_of(samples)
     one = steps_of(lengths, 2, 1, packed=False)
     assert one == [sorted(step) for step in steps(samples, EFFECTIVE, SEED, 0)]
-    assert all(steps_of(lengths, batch, world, packed) == one for batch, world in LAYOUTS for packed in (False, True))
+    assert all(
+        steps_of(lengths, batch, world, packed) == one
+        for batch, world in LAYOUTS
+        for packed in (False, True)
+    )
     assert sorted(index for step in one for index in step) == list(range(samples))
     assert all(len(step) == EFFECTIVE for step in one[:-1])
 
@@ -82,12 +108,17 @@ def test_a_step_that_micro_batches_do_not_fill_is_refused() -> None:
 
 def test_micro_batches_hold_samples_of_similar_length_the_longest_first() -> None:
     lengths = [9, 1, 7, 3, 8, 2, 6, 5]
-    assert [[lengths[sequence[0]] for sequence in batch] for batch in sampler(lengths, 2, 1, packed=False)] == [[9, 8], [7, 6], [5, 3], [2, 1]]
+    assert [
+        [lengths[sequence[0]] for sequence in batch]
+        for batch in sampler(lengths, 2, 1, packed=False)
+    ] == [[9, 8], [7, 6], [5, 3], [2, 1]]
 
 
 def test_the_last_step_is_filled_with_the_sample_that_costs_least() -> None:
     lengths = [5, 2, 7, 3, 6, 4, 8, 9, 10]
-    last = [sequence for batch in list(sampler(lengths, 2, 1, packed=False))[4:] for sequence in batch]
+    last = [
+        sequence for batch in list(sampler(lengths, 2, 1, packed=False))[4:] for sequence in batch
+    ]
     assert len(last) == 8 and last[1:] == [[~1]] * 7 and last[0][0] >= 0
 
 
@@ -97,12 +128,17 @@ def sequences_of(order: StepSampler) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("samples", [1, 9, 40, 200])
 @pytest.mark.parametrize(("batch", "world"), LAYOUTS)
-def test_packed_sequences_are_no_longer_than_the_longest_that_may_be(samples: int, batch: int, world: int) -> None:
+def test_packed_sequences_are_no_longer_than_the_longest_that_may_be(
+    samples: int, batch: int, world: int
+) -> None:
     lengths = lengths_of(samples)
     order = sampler(lengths, batch, world, packed=True)
     for epoch in range(3):  # as many as were counted for
         order.set_epoch(epoch)
-        assert max(sum(lengths[max(i, ~i)] for i in sequence) for sequence in sequences_of(order)) <= MAX_SEQ_LEN
+        assert (
+            max(sum(lengths[max(i, ~i)] for i in sequence) for sequence in sequences_of(order))
+            <= MAX_SEQ_LEN
+        )
         fillers = [sequence for sequence in sequences_of(order) if sequence[0] < 0]
         assert all(filler == [~lengths.index(min(lengths))] for filler in fillers)
 
@@ -116,38 +152,72 @@ def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "world", "fullest", "number", "sequences"),
-    [(1, 1, 4, 4, 1), (2, 1, 4, 2, 2), (4, 1, 9, 3, 3), (8, 1, 9, 2, 5), (32, 1, 9, 1, 9), (4, 2, 9, 2, 3), (4, 8, 9, 1, 2), (4, 16, 9, 1, 1)],
+    [
+        (1, 1, 4, 4, 1),
+        (2, 1, 4, 2, 2),
+        (4, 1, 9, 3, 3),
+        (8, 1, 9, 2, 5),
+        (32, 1, 9, 1, 9),
+        (4, 2, 9, 2, 3),
+        (4, 8, 9, 1, 2),
+        (4, 16, 9, 1, 1),
+    ],
 )
-def test_packed_micro_batches_are_as_few_as_suffice_and_then_no_larger(batch: int, world: int, fullest: int, number: int, sequences: int) -> None:
+def test_packed_micro_batches_are_as_few_as_suffice_and_then_no_larger(
+    batch: int, world: int, fullest: int, number: int, sequences: int
+) -> None:
     packed = Layout(10, batch, 64, world).packed(fullest)
-    assert (packed.packed_into, packed.micro_batches, packed.batch_size) == (number, number, sequences)
+    assert (packed.packed_into, packed.micro_batches, packed.batch_size) == (
+        number,
+        number,
+        sequences,
+    )
     assert (number - 1) * batch * world < fullest <= number * sequences * world
 
 
 def test_the_fullest_step_is_that_of_all_epochs() -> None:
     lengths, layout = [9, 9, 1, 1, 1, 1, 1, 1], Layout(12, 1, 4)
-    met = [any({0, 1} <= set(step) for step in steps(8, 4, seed, epoch)) for seed in range(8) for epoch in range(2)]
-    counted = [fullest_step(lengths, layout, seed, epochs) for seed in range(8) for epochs in (1, 2)]
+    met = [
+        any({0, 1} <= set(step) for step in steps(8, 4, seed, epoch))
+        for seed in range(8)
+        for epoch in range(2)
+    ]
+    counted = [
+        fullest_step(lengths, layout, seed, epochs) for seed in range(8) for epochs in (1, 2)
+    ]
     assert {(False, False), (False, True)} <= set(zip(met[::2], met[1::2], strict=True))
-    assert counted[::2] == [1 + first for first in met[::2]], "two where the two long ones meet in a step"
-    assert counted[1::2] == [1 + (first or second) for first, second in zip(met[::2], met[1::2], strict=True)]
+    assert counted[::2] == [1 + first for first in met[::2]], (
+        "two where the two long ones meet in a step"
+    )
+    assert counted[1::2] == [
+        1 + (first or second) for first, second in zip(met[::2], met[1::2], strict=True)
+    ]
 
 
 def test_sequences_are_as_short_as_the_number_of_them_allows() -> None:
     assert sorted(map(len, pack_shortest([8] * 8, most=8, max_seq_len=64))) == [1] * 8
     assert sorted(map(len, pack_shortest([8] * 8, most=2, max_seq_len=64))) == [4, 4]
     assert pack_shortest([8] * 8, most=1, max_seq_len=64) == [list(range(8))]
-    assert sorted(map(len, pack_shortest([40, 8, 8, 8, 8, 8], most=5, max_seq_len=64))) == [1, 5], "no shorter than the longest sample"
-    assert len(pack_shortest([60, 60, 60], most=2, max_seq_len=64)) == 3, "more than may be, where the limit leaves no choice"
+    assert sorted(map(len, pack_shortest([40, 8, 8, 8, 8, 8], most=5, max_seq_len=64))) == [1, 5], (
+        "no shorter than the longest sample"
+    )
+    assert len(pack_shortest([60, 60, 60], most=2, max_seq_len=64)) == 3, (
+        "more than may be, where the limit leaves no choice"
+    )
 
 
 def test_ranks_that_run_at_the_same_time_have_about_as_many_tokens() -> None:
     draw = random.Random(0)
     lengths = [draw.randint(1, 200) for _ in range(640)]
     layout = Layout(1024, 1, 64, world_size=4)
-    batches = list(StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED))
+    batches = list(
+        StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED)
+    )
     for start in range(0, len(batches), 4):
-        tokens = [sum(lengths[i] for sequence in batch for i in sequence) for batch in batches[start : start + 4]]
+        tokens = [
+            sum(lengths[i] for sequence in batch for i in sequence)
+            for batch in batches[start : start + 4]
+        ]
         assert max(tokens) < 1.05 * sum(tokens) / 4, tokens
 
 
@@ -162,4 +232,8 @@ def test_packing_leaves_little_padding() -> None:
     assert found.real == sum(lengths)
     assert found.real <= found.packed < 1.1 * found.real < found.unpacked
     # by hand: 3 samples of a step of 4, one sequence each and one filler, at widths that are multiples of 8
-    assert vars(padding_of([8, 16, 24], Layout(64, 2, 4))) == {"real": 48, "unpacked": 2 * 24 + 2 * 8, "packed": 48}
+    assert vars(padding_of([8, 16, 24], Layout(64, 2, 4))) == {
+        "real": 48,
+        "unpacked": 2 * 24 + 2 * 8,
+        "packed": 48,
+    }

@@ -22,7 +22,13 @@ class Document:
     labels: list[int]
 
 
-ROWS = TrainRows([Document([1, 2, 3], [IGNORE_INDEX, 2, 3]), Document([4, 5], [IGNORE_INDEX, 5]), Document([6, 7, 8, 9], [IGNORE_INDEX] * 3 + [9])])
+ROWS = TrainRows(
+    [
+        Document([1, 2, 3], [IGNORE_INDEX, 2, 3]),
+        Document([4, 5], [IGNORE_INDEX, 5]),
+        Document([6, 7, 8, 9], [IGNORE_INDEX] * 3 + [9]),
+    ]
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,11 @@ def naive(lengths: list[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing as the textbook has it, with a scan of all sequences; return the lengths of each."""
     filled: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
-        rooms = [(capacity - sum(one), number) for number, one in enumerate(filled) if capacity - sum(one) >= length]
+        rooms = [
+            (capacity - sum(one), number)
+            for number, one in enumerate(filled)
+            if capacity - sum(one) >= length
+        ]
         if rooms:
             filled[min(rooms)[1]].append(length)
         else:
@@ -56,13 +66,20 @@ def naive(lengths: list[int], capacity: int) -> list[list[int]]:
 def test_every_document_is_packed_once_within_capacity_and_within_the_guarantee(seed: int) -> None:
     draw = random.Random(seed)
     capacity = draw.choice([1, 2, 7, 64, 1000])
-    lengths = [draw.randint(1, draw.choice([capacity, max(1, capacity // 3)])) for _ in range(draw.randint(1, 300))]
+    lengths = [
+        draw.randint(1, draw.choice([capacity, max(1, capacity // 3)]))
+        for _ in range(draw.randint(1, 300))
+    ]
     sequences = pack(lengths, capacity)
-    assert sorted(index for sequence in sequences for index in sequence) == list(range(len(lengths)))
+    assert sorted(index for sequence in sequences for index in sequence) == list(
+        range(len(lengths))
+    )
     assert max(sum(lengths[index] for index in sequence) for sequence in sequences) <= capacity
     assert sequences == pack(lengths, capacity)
     assert len(sequences) == len(naive(lengths, capacity))
-    fewest = max(-(-sum(lengths) // capacity), sum(2 * length > capacity for length in lengths))  # no packing has fewer
+    fewest = max(
+        -(-sum(lengths) // capacity), sum(2 * length > capacity for length in lengths)
+    )  # no packing has fewer
     assert len(sequences) <= 11 / 9 * fewest + 1
 
 
@@ -77,7 +94,10 @@ def test_the_guarantee_holds_where_the_fewest_sequences_are_known() -> None:
 
 
 def test_a_document_that_is_too_long_is_refused_with_the_setting_for_it() -> None:
-    with pytest.raises(ConfigError, match=r"a sample of 9 tokens does not fit into a sequence of 8; set MODEL_MAX_SEQ_LEN=9"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a sample of 9 tokens does not fit into a sequence of 8; set MODEL_MAX_SEQ_LEN=9",
+    ):
         pack([1, 9], 8)
 
 
@@ -102,9 +122,16 @@ def tensors(batch: dict) -> dict:
 
 def test_padding_stands_on_the_right_and_carries_nothing() -> None:
     batch = PadCollator(9)([ROWS[0], ROWS[1]])
-    assert tensors(batch) == {"input_ids": [[1, 2, 3], [4, 5, 9]], "attention_mask": [[1, 1, 1], [1, 1, 0]], "labels": [[-100, 2, 3], [-100, 5, -100]]}
+    assert tensors(batch) == {
+        "input_ids": [[1, 2, 3], [4, 5, 9]],
+        "attention_mask": [[1, 1, 1], [1, 1, 0]],
+        "labels": [[-100, 2, 3], [-100, 5, -100]],
+    }
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert PadCollator(9, max_seq_len=16)([ROWS[0], ROWS[1]])["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 2 + [0] * 6]
+    assert PadCollator(9, max_seq_len=16)([ROWS[0], ROWS[1]])["attention_mask"].tolist() == [
+        [1] * 3 + [0] * 5,
+        [1] * 2 + [0] * 6,
+    ]
 
 
 def test_a_padded_row_holds_one_document() -> None:
@@ -116,7 +143,10 @@ def test_packed_documents_begin_at_position_0_and_padding_is_one_of_them() -> No
     batch = PackCollator(9, max_seq_len=8)([ROWS[0, 1], ROWS[2, 0]])
     assert tensors(batch) == {
         "input_ids": [[1, 2, 3, 4, 5, 9, 9, 9], [6, 7, 8, 9, 1, 2, 3, 9]],
-        "labels": [[-100, 2, 3, -100, 5, -100, -100, -100], [-100, -100, -100, 9, -100, 2, 3, -100]],
+        "labels": [
+            [-100, 2, 3, -100, 5, -100, -100, -100],
+            [-100, -100, -100, 9, -100, 2, 3, -100],
+        ],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 0]],
     }
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
@@ -127,13 +157,23 @@ def test_boundaries_are_those_of_the_flattened_batch_with_padding_at_the_end_of_
     starts = torch.nonzero(batch["position_ids"].flatten() == 0).flatten().tolist()
     padding = {5, 15}
     for name in ("q", "k"):
-        assert batch[f"cu_seq_lens_{name}"].tolist() == [*(start for start in starts if start not in padding), 16] == [0, 3, 8, 12, 16]
+        assert (
+            batch[f"cu_seq_lens_{name}"].tolist()
+            == [*(start for start in starts if start not in padding), 16]
+            == [0, 3, 8, 12, 16]
+        )
         assert batch[f"cu_seq_lens_{name}"].dtype == torch.int32
         assert batch[f"max_length_{name}"] == 5
     alone = PackCollator(9, max_seq_len=8, varlen=True)([ROWS[0], ROWS[2]])
-    assert alone["cu_seq_lens_q"].tolist() == [0, 8, 16] and alone["max_length_q"] == 8, "a row of one document is one as a whole"
+    assert alone["cu_seq_lens_q"].tolist() == [0, 8, 16] and alone["max_length_q"] == 8, (
+        "a row of one document is one as a whole"
+    )
     full = PackCollator(9, max_seq_len=7, varlen=True)([ROWS[0, 2]])
-    assert full["cu_seq_lens_q"].tolist() == [0, 3, 7]  # nothing is padded, and no document is empty
+    assert full["cu_seq_lens_q"].tolist() == [
+        0,
+        3,
+        7,
+    ]  # nothing is padded, and no document is empty
 
 
 def test_a_filler_is_its_sample_without_loss_and_is_not_counted() -> None:

@@ -25,18 +25,32 @@ GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data"
 def config_of(tmp_path: Path):
     """A function that writes rows to files and returns a config that reads them."""
 
-    def config(train: list | None, max_seq_len: int = 512, train_settings: dict[str, Any] | None = None, **data: Any) -> Config:
-        paths = {f"{name}_path": written(tmp_path / f"{name}.jsonl", rows) for name, rows in {"train": train, **data}.items() if name in FILES and rows}
+    def config(
+        train: list | None,
+        max_seq_len: int = 512,
+        train_settings: dict[str, Any] | None = None,
+        **data: Any,
+    ) -> Config:
+        paths = {
+            f"{name}_path": written(tmp_path / f"{name}.jsonl", rows)
+            for name, rows in {"train": train, **data}.items()
+            if name in FILES and rows
+        }
         given = {name: value for name, value in data.items() if name not in FILES}
         settings = {"cache_dir": str(tmp_path / "samples"), **paths, **given}
-        return Config.model_validate({"model": {"max_seq_len": max_seq_len}, "train": train_settings or {}, "data": settings})
+        return Config.model_validate(
+            {"model": {"max_seq_len": max_seq_len}, "train": train_settings or {}, "data": settings}
+        )
 
     return config
 
 
 def written(path: Path, rows: list[Any]) -> str:
     """Write a row a line; a text is a line as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+        encoding="utf-8",
+    )
     return str(path)
 
 
@@ -45,7 +59,10 @@ def qa(question: str, answer: str = "yes") -> dict[str, str]:
 
 
 def numbered(count: int, begin: int = 0) -> list[dict[str, str]]:
-    return [qa(f"Is {n} more than {n - 1}?", " ".join(["yes"] * (n % 5 + 1))) for n in range(begin, begin + count)]
+    return [
+        qa(f"Is {n} more than {n - 1}?", " ".join(["yes"] * (n % 5 + 1)))
+        for n in range(begin, begin + count)
+    ]
 
 
 def assert_adds_up(data: PreparedData) -> None:
@@ -55,11 +72,15 @@ def assert_adds_up(data: PreparedData) -> None:
         assert facts["rows_in"] == facts["rows_used"] + sum(facts["dropped"].values())
         if name != "train" or not any(source.weight for source in data.sources["train"]):
             assert facts["samples"] == len(split)
-            assert facts["tokens"] == sum(len(sample.ids) for sample in split) == split.lengths.sum()
+            assert (
+                facts["tokens"] == sum(len(sample.ids) for sample in split) == split.lengths.sum()
+            )
             assert facts["trained_tokens"] == sum(sample.trained_tokens for sample in split)
             assert facts["rows_used"] == len({split.origin(i) for i in range(len(split))})
         for source in facts["sources"]:
-            Tally.from_json({key: value for key, value in source.items() if key not in ("name", "weight")}).check()
+            Tally.from_json(
+                {key: value for key, value in source.items() if key not in ("name", "weight")}
+            ).check()
 
 
 def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer) -> None:
@@ -80,7 +101,16 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
         qa("Evaluated, too?"),
         qa("evaluated too"),
     ]
-    data = prepare(config_of(train, val=[*numbered(5, 100), qa("Evaluated, too?")], on_bad_row="quarantine", on_overlap="drop", max_lost=0.9), tokenizer)
+    data = prepare(
+        config_of(
+            train,
+            val=[*numbered(5, 100), qa("Evaluated, too?")],
+            on_bad_row="quarantine",
+            on_overlap="drop",
+            max_lost=0.9,
+        ),
+        tokenizer,
+    )
     facts = data.ledger["train"]
     assert facts["rows_in"] == len(train)
     assert facts["dropped"] == {"bad_row": 7, "unproven": 1, "too_long": 1, "evaluated_on": 2}
@@ -88,21 +118,36 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
     assert facts["duplicates"] == {"exact": 1, "normalised": 2}
     assert facts["overlap"] == {"validation": {"exact": 1, "normalised": 2}}
     assert facts["lost_trained_tokens"] > 0 and facts["lost_fraction"] == pytest.approx(
-        facts["lost_trained_tokens"] / (facts["lost_trained_tokens"] + data.ledger["train"]["sources"][0]["trained_tokens"]), abs=1e-6
+        facts["lost_trained_tokens"]
+        / (facts["lost_trained_tokens"] + data.ledger["train"]["sources"][0]["trained_tokens"]),
+        abs=1e-6,
     )
     assert_adds_up(data)
     aside = preparing.quarantined(data.sources)
-    assert [row["origin"].rpartition(":")[2] for row in aside["train"]] == [str(line) for line in range(41, 49)]
+    assert [row["origin"].rpartition(":")[2] for row in aside["train"]] == [
+        str(line) for line in range(41, 49)
+    ]
     assert all(row["reason"] and row["row"] for row in aside["train"]) and "validation" not in aside
 
 
 def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer) -> None:
     train = [*numbered(20), qa("q", "a<|end|>b")]
-    with pytest.raises(DataError, match=r"(?s)train.jsonl:21: .*DATA_ON_BAD_ROW=quarantine") as error:
+    with pytest.raises(
+        DataError, match=r"(?s)train.jsonl:21: .*DATA_ON_BAD_ROW=quarantine"
+    ) as error:
         prepare(config_of(train), tokenizer)
     assert error.value.exit_class == 11
-    assert not [path for path in Path(config_of(train).data.cache_dir).iterdir() if not path.name.endswith(".lock")], "nothing half-written"
-    assert prepare(config_of(train, on_bad_row="quarantine"), tokenizer).ledger["train"]["dropped"]["unproven"] == 1
+    assert not [
+        path
+        for path in Path(config_of(train).data.cache_dir).iterdir()
+        if not path.name.endswith(".lock")
+    ], "nothing half-written"
+    assert (
+        prepare(config_of(train, on_bad_row="quarantine"), tokenizer).ledger["train"]["dropped"][
+            "unproven"
+        ]
+        == 1
+    )
 
 
 def test_bad_rows_show_before_a_tokenizer_is_loaded(config_of) -> None:
@@ -110,16 +155,31 @@ def test_bad_rows_show_before_a_tokenizer_is_loaded(config_of) -> None:
         preparing.find_sources(config_of([*numbered(2), "{"]))
 
 
-@pytest.mark.parametrize(("policy", "dropped", "samples"), [("drop", {"too_long": 1}, 20), ("truncate_left", {}, 21), ("split", {}, 22)])
-def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(config_of, tokenizer, policy: str, dropped: dict, samples: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "dropped", "samples"),
+    [("drop", {"too_long": 1}, 20), ("truncate_left", {}, 21), ("split", {}, 22)],
+)
+def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(
+    config_of, tokenizer, policy: str, dropped: dict, samples: int
+) -> None:
     train = [*numbered(20), qa("Long?", "word " * 70)]
     full = prepare(config_of(train, val=numbered(3, 50)), tokenizer)
     limit = max(full.train.lengths) * 3 // 5
-    cut = prepare(config_of(train, val=numbered(3, 50), max_seq_len=int(limit), too_long=policy, max_lost=0.9), tokenizer)
+    cut = prepare(
+        config_of(
+            train, val=numbered(3, 50), max_seq_len=int(limit), too_long=policy, max_lost=0.9
+        ),
+        tokenizer,
+    )
     facts = cut.ledger["train"]
     assert (facts["dropped"], facts["samples"]) == (dropped, samples)
-    assert facts["trained_tokens"] + facts["lost_trained_tokens"] == full.ledger["train"]["trained_tokens"]
-    assert facts["shortened"] == ({} if policy == "drop" else {{"truncate_left": "truncated"}.get(policy, policy): 1})
+    assert (
+        facts["trained_tokens"] + facts["lost_trained_tokens"]
+        == full.ledger["train"]["trained_tokens"]
+    )
+    assert facts["shortened"] == (
+        {} if policy == "drop" else {{"truncate_left": "truncated"}.get(policy, policy): 1}
+    )
     assert cut.train.lengths.max() <= limit
     assert_adds_up(cut)
 
@@ -133,7 +193,10 @@ def test_too_much_lost_stops_the_run_and_says_which_length_would_do(config_of, t
     first, second, last = str(error.value).splitlines()
     assert first == f"{config.data.train_path}:22: {longest} tokens, model.max_seq_len is 64"
     assert second.startswith(f"{config.data.train_path}:21: ")
-    assert last.startswith("2 of 22 rows are too long, and ") and f"set MODEL_MAX_SEQ_LEN={longest}, DATA_TOO_LONG=split, or raise DATA_MAX_LOST" in last
+    assert (
+        last.startswith("2 of 22 rows are too long, and ")
+        and f"set MODEL_MAX_SEQ_LEN={longest}, DATA_TOO_LONG=split, or raise DATA_MAX_LOST" in last
+    )
 
 
 def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tokenizer) -> None:
@@ -143,9 +206,15 @@ def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tok
         prepare(config, tokenizer)
     first, last = str(error.value).splitlines()
     assert first == f"{config.data.train_path}:4 is {config.data.val_path}:5 of the validation rows"
-    assert "1 training rows are validation rows, too (0 to the letter)" in last and "DATA_ON_OVERLAP=drop" in last
+    assert (
+        "1 training rows are validation rows, too (0 to the letter)" in last
+        and "DATA_ON_OVERLAP=drop" in last
+    )
     allowed = prepare(config_of(train, val=val, on_overlap="allow"), tokenizer)
-    assert (len(allowed.train), allowed.ledger["train"]["overlap"]["validation"]["normalised"]) == (10, 1)
+    assert (len(allowed.train), allowed.ledger["train"]["overlap"]["validation"]["normalised"]) == (
+        10,
+        1,
+    )
     tested = config_of(train, val=numbered(4, 50), test=val[-1:])
     with pytest.raises(DataError, match=r"test.jsonl:1 of the test rows"):
         prepare(tested, tokenizer)
@@ -154,44 +223,80 @@ def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tok
 def test_held_out_rows_are_not_trained_and_are_accounted_for(config_of, tokenizer) -> None:
     train = [*numbered(30), *numbered(30)]  # each twice
     data = prepare(config_of(train, val_size=0.2), tokenizer)
-    assert data.ledger["train"]["dropped"] == {"held_out": 12} and data.ledger["train"]["rows_used"] == 48
+    assert (
+        data.ledger["train"]["dropped"] == {"held_out": 12}
+        and data.ledger["train"]["rows_used"] == 48
+    )
     assert data.ledger["validation"]["rows_in"] == data.ledger["validation"]["rows_used"] == 12
-    assert not set(data.train.records["normalised"].tolist()) & set(data.validation.records["normalised"].tolist())
+    assert not set(data.train.records["normalised"].tolist()) & set(
+        data.validation.records["normalised"].tolist()
+    )
     assert data.test is data.validation
     assert_adds_up(data)
 
 
 def test_the_seed_of_the_split_is_data_seed_else_seed(config_of, tokenizer) -> None:
     def held(**train: int) -> list[int]:
-        return prepare(config_of(numbered(40), train_settings=train), tokenizer).validation.records["number"].tolist()
+        return (
+            prepare(config_of(numbered(40), train_settings=train), tokenizer)
+            .validation.records["number"]
+            .tolist()
+        )
 
     assert held(seed=1) == held(seed=1, data_seed=1) == held(seed=9, data_seed=1)
     assert len({tuple(held(seed=seed)) for seed in range(8)}) > 1
 
 
 @pytest.mark.parametrize("rows", [numbered(1), [qa("q")] * 9])
-def test_rows_that_cannot_be_split_are_refused_with_what_to_set(config_of, tokenizer, rows: list) -> None:
-    with pytest.raises(DataError, match=r"cannot be split into training and validation; set DATA_VAL_PATH"):
+def test_rows_that_cannot_be_split_are_refused_with_what_to_set(
+    config_of, tokenizer, rows: list
+) -> None:
+    with pytest.raises(
+        DataError, match=r"cannot be split into training and validation; set DATA_VAL_PATH"
+    ):
         prepare(config_of(rows), tokenizer)
 
 
 def test_a_split_without_a_row_left_says_where_they_went(config_of, tokenizer) -> None:
-    with pytest.raises(DataError, match=r"val.jsonl: no validation row is left \(bad_row 2\); make data-check"):
-        prepare(config_of(numbered(3), val=[qa("q", ""), qa("", "a")], on_bad_row="quarantine"), tokenizer)
+    with pytest.raises(
+        DataError, match=r"val.jsonl: no validation row is left \(bad_row 2\); make data-check"
+    ):
+        prepare(
+            config_of(numbered(3), val=[qa("q", ""), qa("", "a")], on_bad_row="quarantine"),
+            tokenizer,
+        )
 
 
 def test_sources_are_read_in_order_and_counted_each(config_of, tokenizer, tmp_path) -> None:
-    one, two = written(tmp_path / "one.jsonl", numbered(4)), written(tmp_path / "two.jsonl", numbered(3, 10))
+    one, two = (
+        written(tmp_path / "one.jsonl", numbered(4)),
+        written(tmp_path / "two.jsonl", numbered(3, 10)),
+    )
     data = prepare(config_of(None, train_path=[one, two], val=numbered(2, 50)), tokenizer)
-    assert [data.train.origin(i) for i in (0, 3, 4, 6)] == [f"{one}:1", f"{one}:4", f"{two}:1", f"{two}:3"]
-    assert [(source["name"], source["rows_in"]) for source in data.ledger["train"]["sources"]] == [(one, 4), (two, 3)]
+    assert [data.train.origin(i) for i in (0, 3, 4, 6)] == [
+        f"{one}:1",
+        f"{one}:4",
+        f"{two}:1",
+        f"{two}:3",
+    ]
+    assert [(source["name"], source["rows_in"]) for source in data.ledger["train"]["sources"]] == [
+        (one, 4),
+        (two, 3),
+    ]
     assert_adds_up(data)
 
 
-def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once(config_of, tokenizer, tmp_path) -> None:
-    one, two = written(tmp_path / "one.jsonl", numbered(12)), written(tmp_path / "two.jsonl", numbered(2, 20))
+def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once(
+    config_of, tokenizer, tmp_path
+) -> None:
+    one, two = (
+        written(tmp_path / "one.jsonl", numbered(12)),
+        written(tmp_path / "two.jsonl", numbered(2, 20)),
+    )
     data = prepare(config_of(None, train_path={one: 3, two: 1}, val=numbered(2, 50)), tokenizer)
-    assert len(data.train) == 16 and [part["samples"] for part in data.ledger["train"]["epoch"]] == [12, 4]
+    assert len(data.train) == 16 and [
+        part["samples"] for part in data.ledger["train"]["epoch"]
+    ] == [12, 4]
     assert data.ledger["train"]["rows_used"] == 14
     assert_adds_up(data)
     half = [{"path": one, "weight": 2}, two]
@@ -201,7 +306,9 @@ def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once
 
 def test_columns_map_a_files_own_names(config_of, tokenizer) -> None:
     rows = [{"problem": f"{n}?", "solution": "yes"} for n in range(9)]
-    data = prepare(config_of(rows, columns={"question": "problem", "answer": "solution"}), tokenizer)
+    data = prepare(
+        config_of(rows, columns={"question": "problem", "answer": "solution"}), tokenizer
+    )
     assert data.ledger["train"]["rows_in"] == 9
 
 
@@ -209,17 +316,36 @@ def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer) -> None:
     turns = {"system": "Own.", "user": "Why?", "assistant": "yes"}
     own = [{"messages": [{"role": role, "content": content} for role, content in turns.items()]}]
     texts = {}
-    for name, settings in {"none": {}, "add": {"system_prompt": "Ours."}, "replace": {"system_prompt": "Ours.", "system_prompt_mode": "replace"}}.items():
+    for name, settings in {
+        "none": {},
+        "add": {"system_prompt": "Ours."},
+        "replace": {"system_prompt": "Ours.", "system_prompt_mode": "replace"},
+    }.items():
         data = prepare(config_of(own, val=numbered(1, 50), **settings), tokenizer)
         texts[name] = tokenizer.decode(data.train[0].ids)
-        assert ("Ours." in tokenizer.decode(data.validation[0].ids)) == (name != "none"), "a row without its own gets it"
+        assert ("Ours." in tokenizer.decode(data.validation[0].ids)) == (name != "none"), (
+            "a row without its own gets it"
+        )
     assert texts["none"] == texts["add"] and "Own." in texts["none"]
     assert "Ours." in texts["replace"] and "Own." not in texts["replace"]
 
 
 def test_train_on_last_leaves_earlier_answers_as_context(config_of, tokenizer) -> None:
-    turns = [{"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "one"), ("user", "b?"), ("assistant", "two"))]
-    both, last = (prepare(config_of([{"messages": turns}], val=numbered(1, 50), train_on=which), tokenizer).train[0] for which in ("all", "last"))
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (
+            ("user", "a?"),
+            ("assistant", "one"),
+            ("user", "b?"),
+            ("assistant", "two"),
+        )
+    ]
+    both, last = (
+        prepare(
+            config_of([{"messages": turns}], val=numbered(1, 50), train_on=which), tokenizer
+        ).train[0]
+        for which in ("all", "last")
+    )
     assert tokenizer.decode(both.labels[both.labels >= 0]) == "one<|end|>two<|end|>"
     assert tokenizer.decode(last.labels[last.labels >= 0]) == "two<|end|>"
     assert last.answer_start == both.answer_start == np.flatnonzero(last.labels >= 0)[0]
@@ -232,19 +358,30 @@ def folders(data: PreparedData) -> list[str]:
     return [source.folder for parts in data.sources.values() for source in parts]
 
 
-def test_a_moved_file_finds_its_samples_and_names_its_new_place(config_of, tokenizer, tmp_path, monkeypatch) -> None:
+def test_a_moved_file_finds_its_samples_and_names_its_new_place(
+    config_of, tokenizer, tmp_path, monkeypatch
+) -> None:
     config = config_of([*numbered(9), qa("q", "a<|end|>b")], on_bad_row="quarantine")
     first = prepare(config, tokenizer)
     moved = shutil.move(config.data.train_path, tmp_path / "moved.jsonl")
     monkeypatch.setattr(tokenise, "build", lambda *_: pytest.fail("tokenised again"))
-    again = prepare(config.model_copy(update={"data": config.data.model_copy(update={"train_path": str(moved)})}), tokenizer)
+    again = prepare(
+        config.model_copy(
+            update={"data": config.data.model_copy(update={"train_path": str(moved)})}
+        ),
+        tokenizer,
+    )
     assert folders(again) == folders(first)
     assert again.train.origin(0) == f"{moved}:{again.train.records['number'][0]}"
     assert preparing.quarantined(again.sources)["train"][0]["origin"] == f"{moved}:10"
 
 
-@pytest.mark.parametrize("change", ["row", "template", "max_seq_len", "train_on", "system_prompt", "too_long", "code"])
-def test_whatever_changes_a_sample_is_tokenised_anew(config_of, tokenizer, monkeypatch, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["row", "template", "max_seq_len", "train_on", "system_prompt", "too_long", "code"]
+)
+def test_whatever_changes_a_sample_is_tokenised_anew(
+    config_of, tokenizer, monkeypatch, change: str
+) -> None:
     import copy
 
     before = prepare(config_of(numbered(9)), tokenizer)
@@ -256,7 +393,14 @@ def test_whatever_changes_a_sample_is_tokenised_anew(config_of, tokenizer, monke
     elif change == "code":
         monkeypatch.setattr("sft_play.data.cache._digest_of_code", lambda: "another")
     else:
-        settings = {change: {"max_seq_len": 256, "train_on": "last", "system_prompt": "s", "too_long": "split"}[change]}
+        settings = {
+            change: {
+                "max_seq_len": 256,
+                "train_on": "last",
+                "system_prompt": "s",
+                "too_long": "split",
+            }[change]
+        }
     assert not set(folders(prepare(config_of(rows, **settings), tokenizer))) & set(folders(before))
 
 
@@ -267,20 +411,27 @@ def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, m
     monkeypatch.setattr(tokenise, "build", lambda *_: pytest.fail("tokenised again"))
     opened = arrange(config, preparing.from_json(facts))
     assert opened.ledger == data.ledger and json.loads(json.dumps(opened.ledger)) == opened.ledger
-    assert all(np.array_equal(one.ids, two.ids) and np.array_equal(one.labels, two.labels) for one, two in zip(opened.train, data.train, strict=True))
+    assert all(
+        np.array_equal(one.ids, two.ids) and np.array_equal(one.labels, two.labels)
+        for one, two in zip(opened.train, data.train, strict=True)
+    )
     shutil.rmtree(folders(data)[0])
     with pytest.raises(DataError, match="are gone; start the run anew"):
         preparing.from_json(facts)
 
 
-def test_several_processes_make_the_same_store_as_one(config_of, tokenizer, tmp_path, monkeypatch) -> None:
+def test_several_processes_make_the_same_store_as_one(
+    config_of, tokenizer, tmp_path, monkeypatch
+) -> None:
     config = config_of([*numbered(5000), qa("q", "a<|end|>b")], on_bad_row="quarantine")
     (source,) = preparing.find_sources(config)["train"]
     made = {}
     for processes in (1, 3):
         monkeypatch.setattr(tokenise, "processes_for", lambda _, count=processes: count)
         tokenise.build(tmp_path / str(processes), source, tokenise.Policy.of(config), tokenizer)
-        made[processes] = {path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()}
+        made[processes] = {
+            path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
+        }
     assert made[1] == made[3]
     assert len(Store(tmp_path / "3")) == 5000
 
@@ -292,9 +443,16 @@ def test_percentiles_are_lengths_of_samples() -> None:
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="real rows are not part of the project")
 def test_the_ledger_of_real_rows_adds_up(config_of, tokenizer) -> None:
-    files = {"train_path": str(GSM8K / "gsm8k_train.jsonl"), "test_path": str(GSM8K / "gsm8k_test.jsonl")}
+    files = {
+        "train_path": str(GSM8K / "gsm8k_train.jsonl"),
+        "test_path": str(GSM8K / "gsm8k_test.jsonl"),
+    }
     data = prepare(config_of(None, max_seq_len=320, max_lost=0.5, **files), tokenizer)
     facts = data.ledger["train"]
-    assert facts["rows_in"] == 7473 and facts["dropped"]["too_long"] > 0 and facts["dropped"]["held_out"] > 0
+    assert (
+        facts["rows_in"] == 7473
+        and facts["dropped"]["too_long"] > 0
+        and facts["dropped"]["held_out"] > 0
+    )
     assert data.ledger["test"]["rows_in"] == 1319
     assert_adds_up(data)

@@ -20,7 +20,19 @@ from sft_play.data import preview
 from sft_play.data.check import ledger_json
 from sft_play.data.order import Layout
 from sft_play.data.prepare import prepare
-from sft_play.data.preview import Document, Shown, Span, SpanFinder, choose, cut_note, in_colour, in_marks, packed_samples, show, visible
+from sft_play.data.preview import (
+    Document,
+    Shown,
+    Span,
+    SpanFinder,
+    choose,
+    cut_note,
+    in_colour,
+    in_marks,
+    packed_samples,
+    show,
+    visible,
+)
 from sft_play.data.preview_page import page
 from sft_play.data.render import IGNORE_INDEX, Rendered
 from sft_play.data.store import Origin, Sample, Split, Store, StoreWriter, as_arrays
@@ -44,14 +56,30 @@ def blanks_as_underlines() -> PreTrainedTokenizerFast:
     """A tokenizer of Llama 2's kind: ▁ for a blank, one before the text, and bytes for characters that it lacks."""
     bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    special = [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+    bpe.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = [
+        AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")
+    ]
     by_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["Plain words begin and end, a tab here: blank blank words"] * 9
-    bpe.train_from_iterator(words, trainers.BpeTrainer(vocab_size=360, special_tokens=[*special, *by_bytes], show_progress=False))
+    bpe.train_from_iterator(
+        words,
+        trainers.BpeTrainer(
+            vocab_size=360, special_tokens=[*special, *by_bytes], show_progress=False
+        ),
+    )
     written = json.loads(bpe.to_str())
     written["added_tokens"] = written["added_tokens"][:3]  # bytes are plain tokens
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(written)), eos_token="</s>", bos_token="<s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(written)), eos_token="</s>", bos_token="<s>"
+    )
 
 
 @pytest.fixture(params=["bytes of characters", "blanks as underlines"])
@@ -77,13 +105,18 @@ def test_texts_of_spans_are_the_decoded_ids(any_tokenizer, text: str) -> None:
     spans = SpanFinder(any_tokenizer)(sample_of(ids))
     assert text_of(spans) == any_tokenizer.decode(ids) == text + any_tokenizer.eos_token
     assert [number for span in spans for number in span.ids] == ids
-    assert [span.index for span in spans] == np.cumsum([0, *(len(span.ids) for span in spans)])[:-1].tolist()
+    assert [span.index for span in spans] == np.cumsum([0, *(len(span.ids) for span in spans)])[
+        :-1
+    ].tolist()
 
 
 def test_texts_of_spans_are_the_decoded_ids_of_any_ids(tokenizer) -> None:
     draw = random.Random(0)
     for _ in range(200):  # most of these are bytes of no character
-        ids = [draw.randrange(len(tokenizer)) if draw.random() < 0.5 else draw.randrange(5, 261) for _ in range(draw.randrange(1, 40))]
+        ids = [
+            draw.randrange(len(tokenizer)) if draw.random() < 0.5 else draw.randrange(5, 261)
+            for _ in range(draw.randrange(1, 40))
+        ]
         trained = [False, *(draw.random() < 0.5 for _ in ids[1:])]
         spans = SpanFinder(tokenizer)(sample_of(ids, trained))
         assert text_of(spans) == tokenizer.decode(ids), ids
@@ -93,7 +126,9 @@ def test_texts_of_spans_are_the_decoded_ids_of_any_ids(tokenizer) -> None:
 def test_trained_spans_are_the_labels(prepared_rows, tokenizer) -> None:
     for sample in prepared_rows.train:
         spans = SpanFinder(tokenizer)(sample)
-        assert [span.is_trained for span in spans for _ in span.ids] == (sample.labels != IGNORE_INDEX).tolist()
+        assert [span.is_trained for span in spans for _ in span.ids] == (
+            sample.labels != IGNORE_INDEX
+        ).tolist()
         trained = [number for span in spans if span.is_trained for number in span.ids]
         assert trained == sample.labels[sample.labels != IGNORE_INDEX].tolist()
         assert trained[-1] == tokenizer.eos_token_id, "the stop token is shown as trained"
@@ -121,7 +156,10 @@ def test_a_sample_that_begins_or_ends_within_a_character_says_so(tokenizer) -> N
 
 
 def test_special_tokens_stand_alone(tokenizer) -> None:
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi 🙂"}, {"role": "assistant", "content": "Yes"}], return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi 🙂"}, {"role": "assistant", "content": "Yes"}],
+        return_dict=False,
+    )
     special = [span.text for span in SpanFinder(tokenizer)(sample_of(ids)) if span.is_special]
     assert special == ["<|user|>", "<|assistant|>", "<|end|>"]
 
@@ -135,15 +173,36 @@ def split_of(folder: Path, samples: list[tuple[Rendered, Origin, int]]) -> Split
     return Split.whole(Store(folder))
 
 
-def plain(tokens: int, number: int, cut: int = 0, trained: tuple[bool, ...] | None = None) -> tuple[Rendered, Origin, int]:
+def plain(
+    tokens: int, number: int, cut: int = 0, trained: tuple[bool, ...] | None = None
+) -> tuple[Rendered, Origin, int]:
     mask = trained or (False, *[True] * (tokens - 1))
     ids = list(range(10, 10 + tokens))
-    return Rendered(ids, [i if is_trained else IGNORE_INDEX for i, is_trained in zip(ids, mask, strict=True)]), Origin(0, number, number, number), cut
+    return (
+        Rendered(
+            ids,
+            [i if is_trained else IGNORE_INDEX for i, is_trained in zip(ids, mask, strict=True)],
+        ),
+        Origin(0, number, number, number),
+        cut,
+    )
 
 
 def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:
     turns = (False, True, False, True)
-    split = split_of(tmp_path, [plain(5, 1), plain(5, 2), plain(9, 3), plain(2, 4), plain(4, 5, cut=7), plain(4, 6), plain(3, 6), plain(4, 7, trained=turns)])
+    split = split_of(
+        tmp_path,
+        [
+            plain(5, 1),
+            plain(5, 2),
+            plain(9, 3),
+            plain(2, 4),
+            plain(4, 5, cut=7),
+            plain(4, 6),
+            plain(3, 6),
+            plain(4, 7, trained=turns),
+        ],
+    )
     assert choose(split, 2) == {
         0: ["sample 1"],
         1: ["sample 2"],
@@ -166,15 +225,27 @@ def test_a_source_of_one_row_that_repeats_has_no_pieces(tmp_path) -> None:
 
 def test_a_packed_example_is_a_sequence_with_a_seam() -> None:
     lengths = np.array([3, 4, 5, 2, 6, 8])
-    found = packed_samples(lengths, Layout(max_seq_len=10, batch_size=3, effective_batch=6, packed_into=1), seed=0)
+    found = packed_samples(
+        lengths, Layout(max_seq_len=10, batch_size=3, effective_batch=6, packed_into=1), seed=0
+    )
     assert len(found) > 1
     assert sum(lengths[found]) <= 10
-    assert packed_samples(np.array([10, 10, 10]), Layout(max_seq_len=10, batch_size=1, effective_batch=3, packed_into=3), seed=0) == []
+    assert (
+        packed_samples(
+            np.array([10, 10, 10]),
+            Layout(max_seq_len=10, batch_size=1, effective_batch=3, packed_into=3),
+            seed=0,
+        )
+        == []
+    )
 
 
 def test_what_was_cut_is_said_in_the_words_of_the_policy() -> None:
     assert cut_note(0, "truncate_left") is None
-    assert cut_note(1234, "truncate_left") == "1,234 tokens before this text were cut off (data.too_long=truncate_left)"
+    assert (
+        cut_note(1234, "truncate_left")
+        == "1,234 tokens before this text were cut off (data.too_long=truncate_left)"
+    )
     assert cut_note(3, "split") == "3 tokens of this row are in no sample (data.too_long=split)"
 
 
@@ -182,26 +253,47 @@ def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, ro
     sequences = show(prepared_rows, tokenizer, 2, "drop", packed=[0, 3])
     assert sequences[0].heading.startswith(f"train  {rows['train']}:1  ")
     assert sequences[1].documents[0].place == f"{rows['train']}:2"
-    assert [document.place for document in sequences[-1].documents] == [f"{rows['train']}:1", f"{rows['train']}:4"]
+    assert [document.place for document in sequences[-1].documents] == [
+        f"{rows['train']}:1",
+        f"{rows['train']}:4",
+    ]
     assert sequences[-1].reasons == ("packed into one sequence",)
     sample = prepared_rows.train[0]
-    assert (sequences[0].documents[0].tokens, sequences[0].documents[0].trained_tokens) == (len(sample.ids), sample.trained_tokens)
+    assert (sequences[0].documents[0].tokens, sequences[0].documents[0].trained_tokens) == (
+        len(sample.ids),
+        sample.trained_tokens,
+    )
 
 
 # The terminal
 
 
-def shown(tokenizer, prompt: str, answer: str, place: str = "rows.jsonl:1", note: str | None = None, documents: int = 1) -> Shown:
+def shown(
+    tokenizer,
+    prompt: str,
+    answer: str,
+    place: str = "rows.jsonl:1",
+    note: str | None = None,
+    documents: int = 1,
+) -> Shown:
     """One conversation `documents` times, as the model would see it."""
-    before = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False)
+    before = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+    )
     ids = [*before, *tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-    spans = SpanFinder(tokenizer)(sample_of(ids, [index >= len(before) for index in range(len(ids))]))
+    spans = SpanFinder(tokenizer)(
+        sample_of(ids, [index >= len(before) for index in range(len(ids))])
+    )
     return Shown("train", ("longest",), (Document(place, spans, note),) * documents)
 
 
 def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
     told = in_marks(shown(tokenizer, "Red\tor\nblue?", "Red 🙂", note="7 tokens were cut"))
-    assert told.splitlines()[1:] == ["┄┄ 7 tokens were cut", "<|user|>Red⇥\tor↵", "blue?<|assistant|>⟦Red 🙂<|end|>⟧"]
+    assert told.splitlines()[1:] == [
+        "┄┄ 7 tokens were cut",
+        "<|user|>Red⇥\tor↵",
+        "blue?<|assistant|>⟦Red 🙂<|end|>⟧",
+    ]
     assert told.splitlines()[0].startswith("── train  rows.jsonl:1  ")
     assert told.splitlines()[0].endswith(" trained  (longest)")
 
@@ -209,13 +301,26 @@ def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
 def test_colours_say_what_marks_say(tokenizer) -> None:
     sequence = shown(tokenizer, "Red or blue?", "Red it is")
     fragments = in_colour(sequence)
-    assert "".join(text for text, _ in fragments) == in_marks(sequence).translate({ord("⟦"): None, ord("⟧"): None})
+    assert "".join(text for text, _ in fragments) == in_marks(sequence).translate(
+        {ord("⟦"): None, ord("⟧"): None}
+    )
     assert [text for text, style in fragments if "green" in style] == ["Red it is", "<|end|>"]
 
 
 def test_nothing_in_a_row_commands_a_terminal(tokenizer) -> None:
-    told = in_marks(shown(tokenizer, "\x1b[2J\x07 \u202eright to left \u200b\u00a0\r\x85", "\x9b31m", place="a\x1bb:1"))
-    assert [character for character in told if (ord(character) < 32 and character != "\n") or 127 <= ord(character) < 160] == []
+    told = in_marks(
+        shown(
+            tokenizer,
+            "\x1b[2J\x07 \u202eright to left \u200b\u00a0\r\x85",
+            "\x9b31m",
+            place="a\x1bb:1",
+        )
+    )
+    assert [
+        character
+        for character in told
+        if (ord(character) < 32 and character != "\n") or 127 <= ord(character) < 160
+    ] == []
     assert "⟨U+001B⟩[2J⟨U+0007⟩ ⟨U+202E⟩right to left ⟨U+200B⟩⟨U+00A0⟩⟨U+000D⟩⟨U+0085⟩" in told
 
 
@@ -234,15 +339,33 @@ def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None
 
 def test_seams_of_a_packed_sequence_are_named(tokenizer) -> None:
     told = in_marks(shown(tokenizer, "One", "1", documents=2))
-    assert [line.split("  ")[0] for line in told.splitlines() if line.startswith("┄┄")] == ["┄┄ document 1: rows.jsonl:1", "┄┄ document 2: rows.jsonl:1"]
+    assert [line.split("  ")[0] for line in told.splitlines() if line.startswith("┄┄")] == [
+        "┄┄ document 1: rows.jsonl:1",
+        "┄┄ document 2: rows.jsonl:1",
+    ]
     assert told.count("⟦1<|end|>⟧") == 2
-    assert in_marks(shown(tokenizer, "One", "1", documents=9)).endswith("┄┄ 5 documents more, on the page\n")
+    assert in_marks(shown(tokenizer, "One", "1", documents=9)).endswith(
+        "┄┄ 5 documents more, on the page\n"
+    )
 
 
 # The page
 
-FACTS = {"rows_in": 1, "rows_used": 1, "dropped": {}, "shortened": {}, "samples": 1, "tokens": 2, "trained_tokens": 1, "lost_fraction": 0.0}
-FACTS |= {"lengths": {"p50": 2, "p90": 2, "p99": 2, "max": 2}, "duplicates": {"exact": 0, "normalised": 0}, "sources": []}
+FACTS = {
+    "rows_in": 1,
+    "rows_used": 1,
+    "dropped": {},
+    "shortened": {},
+    "samples": 1,
+    "tokens": 2,
+    "trained_tokens": 1,
+    "lost_fraction": 0.0,
+}
+FACTS |= {
+    "lengths": {"p50": 2, "p90": 2, "p99": 2, "max": 2},
+    "duplicates": {"exact": 0, "normalised": 0},
+    "sources": [],
+}
 LEDGER = {"splits": {"train": FACTS}, "max_seq_len": 8}
 
 
@@ -288,7 +411,9 @@ HOSTILE = "<script>document.title='owned'</script></pre></mark><img src=x onerro
 def test_a_row_with_markup_is_inert(tokenizer) -> None:
     sequence = shown(tokenizer, HOSTILE, HOSTILE, place=f"/tmp/{HOSTILE}.jsonl:1", note=HOSTILE)
     found = read(page({"config": HOSTILE}, LEDGER, [sequence]))
-    assert {tag for tag, _ in found.tags} <= set("html meta title style h1 h2 h3 p section div table thead tbody tr th td pre i u mark".split())
+    assert {tag for tag, _ in found.tags} <= set(
+        "html meta title style h1 h2 h3 p section div table thead tbody tr th td pre i u mark".split()
+    )
     allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "title", "scope"}
     assert {name for _, attributes in found.tags for name in attributes} <= allowed
     assert found.text == f"<|user|>{HOSTILE}<|assistant|>{HOSTILE}<|end|>"
@@ -304,24 +429,40 @@ def test_text_of_the_page_is_that_of_the_sample(tokenizer, text: str) -> None:
 
 def test_the_page_loads_nothing(tokenizer) -> None:
     text = page({"model": "m"}, LEDGER, [shown(tokenizer, "a", "b")])
-    assert not any(word in text for word in ("http:", "https:", "url(", "@import", "<script", "<link", "src="))
+    assert not any(
+        word in text for word in ("http:", "https:", "url(", "@import", "<script", "<link", "src=")
+    )
     assert "default-src 'none'" in text
     assert "prefers-color-scheme: dark" in text
 
 
 def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer) -> None:
     sequence = shown(tokenizer, "Red 🙂", "Blue")
-    titles = [attributes["title"] for tag, attributes in read(page({}, LEDGER, [sequence])).tags if tag == "i" and "title" in attributes]
+    titles = [
+        attributes["title"]
+        for tag, attributes in read(page({}, LEDGER, [sequence])).tags
+        if tag == "i" and "title" in attributes
+    ]
     spans = sequence.documents[0].spans
     ids = [number for span in spans for number in span.ids]
     (emoji,) = [span for span in spans if "🙂" in span.text]
     assert titles[0] == f"token 0, id {ids[0]}"
-    assert [int(number) for title in titles for number in title.partition("id")[2].lstrip("s").split(",")] == ids
-    assert [title.partition(", ids")[0] for title in titles if title.startswith("tokens ")] == [f"tokens {emoji.index} to {emoji.index + len(emoji.ids) - 1}"]
+    assert [
+        int(number)
+        for title in titles
+        for number in title.partition("id")[2].lstrip("s").split(",")
+    ] == ids
+    assert [title.partition(", ids")[0] for title in titles if title.startswith("tokens ")] == [
+        f"tokens {emoji.index} to {emoji.index + len(emoji.ids) - 1}"
+    ]
 
 
 def test_documents_of_a_packed_sequence_are_apart_on_the_page(tokenizer) -> None:
-    tags = [tag for tag, _ in read(page({}, LEDGER, [shown(tokenizer, "One", "1", documents=3)])).tags if tag in ("h3", "pre")]
+    tags = [
+        tag
+        for tag, _ in read(page({}, LEDGER, [shown(tokenizer, "One", "1", documents=3)])).tags
+        if tag in ("h3", "pre")
+    ]
     assert tags == ["h3", "pre"] * 3
 
 
@@ -335,8 +476,23 @@ def test_the_ledger_is_on_the_page(prepared_rows, tokenizer) -> None:
 
 
 def test_the_command_prints_samples_and_the_path_of_the_page(tmp_path) -> None:
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TRAIN_OUTPUT_DIR": str(tmp_path), "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", "sft_play", "preview", "--rows", "1", "--set", "train.packing=true"]
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "TRAIN_OUTPUT_DIR": str(tmp_path),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "sft_play",
+        "preview",
+        "--rows",
+        "1",
+        "--set",
+        "train.packing=true",
+    ]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -348,19 +504,38 @@ def test_the_command_prints_samples_and_the_path_of_the_page(tmp_path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
-    words = tuple(f"{name}={value}" for name, value in settings_of({"train.output_dir": tmp_path / "out"}).items())
+    words = tuple(
+        f"{name}={value}"
+        for name, value in settings_of({"train.output_dir": tmp_path / "out"}).items()
+    )
     call = commands.Call(Invocation(config=str(NO_CONFIG), device="cpu"), {}, words)
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFault, match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written"):
-        preparation.preview(commands.make_plan(call, False, False)[1], NO_CONFIG, 1, f"{tmp_path}/file/p.html", no_color=True)
+    with pytest.raises(
+        EnvironmentFault,
+        match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written",
+    ):
+        preparation.preview(
+            commands.make_plan(call, False, False)[1],
+            NO_CONFIG,
+            1,
+            f"{tmp_path}/file/p.html",
+            no_color=True,
+        )
 
 
-@pytest.mark.parametrize(("no_color", "environ", "has_colour"), [(False, {}, True), (True, {}, False), (False, {"NO_COLOR": "1"}, False)])
-def test_a_terminal_gets_colours_unless_they_are_unwanted(no_color: bool, environ: dict, has_colour: bool, tokenizer, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("no_color", "environ", "has_colour"),
+    [(False, {}, True), (True, {}, False), (False, {"NO_COLOR": "1"}, False)],
+)
+def test_a_terminal_gets_colours_unless_they_are_unwanted(
+    no_color: bool, environ: dict, has_colour: bool, tokenizer, monkeypatch, capsys
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", **environ}.items():
         monkeypatch.setenv(name, value)
-    preparation.print_sequences([shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color)
+    preparation.print_sequences(
+        [shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color
+    )
     told = capsys.readouterr().out
     assert ("\x1b[1;32m" in told, "⟦" in told) == (has_colour, not has_colour)
     assert "Red [bold]or[/bold] :smile:" in told, "a row is no markup"
@@ -368,9 +543,21 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(no_color: bool, enviro
 
 
 def test_a_truncated_row_says_how_much_was_cut(tmp_path, rows, tokenizer) -> None:
-    data = {"train_path": str(rows["train"]), "val_path": str(rows["val"]), "too_long": "truncate_left", "max_lost": 0.9, "cache_dir": str(tmp_path)}
-    prepared = prepare(Config.model_validate({"data": data, "model": {"max_seq_len": 12}}), tokenizer)
-    (sequence,) = [sequence for sequence in show(prepared, tokenizer, 0, "truncate_left") if "shortened" in sequence.reasons]
+    data = {
+        "train_path": str(rows["train"]),
+        "val_path": str(rows["val"]),
+        "too_long": "truncate_left",
+        "max_lost": 0.9,
+        "cache_dir": str(tmp_path),
+    }
+    prepared = prepare(
+        Config.model_validate({"data": data, "model": {"max_seq_len": 12}}), tokenizer
+    )
+    (sequence,) = [
+        sequence
+        for sequence in show(prepared, tokenizer, 0, "truncate_left")
+        if "shortened" in sequence.reasons
+    ]
     record = next(record for record in prepared.train.records if record["cut"])
     assert f"┄┄ {record['cut']} tokens before this text were cut off" in in_marks(sequence)
     assert f"{record['cut']} tokens before this text were cut off" in page({}, LEDGER, [sequence])

@@ -10,7 +10,16 @@ from transformers import PreTrainedTokenizerFast
 
 from sft_play.data import length
 from sft_play.data.length import fit
-from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX, Rendered, Renderer, RenderError, render_prompt, stop_ids, template_of
+from sft_play.data.render import (
+    DEFAULT_TEMPLATE,
+    IGNORE_INDEX,
+    Rendered,
+    Renderer,
+    RenderError,
+    render_prompt,
+    stop_ids,
+    template_of,
+)
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError, ExitClass
 
@@ -26,7 +35,10 @@ ONE_TURN = Row((Message("user", "q"), Message("assistant", "a")), "rows.jsonl:7"
 
 def row(*contents: str, system: str | None = None) -> Row:
     """A conversation that the user begins."""
-    turns = [Message(("user", "assistant")[number % 2], content) for number, content in enumerate(contents)]
+    turns = [
+        Message(("user", "assistant")[number % 2], content)
+        for number, content in enumerate(contents)
+    ]
     return Row(tuple(([Message("system", system)] if system else []) + turns), "rows.jsonl:7")
 
 
@@ -59,14 +71,19 @@ def samples_of(given: Row, tok: PreTrainedTokenizerFast) -> tuple[Rendered, ...]
 def assert_consistent(rendered: Rendered) -> None:
     """Labels are the ids, or nothing; the first token is never predicted."""
     assert len(rendered.ids) == len(rendered.labels)
-    assert all(label in (IGNORE_INDEX, token) for label, token in zip(rendered.labels, rendered.ids, strict=True))
+    assert all(
+        label in (IGNORE_INDEX, token)
+        for label, token in zip(rendered.labels, rendered.ids, strict=True)
+    )
     assert rendered.labels[0] == IGNORE_INDEX
 
 
 # Answers and their stop tokens
 
 
-@pytest.mark.parametrize("options", [{}, {"trim_offsets": True}, {"strip": True}, {"words": LLAMA3_WORDS}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"trim_offsets": True}, {"strip": True}, {"words": LLAMA3_WORDS}], ids=str
+)
 def test_labels_are_the_answer_and_its_stop_token(options: dict[str, bool]) -> None:
     tok = tokenizer(CHATML, **options)
     for answer in ("A rose is red.", "12", "naïve 🙂", "two   blanks\n\n\tand a tab"):
@@ -78,30 +95,58 @@ def test_labels_are_the_answer_and_its_stop_token(options: dict[str, bool]) -> N
 def test_the_mask_of_a_chatml_row_by_eye() -> None:
     tok = tokenizer(CHATML)
     rendered = render(row("a", "b", system="s"), tok)
-    shown = [tok.decode([token]) if label == IGNORE_INDEX else f"[{tok.decode([token])}]" for token, label in zip(rendered.ids, rendered.labels, strict=True)]
-    assert "".join(shown) == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b][<|im_end|>]\n"
+    shown = [
+        tok.decode([token]) if label == IGNORE_INDEX else f"[{tok.decode([token])}]"
+        for token, label in zip(rendered.ids, rendered.labels, strict=True)
+    ]
+    assert (
+        "".join(shown)
+        == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b][<|im_end|>]\n"
+    )
 
 
 def test_every_assistant_turn_is_trained() -> None:
     tok = tokenizer(CHATML)
-    rendered = render(row("What is red?", "A rose.", "And blue?", "The sea.", "Thanks", "You are welcome."), tok)
-    assert trained(rendered, tok) == ["A rose.<|im_end|>", "The sea.<|im_end|>", "You are welcome.<|im_end|>"]
+    rendered = render(
+        row("What is red?", "A rose.", "And blue?", "The sea.", "Thanks", "You are welcome."), tok
+    )
+    assert trained(rendered, tok) == [
+        "A rose.<|im_end|>",
+        "The sea.<|im_end|>",
+        "You are welcome.<|im_end|>",
+    ]
     assert_consistent(rendered)
 
 
 def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_its_own() -> None:
     tok = tokenizer(PLAIN)
-    assert [trained(sample, tok) for sample in samples_of(row("What is red?", "A rose."), tok)] == [[" A rose.\n<eos>"]]
+    assert [trained(sample, tok) for sample in samples_of(row("What is red?", "A rose."), tok)] == [
+        [" A rose.\n<eos>"]
+    ]
     first, second = samples_of(row("What is red?", "A rose.", "And blue?", "The sea."), tok)
     assert tok.decode(first.ids) == "user: What is red?\nassistant: A rose.\n<eos>"
-    assert tok.decode(second.ids) == "user: What is red?\nassistant: A rose.\nuser: And blue?\nassistant: The sea.\n<eos>"
-    assert [trained(sample, tok) for sample in (first, second)] == [[" A rose.\n<eos>"], [" The sea.\n<eos>"]]
+    assert (
+        tok.decode(second.ids)
+        == "user: What is red?\nassistant: A rose.\nuser: And blue?\nassistant: The sea.\n<eos>"
+    )
+    assert [trained(sample, tok) for sample in (first, second)] == [
+        [" A rose.\n<eos>"],
+        [" The sea.\n<eos>"],
+    ]
 
 
-def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too() -> None:
+def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too() -> (
+    None
+):
     marked = "{% for m in messages %}{{ m['role'] + ':' }}{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}{% else %}{% generation %}{{ m['content'] }}"
-    tok = tokenizer(marked + "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
-    assert [trained(sample, tok) for sample in samples_of(row("a", "b", "c", "d"), tok)] == [["b<eos>"], ["d<eos>"]]
+    tok = tokenizer(
+        marked
+        + "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    assert [trained(sample, tok) for sample in samples_of(row("a", "b", "c", "d"), tok)] == [
+        ["b<eos>"],
+        ["d<eos>"],
+    ]
 
 
 def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None:
@@ -116,26 +161,41 @@ def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None
 
 
 def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_out() -> None:
-    tok = tokenizer("{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '|' }}{% endif %}", trim_offsets=True)
+    tok = tokenizer(
+        "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '|' }}{% endif %}",
+        trim_offsets=True,
+    )
     assert trained(render(row("a", "b  c   "), tok), tok) == ["b  c   <eos>"]
 
 
 def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not() -> None:
     tok = tokenizer(CHATML)
     for stop in ("<|im_end|>", "<eos>"):
-        with pytest.raises(RenderError, match=r"rows.jsonl:7: messages\[1\] holds .* which ends an answer"):
+        with pytest.raises(
+            RenderError, match=r"rows.jsonl:7: messages\[1\] holds .* which ends an answer"
+        ):
             render(row("q", f"before {stop} after"), tok)
     assert trained(render(row("What is <|im_end|>?", "a mark"), tok), tok) == ["a mark<|im_end|>"]
 
 
 def test_stops_are_eos_and_the_ends_of_turns_that_the_tokenizer_has() -> None:
-    for name, stops in (("chatml", {"<|im_end|>"}), ("llama3", {"<|eot_id|>"}), ("gemma", {"<end_of_turn>"}), ("phi3", {"<|end|>"}), ("vicuna", set())):
+    for name, stops in (
+        ("chatml", {"<|im_end|>"}),
+        ("llama3", {"<|eot_id|>"}),
+        ("gemma", {"<end_of_turn>"}),
+        ("phi3", {"<|end|>"}),
+        ("vicuna", set()),
+    ):
         tok = family(name)
         assert set(tok.convert_ids_to_tokens(sorted(stop_ids(tok)))) == {tok.eos_token, *stops}
 
 
 def test_what_ends_a_part_of_an_answer_of_gpt_oss_does_not_end_it() -> None:
-    assert set(family("harmony").convert_ids_to_tokens(sorted(stop_ids(family("harmony"))))) == {"<|endoftext|>", "<|return|>", "<|call|>"}
+    assert set(family("harmony").convert_ids_to_tokens(sorted(stop_ids(family("harmony"))))) == {
+        "<|endoftext|>",
+        "<|return|>",
+        "<|call|>",
+    }
 
 
 # Templates
@@ -144,7 +204,10 @@ def test_what_ends_a_part_of_an_answer_of_gpt_oss_does_not_end_it() -> None:
 def test_a_model_without_a_template_is_rendered_in_plain_words() -> None:
     tok = tokenizer(None)
     rendered = render(row("What is red?", "A rose.", "And blue?", "The sea."), tok)
-    assert tok.decode(rendered.ids) == "### User:\nWhat is red?\n\n### Assistant:\nA rose.<eos>\n\n### User:\nAnd blue?\n\n### Assistant:\nThe sea.<eos>\n\n"
+    assert (
+        tok.decode(rendered.ids)
+        == "### User:\nWhat is red?\n\n### Assistant:\nA rose.<eos>\n\n### User:\nAnd blue?\n\n### Assistant:\nThe sea.<eos>\n\n"
+    )
     assert trained(rendered, tok) == ["A rose.<eos>", "The sea.<eos>"]
     assert (template_of(tok), template_of(tokenizer(CHATML))) == (DEFAULT_TEMPLATE, CHATML)
 
@@ -155,14 +218,22 @@ def test_the_default_template_needs_no_token_of_its_own() -> None:
 
 def test_a_base_model_with_a_beginning_of_text_sees_it_once() -> None:
     tok = tokenizer(None, bos="<bos>")
-    assert tok.decode(render(row("a", "b"), tok).ids) == "<bos>### User:\na\n\n### Assistant:\nb<eos>\n\n"
-    assert tok.decode(render_prompt([Message("user", "a")], tok)) == "<bos>### User:\na\n\n### Assistant:\n"
+    assert (
+        tok.decode(render(row("a", "b"), tok).ids)
+        == "<bos>### User:\na\n\n### Assistant:\nb<eos>\n\n"
+    )
+    assert (
+        tok.decode(render_prompt([Message("user", "a")], tok))
+        == "<bos>### User:\na\n\n### Assistant:\n"
+    )
 
 
 def beginning(chat_template: str | None) -> PreTrainedTokenizerFast:
     """A tokenizer that writes bos before every text of its own accord."""
     tok = copy.deepcopy(tokenizer(chat_template, bos="<bos>"))
-    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tok.bos_token_id)])
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tok.bos_token_id)]
+    )
     assert tok("a")["input_ids"][0] == tok.bos_token_id
     return tok
 
@@ -171,12 +242,21 @@ def test_the_template_alone_writes_the_beginning_of_a_conversation() -> None:
     tok = beginning("{{ bos_token }}" + CHATML)
     rendered = render(ONE_TURN, tok)
     assert rendered == render(ONE_TURN, tokenizer("{{ bos_token }}" + CHATML, bos="<bos>"))
-    assert rendered.ids.count(tok.bos_token_id) == render_prompt(ONE_TURN.messages[:-1], tok).count(tok.bos_token_id) == 1
+    assert (
+        rendered.ids.count(tok.bos_token_id)
+        == render_prompt(ONE_TURN.messages[:-1], tok).count(tok.bos_token_id)
+        == 1
+    )
 
 
 def test_a_row_that_brings_the_beginning_of_a_text_itself_is_refused() -> None:
-    tok = tokenizer("{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}{{ '|' }}{% endif %}{% endfor %}", bos="<bos>")
-    with pytest.raises(RenderError, match=r"rows.jsonl:7: the text begins with the beginning-of-text token twice"):
+    tok = tokenizer(
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}{{ '|' }}{% endif %}{% endfor %}",
+        bos="<bos>",
+    )
+    with pytest.raises(
+        RenderError, match=r"rows.jsonl:7: the text begins with the beginning-of-text token twice"
+    ):
         render(row("<bos>q", "a"), tok)
 
 
@@ -195,7 +275,10 @@ def test_a_row_that_cannot_be_rendered_is_an_error_of_the_data_and_harms_no_othe
     assert first == last == samples_of(good, tok)
     assert isinstance(error, DataError)
     assert error.exit_class == ExitClass.DATA
-    assert str(error) == "rows.jsonl:7: the chat template refuses the conversation: System role not supported"
+    assert (
+        str(error)
+        == "rows.jsonl:7: the chat template refuses the conversation: System role not supported"
+    )
 
 
 def test_no_rows_are_no_samples() -> None:
@@ -213,18 +296,29 @@ def test_a_row_without_an_answer_is_refused() -> None:
 def test_a_token_over_the_seam_is_refused_by_name() -> None:
     template = PLAIN.replace("'assistant:'", "'assistant: '")
     for trim_offsets in (False, True):
-        with pytest.raises(RenderError, match=r"rows.jsonl:7: the token ' .+' straddles the end of the prompt of messages\[1\]"):
+        with pytest.raises(
+            RenderError,
+            match=r"rows.jsonl:7: the token ' .+' straddles the end of the prompt of messages\[1\]",
+        ):
             render(row("What is red?", "A rose."), tokenizer(template, trim_offsets=trim_offsets))
 
 
 def test_a_tokenizer_that_joins_the_blanks_at_the_end_of_a_prompt_is_no_straddling() -> None:
-    tok = tokenizer(PLAIN.replace("'assistant:'", "'assistant:\n\n'").replace("': ' + m['content']", "':\n\n' + m['content']"), words=LLAMA3_WORDS)
+    tok = tokenizer(
+        PLAIN.replace("'assistant:'", "'assistant:\n\n'").replace(
+            "': ' + m['content']", "':\n\n' + m['content']"
+        ),
+        words=LLAMA3_WORDS,
+    )
     assert trained(render(row("a", "b"), tok), tok) == ["b\n<eos>"]
 
 
 def test_a_tokenizer_that_drops_the_end_of_a_prompt_is_no_straddling() -> None:
     tok = tokenizer(PLAIN.replace("'assistant:'", "'assistant: '"), drops_blanks=True)
-    assert [trained(sample, tok) for sample in samples_of(row("a", "b c", "d", "e"), tok)] == [["bc\n<eos>"], ["e\n<eos>"]]
+    assert [trained(sample, tok) for sample in samples_of(row("a", "b c", "d", "e"), tok)] == [
+        ["bc\n<eos>"],
+        ["e\n<eos>"],
+    ]
 
 
 def test_marks_within_a_question_lead_nobody_astray() -> None:
@@ -232,7 +326,9 @@ def test_marks_within_a_question_lead_nobody_astray() -> None:
     question = "<|im_start|>assistant\nNo.<|im_end|>\n<|im_start|>assistant\n"
     rendered = render(row(question, "Yes.", question, "No."), tok)
     assert trained(rendered, tok) == ["Yes.<|im_end|>", "No.<|im_end|>"]
-    assert rendered.ids[: rendered.answer_start] == render_prompt(row(question, "Yes.", question).messages, tok)
+    assert rendered.ids[: rendered.answer_start] == render_prompt(
+        row(question, "Yes.", question).messages, tok
+    )
 
 
 def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused() -> None:
@@ -246,7 +342,10 @@ def test_a_tokenizer_that_lacks_a_character_of_an_answer_is_refused() -> None:
 def test_a_tokenizer_that_spells_its_stop_token_out_is_refused() -> None:
     tok = copy.deepcopy(tokenizer(CHATML))
     tok.backend_tokenizer.encode_special_tokens = True
-    with pytest.raises(RenderError, match=r"rows.jsonl:7: the tokenizer does not read '<\|im_end\|>' behind messages\[1\] as its stop token"):
+    with pytest.raises(
+        RenderError,
+        match=r"rows.jsonl:7: the tokenizer does not read '<\|im_end\|>' behind messages\[1\] as its stop token",
+    ):
         render(ONE_TURN, tok)
 
 
@@ -280,13 +379,19 @@ def test_a_plain_text_begins_as_the_tokenizer_begins_texts() -> None:
 def test_texts_and_conversations_go_in_one_batch() -> None:
     tok = tokenizer(CHATML)
     text = Row((), "r:1", text="A rose.")
-    assert Renderer(tok).render([text, ONE_TURN, text]) == [samples_of(text, tok), samples_of(ONE_TURN, tok), samples_of(text, tok)]
+    assert Renderer(tok).render([text, ONE_TURN, text]) == [
+        samples_of(text, tok),
+        samples_of(ONE_TURN, tok),
+        samples_of(text, tok),
+    ]
 
 
 # Length
 
 LONG = Rendered([1, 11, 12, 13, 14, 15, 16, 17], [IGNORE_INDEX] * 4 + [14, 15, 16, 17], 4)
-MANY = Rendered(list(range(20, 28)), [IGNORE_INDEX, 21, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 25, 26, 27], 5)
+MANY = Rendered(
+    list(range(20, 28)), [IGNORE_INDEX, 21, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 25, 26, 27], 5
+)
 X = IGNORE_INDEX
 
 
@@ -299,17 +404,77 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
     ("sample", "limit", "policy", "samples", "lost", "cut", "reason"),
     [
         (LONG, 7, "drop", (), 4, 8, "too_long"),
-        (LONG, 7, "truncate_left", (Rendered([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),), 0, 1, "truncated"),
-        (LONG, 6, "truncate_left", (Rendered([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),), 0, 2, "truncated"),
-        (LONG, 5, "truncate_left", (Rendered([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),), 1, 3, "truncated"),
+        (
+            LONG,
+            7,
+            "truncate_left",
+            (Rendered([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),),
+            0,
+            1,
+            "truncated",
+        ),
+        (
+            LONG,
+            6,
+            "truncate_left",
+            (Rendered([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),),
+            0,
+            2,
+            "truncated",
+        ),
+        (
+            LONG,
+            5,
+            "truncate_left",
+            (Rendered([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),),
+            1,
+            3,
+            "truncated",
+        ),
         (LONG, 2, "truncate_left", (), 4, 8, "too_long"),
-        (MANY, 7, "truncate_left", (Rendered([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),), 1, 1, "truncated"),
-        (MANY, 3, "split", (Rendered([20, 21, 22], [X, 21, X], 0), Rendered([23, 24, 25], [X, X, 25], 2), Rendered([26, 27], [X, 27], 0)), 1, 0, "split"),
+        (
+            MANY,
+            7,
+            "truncate_left",
+            (Rendered([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),),
+            1,
+            1,
+            "truncated",
+        ),
+        (
+            MANY,
+            3,
+            "split",
+            (
+                Rendered([20, 21, 22], [X, 21, X], 0),
+                Rendered([23, 24, 25], [X, X, 25], 2),
+                Rendered([26, 27], [X, 27], 0),
+            ),
+            1,
+            0,
+            "split",
+        ),
         (LONG, 4, "split", (Rendered([14, 15, 16, 17], [X, 15, 16, 17], 0),), 1, 4, "split"),
-        (LONG, 7, "split", (Rendered([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),), 1, 1, "split"),
+        (
+            LONG,
+            7,
+            "split",
+            (Rendered([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),),
+            1,
+            1,
+            "split",
+        ),
     ],
 )
-def test_what_a_limit_leaves(sample: Rendered, limit: int, policy: str, samples: tuple[Rendered, ...], lost: int, cut: int, reason: str) -> None:
+def test_what_a_limit_leaves(
+    sample: Rendered,
+    limit: int,
+    policy: str,
+    samples: tuple[Rendered, ...],
+    lost: int,
+    cut: int,
+    reason: str,
+) -> None:
     assert fit(sample, limit, policy, 1) == length.Fitted(samples, lost, cut, reason)
 
 
@@ -318,7 +483,11 @@ def random_sample(rng: random.Random) -> Rendered:
     if rng.random() < 0.3:
         return Rendered(ids, [X, *ids[1:]])
     start = rng.randint(1, len(ids) - 1)
-    return Rendered(ids, [X, *(token if rng.random() < 0.2 else X for token in ids[1:start]), *ids[start:]], start)
+    return Rendered(
+        ids,
+        [X, *(token if rng.random() < 0.2 else X for token in ids[1:start]), *ids[start:]],
+        start,
+    )
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
@@ -327,7 +496,9 @@ def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
     for _ in range(2000):
         sample, limit = random_sample(rng), rng.randint(2, 45)
         fitted = fit(sample, limit, policy, rng.choice([1, None]))
-        assert sample.trained_tokens == fitted.lost_trained_tokens + sum(part.trained_tokens for part in fitted.samples)
+        assert sample.trained_tokens == fitted.lost_trained_tokens + sum(
+            part.trained_tokens for part in fitted.samples
+        )
         assert len(sample.ids) == fitted.cut + sum(len(part.ids) for part in fitted.samples)
         assert (fitted.reason is None) == (len(sample.ids) <= limit)
         for part in fitted.samples:
@@ -344,7 +515,9 @@ def test_splits_in_order_are_the_sample() -> None:
     for _ in range(200):
         ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
         fitted = fit(Rendered(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
-        assert [token for part in fitted.samples for token in part.ids] == (ids[:-1] if fitted.cut else ids)
+        assert [token for part in fitted.samples for token in part.ids] == (
+            ids[:-1] if fitted.cut else ids
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

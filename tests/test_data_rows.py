@@ -15,7 +15,13 @@ from sft_play.errors import DataError, ExitClass
 S, Q, A = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
 QA = (Q, A)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2, 3]}}}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -32,7 +38,10 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def said(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": speaker, "value": value} for speaker, value in turns], **more}
+    return {
+        "conversations": [{"from": speaker, "value": value} for speaker, value in turns],
+        **more,
+    }
 
 
 SHAPED = [
@@ -83,7 +92,9 @@ SHAPED = [
 
 
 @pytest.mark.parametrize(("shape", "record", "messages"), SHAPED)
-def test_the_keys_of_a_record_say_what_it_is(shape: str, record: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path) -> None:
+def test_the_keys_of_a_record_say_what_it_is(
+    shape: str, record: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path
+) -> None:
     path = write(tmp_path / "a.jsonl", record)
     assert recognise(path, {}).name == shape
     assert read_all(path) == [Row(messages, f"{path}:1")]
@@ -100,10 +111,14 @@ def test_plain_text_is_taken_as_it_stands_and_gets_no_system_prompt(tmp_path: Pa
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
-    (row,) = read_all(write(tmp_path / "a.jsonl", chat(turn("user", "q"), turn("assistant", "a"), tools=tools)))
+    (row,) = read_all(
+        write(tmp_path / "a.jsonl", chat(turn("user", "q"), turn("assistant", "a"), tools=tools))
+    )
     assert row.tools == (TOOL,)
     for none in (None, [], "", "[]"):
-        (row,) = read_all(write(tmp_path / "a.jsonl", {"question": "q", "answer": "a", "tools": none}))
+        (row,) = read_all(
+            write(tmp_path / "a.jsonl", {"question": "q", "answer": "a", "tools": none})
+        )
         assert row.tools == ()
 
 
@@ -121,14 +136,22 @@ def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
     ],
 )
 def test_of_several_shapes_the_first_holds(keys: str, shape: str, tmp_path: Path) -> None:
-    assert recognise(write(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name == shape
+    assert (
+        recognise(write(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name == shape
+    )
 
 
 def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": "t", "messages": "m", "problem": "q", "solution": "a", "persona": "s"})
+    path = write(
+        tmp_path / "a.jsonl",
+        {"text": "t", "messages": "m", "problem": "q", "solution": "a", "persona": "s"},
+    )
     columns = {"question": "problem", "answer": "solution", "system": "persona"}
     assert [row.messages for row in read_all(path, columns)] == [(S, *QA)]
-    turns = write(tmp_path / "b.jsonl", {"dialogue": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
+    turns = write(
+        tmp_path / "b.jsonl",
+        {"dialogue": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    )
     assert [row.messages for row in read_all(turns, {"conversations": "dialogue"})] == [QA]
 
 
@@ -143,7 +166,9 @@ def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
         ({}, 'a.jsonl: the columns are problem, solution; a row has messages, or'),
     ],
 )  # fmt: skip
-def test_columns_that_a_file_lacks_are_named_with_the_nearest(columns: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_columns_that_a_file_lacks_are_named_with_the_nearest(
+    columns: dict[str, str], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as error:
         recognise(write(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
     assert words in str(error.value)
@@ -151,17 +176,26 @@ def test_columns_that_a_file_lacks_are_named_with_the_nearest(columns: dict[str,
 
 def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path: Path) -> None:
     own = chat(turn("system", "own"), turn("user", "q"), turn("assistant", "a"))
-    path = write(tmp_path / "a.jsonl", own, chat(turn("user", "q"), turn("assistant", "a")), chat(turn("user", "q"), turn("assistant", "a"), system="column"))
+    path = write(
+        tmp_path / "a.jsonl",
+        own,
+        chat(turn("user", "q"), turn("assistant", "a")),
+        chat(turn("user", "q"), turn("assistant", "a"), system="column"),
+    )
     (chunk,), shape = read_chunks(path), recognise(path, {})
 
     def first(*how: Any) -> list[str]:
-        return [row.messages[0].content for row in rows_of(chunk, shape, *how) if isinstance(row, Row)]
+        return [
+            row.messages[0].content for row in rows_of(chunk, shape, *how) if isinstance(row, Row)
+        ]
 
     assert first(None, False) == first("", False) == ["own", "q", "column"]
     assert first("ours", False) == ["own", "ours", "column"]
     assert first("ours", True) == ["ours", "ours", "ours"]
     assert first(None, True) == ["own", "q", "column"]
-    assert [len(row.messages) for row in rows_of(chunk, shape, "ours", True) if isinstance(row, Row)] == [3, 3, 3]
+    assert [
+        len(row.messages) for row in rows_of(chunk, shape, "ours", True) if isinstance(row, Row)
+    ] == [3, 3, 3]
 
 
 def test_a_shape_travels_to_other_processes(tmp_path: Path) -> None:
@@ -270,11 +304,17 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
 
 
 def as_line(record: Any) -> bytes:
-    return record if isinstance(record, bytes) else (record if isinstance(record, str) else json.dumps(record)).encode()
+    return (
+        record
+        if isinstance(record, bytes)
+        else (record if isinstance(record, str) else json.dumps(record)).encode()
+    )
 
 
 @pytest.mark.parametrize(("good", "bad", "reason"), BAD)
-def test_a_bad_row_is_named_by_file_line_and_reason(good: dict[str, Any], bad: Any, reason: str, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_by_file_line_and_reason(
+    good: dict[str, Any], bad: Any, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_line(good) + b"\n\n" + as_line(bad) + b"\n" + as_line(good))
     with pytest.raises(DataError) as error:
@@ -299,7 +339,9 @@ def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         read_all(write(tmp_path / "a.jsonl", QUESTION, *[{}] * 8))
     lines = str(error.value).splitlines()
-    assert [line.split(": ")[0] for line in lines[:5]] == [f"{tmp_path / 'a.jsonl'}:{n}" for n in range(2, 7)]
+    assert [line.split(": ")[0] for line in lines[:5]] == [
+        f"{tmp_path / 'a.jsonl'}:{n}" for n in range(2, 7)
+    ]
     assert lines[5] == "... and 3 more bad rows"
     assert "DATA_ON_BAD_ROW=quarantine" in lines[6]
     with pytest.raises(DataError) as error:

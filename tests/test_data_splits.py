@@ -9,7 +9,12 @@ from sft_play.data import splits
 from sft_play.data.store import RECORD
 
 
-def records(words: list[int], numbers: list[int] | None = None, exact: list[int] | None = None, file: int = 0) -> np.ndarray:
+def records(
+    words: list[int],
+    numbers: list[int] | None = None,
+    exact: list[int] | None = None,
+    file: int = 0,
+) -> np.ndarray:
     """Records of samples whose rows say `words`, from lines `numbers` of a file."""
     made = np.zeros(len(words), dtype=RECORD)
     made["normalised"], made["file"] = words, file
@@ -20,12 +25,19 @@ def records(words: list[int], numbers: list[int] | None = None, exact: list[int]
 
 def test_samples_of_one_row_count_as_one_row() -> None:
     assert splits.row_count(records([7, 7, 8, 9], numbers=[1, 1, 2, 3])) == 3
-    assert splits.row_count(np.concatenate([records([7]), records([7], file=1)])) == 2, "line 1 of two files"
+    assert splits.row_count(np.concatenate([records([7]), records([7], file=1)])) == 2, (
+        "line 1 of two files"
+    )
     assert splits.row_count(records([])) == 0
 
 
-@pytest.mark.parametrize(("rows", "fraction", "held"), [(20, 0.05, 1), (100, 0.1, 10), (3, 0.05, 1), (20_000, 0.4, splits.MOST_HELD_OUT)])
-def test_the_asked_for_fraction_is_held_out_at_least_one_row_and_at_most_500(rows: int, fraction: float, held: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "fraction", "held"),
+    [(20, 0.05, 1), (100, 0.1, 10), (3, 0.05, 1), (20_000, 0.4, splits.MOST_HELD_OUT)],
+)
+def test_the_asked_for_fraction_is_held_out_at_least_one_row_and_at_most_500(
+    rows: int, fraction: float, held: int
+) -> None:
     assert splits.hold_out(records(list(range(rows))), fraction, seed=1).sum() == held
 
 
@@ -49,7 +61,9 @@ def test_rows_that_all_say_the_same_cannot_be_held_out() -> None:
 
 
 def test_overlap_names_the_training_sample_and_the_evaluated_one_that_it_equals() -> None:
-    found = splits.overlap(records([10, 11, 12, 13], exact=[1, 2, 3, 4]), records([13, 99, 11], exact=[4, 99, 98]))
+    found = splits.overlap(
+        records([10, 11, 12, 13], exact=[1, 2, 3, 4]), records([13, 99, 11], exact=[4, 99, 98])
+    )
     assert found.normalised.tolist() == [1, 3]
     assert found.equal_to.tolist() == [2, 0]
     assert found.exact.tolist() == [3]
@@ -61,8 +75,13 @@ def test_nothing_overlaps_with_nothing() -> None:
 
 
 def test_duplicates_are_the_rows_behind_the_first_of_their_kind() -> None:
-    assert splits.duplicates(records([7, 8, 7, 7], exact=[1, 2, 1, 3])) == {"exact": 1, "normalised": 2}
-    assert splits.duplicates(records([7, 7], numbers=[4, 4])) == {"exact": 0, "normalised": 0}, "two samples of one row"
+    assert splits.duplicates(records([7, 8, 7, 7], exact=[1, 2, 1, 3])) == {
+        "exact": 1,
+        "normalised": 2,
+    }
+    assert splits.duplicates(records([7, 7], numbers=[4, 4])) == {"exact": 0, "normalised": 0}, (
+        "two samples of one row"
+    )
     assert splits.duplicates(records([])) == {"exact": 0, "normalised": 0}
 
 

@@ -12,7 +12,17 @@ import pynvml
 import pytest
 
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
-from sft_play.plan.devices import GIB, Gpu, cpu_count, detect, host_memory, nvml_gpus, nvml_session, parse, visible_numbers
+from sft_play.plan.devices import (
+    GIB,
+    Gpu,
+    cpu_count,
+    detect,
+    host_memory,
+    nvml_gpus,
+    nvml_session,
+    parse,
+    visible_numbers,
+)
 
 UUIDS = ("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333")
 
@@ -20,7 +30,13 @@ UUIDS = ("GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333")
 class FakeNvml:
     """pynvml with planted answers: its constants and exceptions are the real module's."""
 
-    def __init__(self, *cards: SimpleNamespace, init_error: int | None = None, driver: str = "580.95.05", cuda: int = 13000) -> None:
+    def __init__(
+        self,
+        *cards: SimpleNamespace,
+        init_error: int | None = None,
+        driver: str = "580.95.05",
+        cuda: int = 13000,
+    ) -> None:
         self.cards, self.init_error, self.driver, self.cuda = cards, init_error, driver, cuda
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +64,12 @@ class FakeNvml:
         return self.cards[number]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> SimpleNamespace:
-        return next(handle for card in self.cards for handle in (card, *card.instances) if handle.uuid == uuid)
+        return next(
+            handle
+            for card in self.cards
+            for handle in (card, *card.instances)
+            if handle.uuid == uuid
+        )
 
     def nvmlDeviceGetUUID(self, handle: SimpleNamespace) -> str:
         return handle.uuid
@@ -59,23 +80,35 @@ class FakeNvml:
     def nvmlDeviceGetCudaComputeCapability(self, handle: SimpleNamespace) -> list[int]:
         return list(handle.capability)
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: SimpleNamespace) -> SimpleNamespace:
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(
+        self, handle: SimpleNamespace
+    ) -> SimpleNamespace:
         return next(card for card in self.cards if handle in card.instances)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: SimpleNamespace, version: int | None = None) -> SimpleNamespace:
+    def nvmlDeviceGetMemoryInfo(
+        self, handle: SimpleNamespace, version: int | None = None
+    ) -> SimpleNamespace:
         if handle.memory_version == 0:
             self._unanswered()
         if version and handle.memory_version < 2:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return SimpleNamespace(total=handle.total, reserved=handle.reserved, free=handle.total - handle.reserved - handle.used)
+        return SimpleNamespace(
+            total=handle.total,
+            reserved=handle.reserved,
+            free=handle.total - handle.reserved - handle.used,
+        )
 
     def nvmlDeviceGetUtilizationRates(self, handle: SimpleNamespace) -> SimpleNamespace:
         if handle.busy is None:
             self._unanswered()
         return SimpleNamespace(gpu=handle.busy)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: SimpleNamespace) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes.items()]
+    def nvmlDeviceGetComputeRunningProcesses(
+        self, handle: SimpleNamespace
+    ) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes.items()
+        ]
 
     def nvmlDeviceGetPowerUsage(self, handle: SimpleNamespace) -> int:
         return self._known(handle.watts) * 1000
@@ -102,17 +135,27 @@ class FakeNvml:
     def nvmlDeviceGetNvLinkState(self, handle: SimpleNamespace, link: int) -> bool:
         return link < len(self._known(handle.link_ends))
 
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: SimpleNamespace, link: int) -> SimpleNamespace:
+    def nvmlDeviceGetNvLinkRemotePciInfo(
+        self, handle: SimpleNamespace, link: int
+    ) -> SimpleNamespace:
         return SimpleNamespace(busId=handle.link_ends[link])
 
     def _known(self, value: Any) -> Any:
         return self._unanswered() if value is None else value
 
-    def nvmlDeviceGetP2PStatus(self, first: SimpleNamespace, second: SimpleNamespace, question: int) -> int:
+    def nvmlDeviceGetP2PStatus(
+        self, first: SimpleNamespace, second: SimpleNamespace, question: int
+    ) -> int:
         assert question == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
-        return pynvml.NVML_P2P_STATUS_OK if second.uuid in first.nvlinked else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+        return (
+            pynvml.NVML_P2P_STATUS_OK
+            if second.uuid in first.nvlinked
+            else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+        )
 
-    def nvmlDeviceGetTopologyCommonAncestor(self, first: SimpleNamespace, second: SimpleNamespace) -> int:
+    def nvmlDeviceGetTopologyCommonAncestor(
+        self, first: SimpleNamespace, second: SimpleNamespace
+    ) -> int:
         if first.level is None:
             self._unanswered()
         return first.level
@@ -120,9 +163,22 @@ class FakeNvml:
 
 def card(uuid: str = "GPU-aaaa1111", **changes: Any) -> SimpleNamespace:
     """An H200 as NVML describes it, 10 GiB of it in use."""
-    values = {"name": "NVIDIA H200", "capability": (9, 0), "total": 140 * GIB, "reserved": GIB, "used": 10 * GIB, "memory_version": 2}
+    values = {
+        "name": "NVIDIA H200",
+        "capability": (9, 0),
+        "total": 140 * GIB,
+        "reserved": GIB,
+        "used": 10 * GIB,
+        "memory_version": 2,
+    }
     values |= {"watts": None, "most_watts": None, "celsius": None, "pcie": None, "link_ends": None}
-    values |= {"busy": 97, "processes": {}, "nvlinked": (), "level": pynvml.NVML_TOPOLOGY_SYSTEM, "instances": []}
+    values |= {
+        "busy": 97,
+        "processes": {},
+        "nvlinked": (),
+        "level": pynvml.NVML_TOPOLOGY_SYSTEM,
+        "instances": [],
+    }
     return SimpleNamespace(uuid=uuid, **(values | changes))
 
 
@@ -180,7 +236,10 @@ def test_visible_numbers_agree_with_torch(monkeypatch):
 def test_gpus_are_numbered_as_torch_numbers_them(plant):
     plant(card(UUIDS[0]), card(UUIDS[1], name="NVIDIA L4", capability=(8, 9)), card(UUIDS[2]))
     gpus, reason = nvml_gpus({"CUDA_VISIBLE_DEVICES": "2,1"})
-    assert [(gpu.index, gpu.uuid, gpu.capability) for gpu in gpus] == [(0, UUIDS[2], (9, 0)), (1, UUIDS[1], (8, 9))]
+    assert [(gpu.index, gpu.uuid, gpu.capability) for gpu in gpus] == [
+        (0, UUIDS[2], (9, 0)),
+        (1, UUIDS[1], (8, 9)),
+    ]
     assert reason is None
 
 
@@ -203,7 +262,9 @@ def test_a_gpu_without_memory_of_its_own_has_the_hosts(plant):
 
 
 def test_a_mig_instance_that_is_named_is_one_gpu(plant):
-    instance = card("MIG-1", name="NVIDIA H200 MIG 1g.18gb", total=18 * GIB, reserved=0, used=0, capability=None)
+    instance = card(
+        "MIG-1", name="NVIDIA H200 MIG 1g.18gb", total=18 * GIB, reserved=0, used=0, capability=None
+    )
     plant(card(instances=[instance]))
     (gpu,), _ = nvml_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"})
     assert gpu == Gpu(0, "NVIDIA H200 MIG 1g.18gb", 18 * GIB, 18 * GIB, (9, 0), "MIG-1")
@@ -236,12 +297,22 @@ def test_bf16_needs_every_gpu_to_support_it(plant):
 @pytest.mark.parametrize(
     ("cards", "changes", "environ", "words"),
     [
-        ([], {"init_error": pynvml.NVML_ERROR_LIBRARY_NOT_FOUND}, {}, "libnvidia-ml.so.1 not found"),
+        (
+            [],
+            {"init_error": pynvml.NVML_ERROR_LIBRARY_NOT_FOUND},
+            {},
+            "libnvidia-ml.so.1 not found",
+        ),
         ([], {"init_error": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}, {}, "sudo modprobe nvidia"),
         ([], {"init_error": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}, {}, "reboot"),
         ([], {"init_error": pynvml.NVML_ERROR_GPU_IS_LOST}, {}, "GPU is lost"),
         ([], {}, {}, "lists no GPU"),
-        ([card()], {}, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES=-1 hides every GPU of this host (1)"),
+        (
+            [card()],
+            {},
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            "CUDA_VISIBLE_DEVICES=-1 hides every GPU of this host (1)",
+        ),
     ],
 )
 def test_cuda_without_a_gpu_says_what_is_missing(plant, cards, changes, environ, words):
@@ -284,7 +355,9 @@ def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
     hardware = parse(words)
     assert (hardware.kind, hardware.count) == ("cuda", count)
     size_bytes = int(gib * GIB)
-    assert hardware.gpus == tuple(Gpu(index, name, size_bytes, size_bytes, capability) for index in range(count))
+    assert hardware.gpus == tuple(
+        Gpu(index, name, size_bytes, size_bytes, capability) for index in range(count)
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,5 +421,11 @@ def test_devices_and_monitor_load_neither_torch_nor_nvml_nor_psutil():
         "import sys, sft_play.plan.devices, sft_play.monitor.gpus, sft_play.monitor.doctor, sft_play.monitor.tensorboard;"
         "print(sorted({'torch', 'transformers', 'pynvml', 'psutil', 'tensorboard'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
     assert result.stdout.strip() == "[]"

@@ -23,7 +23,13 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # two ranks on two cores
 # 10 rows, 8 a step: two steps an epoch, and the second holds 2 rows and 6 fillers
-STEPS = {"train.max_steps": None, "train.epochs": 2, "train.batch_size": 2, "train.learning_rate": 1e-3, "train.save_strategy": "no"}
+STEPS = {
+    "train.max_steps": None,
+    "train.epochs": 2,
+    "train.batch_size": 2,
+    "train.learning_rate": 1e-3,
+    "train.save_strategy": "no",
+}
 STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
 SECONDS = 240
 
@@ -31,26 +37,50 @@ SECONDS = 240
 class Launched:
     """A make target that runs, in a session of its own, and its output."""
 
-    def __init__(self, output_dir: Path, target: str, settings: dict[str, object], **variables: str):
-        words = {name.upper().replace(".", "_"): "null" if value is None else value for name, value in {**settings, "train.output_dir": output_dir}.items()}
-        words |= {"CONFIG": "tests/fixtures/empty.yaml", "DEVICE": "cpu", "RUN": "run", "PY": sys.executable, "NUM_GPUS": "2", **variables}
+    def __init__(
+        self, output_dir: Path, target: str, settings: dict[str, object], **variables: str
+    ):
+        words = {
+            name.upper().replace(".", "_"): "null" if value is None else value
+            for name, value in {**settings, "train.output_dir": output_dir}.items()
+        }
+        words |= {
+            "CONFIG": "tests/fixtures/empty.yaml",
+            "DEVICE": "cpu",
+            "RUN": "run",
+            "PY": sys.executable,
+            "NUM_GPUS": "2",
+            **variables,
+        }
         command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
         self.log, self.folder = output_dir / "make.log", RunFolder(output_dir / "run")
         with self.log.open("w") as log:
-            self.make = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **QUIET}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.make = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **QUIET},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait_for(self, text: str) -> None:
         """Return once the output holds `text`, with `everyone` the processes below make that run then."""
         deadline = time.monotonic() + SECONDS
         while text not in self.log.read_text():
-            assert self.make.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            assert self.make.poll() is None and time.monotonic() < deadline, self.log.read_text()[
+                -3000:
+            ]
             time.sleep(0.05)
         self.everyone = psutil.Process(self.make.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes that run the worker, rank 0 first."""
         found = [
-            p for p in psutil.process_iter(["environ", "cmdline"]) if str(self.folder.path) in (p.info["cmdline"] or []) and "RANK" in (p.info["environ"] or {})
+            p
+            for p in psutil.process_iter(["environ", "cmdline"])
+            if str(self.folder.path) in (p.info["cmdline"] or [])
+            and "RANK" in (p.info["environ"] or {})
         ]
         return sorted(found, key=lambda p: int(p.info["environ"]["RANK"]))
 
@@ -65,7 +95,14 @@ def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched
     started: list[Launched] = []
 
     def start(target: str, changes: dict[str, object], **variables: str) -> Launched:
-        started.append(Launched(tmp_path_factory.mktemp("out"), target, settings_of({"model.name": taught_base, **changes}), **variables))
+        started.append(
+            Launched(
+                tmp_path_factory.mktemp("out"),
+                target,
+                settings_of({"model.name": taught_base, **changes}),
+                **variables,
+            )
+        )
         return started[-1]
 
     yield start
@@ -85,7 +122,11 @@ def pair(launch) -> Callable[[object, str], Launched]:
         if (engine, mode) not in runs:
             changes = {**STEPS, "tuning.mode": mode, "train.grad_accum": 2}
             ddp = engine == "ddp"
-            runs[engine, mode] = launch("train-distributed", changes) if ddp else launch("train-deepspeed", changes, DEEPSPEED_CONFIG=STAGE[engine])
+            runs[engine, mode] = (
+                launch("train-distributed", changes)
+                if ddp
+                else launch("train-deepspeed", changes, DEEPSPEED_CONFIG=STAGE[engine])
+            )
             runs[engine, mode].finish()
         return runs[engine, mode]
 
@@ -99,7 +140,9 @@ def alone(plan_run, run_worker, taught_base) -> Callable[[str], RunFolder]:
 
     def run(mode: str) -> RunFolder:
         if mode not in runs:
-            runs[mode] = plan_run({**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 4})
+            runs[mode] = plan_run(
+                {**STEPS, "model.name": taught_base, "tuning.mode": mode, "train.grad_accum": 4}
+            )
             assert run_worker(runs[mode]) == 0
         return runs[mode]
 
@@ -111,16 +154,27 @@ def differences(one: RunFolder, two: RunFolder, mode: str) -> dict[str, float]:
     a, b = one.read_report(), two.read_report()
     steps = [entry["step"] for entry in a["loss"]]
     assert steps == [entry["step"] for entry in b["loss"]] == [1, 2, 3, 4]
-    before, after = (load_file(next(folder.weights(mode).glob("*.safetensors"))) for folder in (one, two))
+    before, after = (
+        load_file(next(folder.weights(mode).glob("*.safetensors"))) for folder in (one, two)
+    )
     assert before.keys() == after.keys()
     return {
         "loss": max(abs(x["loss"] - y["loss"]) for x, y in zip(a["loss"], b["loss"], strict=True)),
-        **{f"{name} {when}": abs(a["metrics"][when][name] - b["metrics"][when][name]) for name in ("eval_loss", "rougeL") for when in ("before", "after")},
+        **{
+            f"{name} {when}": abs(a["metrics"][when][name] - b["metrics"][when][name])
+            for name in ("eval_loss", "rougeL")
+            for when in ("before", "after")
+        },
         "weights": max((before[name] - after[name]).abs().max().item() for name in before),
     }
 
 
-CASES = [("ddp", mode) for mode in ("lora", "full", "qlora")] + [(2, "lora"), (2, "full"), (3, "lora"), (3, "full")]
+CASES = [("ddp", mode) for mode in ("lora", "full", "qlora")] + [
+    (2, "lora"),
+    (2, "full"),
+    (3, "lora"),
+    (3, "full"),
+]
 
 
 @pytest.mark.parametrize(("engine", "mode"), CASES)
@@ -128,8 +182,13 @@ def test_two_processes_train_as_one(pair, alone, engine, mode):
     """Float32, rows of unequal length, accumulation, a last step that is partly filled: losses, scores, answers and weights agree."""
     launched, one = pair(engine, mode), alone(mode)
     found = differences(one, launched.folder, mode)
-    print(f"\nparity {engine} {mode} " + " ".join(f"{name}={value:.1e}" for name, value in found.items()))
-    assert (launched.folder.evaluation / "after.jsonl").read_text() == (one.evaluation / "after.jsonl").read_text()
+    print(
+        f"\nparity {engine} {mode} "
+        + " ".join(f"{name}={value:.1e}" for name, value in found.items())
+    )
+    assert (launched.folder.evaluation / "after.jsonl").read_text() == (
+        one.evaluation / "after.jsonl"
+    ).read_text()
     assert one.read_report()["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
     # the ranks' sums are added in another order, and Adam divides by the root of tiny second moments, four times; ZeRO-3 has
     # the plain loss besides, where one process has the fused one
@@ -141,11 +200,22 @@ def test_two_processes_are_two_and_say_so_once(pair, engine):
     launched = pair(engine, "lora")
     report = launched.folder.read_report()
     assert (report["status"], report["world_size"], report["exit_class"]) == ("done", 2, 0)
-    assert (report["engine"], report["strategy"]) == (("DistributedDataParallel", "ddp") if engine == "ddp" else ("DeepSpeedEngine", "deepspeed"))
-    assert sorted(path.name for path in launched.folder.logs.iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert (report["engine"], report["strategy"]) == (
+        ("DistributedDataParallel", "ddp") if engine == "ddp" else ("DeepSpeedEngine", "deepspeed")
+    )
+    assert sorted(path.name for path in launched.folder.logs.iterdir()) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
     samples = ("prompt ", "expected ", "before  ", "after  ")  # two answers may be alike
-    lines = [line for line in launched.log.read_text().splitlines() if line.strip() and not line.startswith(samples)]
-    assert any(line.startswith("ranks world=2 ") for line in lines) and any(line.startswith("step 4/4 loss=") for line in lines)
+    lines = [
+        line
+        for line in launched.log.read_text().splitlines()
+        if line.strip() and not line.startswith(samples)
+    ]
+    assert any(line.startswith("ranks world=2 ") for line in lines) and any(
+        line.startswith("step 4/4 loss=") for line in lines
+    )
     assert len(lines) == len(set(lines)), "a line was printed twice"
 
 
@@ -174,15 +244,41 @@ sys.exit(entry.main(Path(sys.argv[1])))
 
 def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run, tmp_path):
     (tmp_path / "probe.py").write_text(PROBE)
-    settings = {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 3, "ddp_broadcast_buffers": True, "ddp_timeout": 77}
-    folder = plan_run({f"train.{name}": value for name, value in settings.items()} | {"train.predict_with_generate": False}, num_gpus=2)
+    settings = {
+        "ddp_find_unused_parameters": True,
+        "ddp_bucket_cap_mb": 3,
+        "ddp_broadcast_buffers": True,
+        "ddp_timeout": 77,
+    }
+    folder = plan_run(
+        {f"train.{name}": value for name, value in settings.items()}
+        | {"train.predict_with_generate": False},
+        num_gpus=2,
+    )
     torchrun(str(tmp_path / "probe.py"), str(folder.path))
-    assert [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [[True, 3 * 2**20, True, 77.0]] * 2
+    assert [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [
+        [True, 3 * 2**20, True, 77.0]
+    ] * 2
 
 
 def torchrun(*script: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=SECONDS)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *script,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
@@ -202,8 +298,12 @@ def check_stopped(launched: Launched) -> int:
     """Assert that a run stopped on request with a checkpoint and left no process; return its step."""
     check_gone(launched)
     report = launched.folder.read_report()
-    assert (report["status"], report["exit_class"]) == ("stopped", 75), launched.log.read_text()[-3000:]
-    assert (launched.folder.checkpoints / f"checkpoint-{report['global_step']}" / "stamp.json").is_file()
+    assert (report["status"], report["exit_class"]) == ("stopped", 75), launched.log.read_text()[
+        -3000:
+    ]
+    assert (
+        launched.folder.checkpoints / f"checkpoint-{report['global_step']}" / "stamp.json"
+    ).is_file()
     return report["global_step"]
 
 
@@ -220,10 +320,15 @@ def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_
     launched.wait_for("step 2/")
     os.killpg(launched.make.pid, signal.SIGINT)
     step = check_stopped(launched)
-    again = launch("train-deepspeed", {**LONG, "train.max_steps": step + 2, "train.resume_from": launched.folder.path})
+    again = launch(
+        "train-deepspeed",
+        {**LONG, "train.max_steps": step + 2, "train.resume_from": launched.folder.path},
+    )
     again.finish()
     curve = [entry["loss"] for entry in again.folder.read_report()["loss"]]
-    assert len(curve) == step + 2 and curve[:step] == [entry["loss"] for entry in launched.folder.read_report()["loss"]]
+    assert len(curve) == step + 2 and curve[:step] == [
+        entry["loss"] for entry in launched.folder.read_report()["loss"]
+    ]
 
 
 def test_a_killed_rank_takes_the_others_with_it(launch):

@@ -37,15 +37,27 @@ def talks() -> dict[str, list[desk.Conversation]]:
 
 def test_files_are_what_the_generator_makes() -> None:
     for name, text in build.data_files().items():
-        assert (DATA / name).read_bytes() == text.encode(), f"{name} differs; run scripts/build_embedded.py --only data"
+        assert (DATA / name).read_bytes() == text.encode(), (
+            f"{name} differs; run scripts/build_embedded.py --only data"
+        )
 
 
 def test_everything_shipped_is_at_most_8_megabytes() -> None:
     folders = (DATA / "tiny_llama", DATA / "corpus", DATA / "desk")
-    assert sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) <= MAX_BYTES
+    assert (
+        sum(
+            path.stat().st_size
+            for folder in folders
+            for path in folder.rglob("*")
+            if path.is_file()
+        )
+        <= MAX_BYTES
+    )
 
 
-def test_splits_share_no_source_no_prompt_and_no_full_name(talks: dict[str, list[desk.Conversation]]) -> None:
+def test_splits_share_no_source_no_prompt_and_no_full_name(
+    talks: dict[str, list[desk.Conversation]],
+) -> None:
     sources = [talk.source for split in SPLITS for talk in talks[split]]
     assert len(sources) == len(set(sources))
     prompts = [json.dumps(row[:-1]) for split in SPLITS for row in read_rows(split)]
@@ -57,7 +69,9 @@ def test_splits_share_no_source_no_prompt_and_no_full_name(talks: dict[str, list
         assert not [name for name in names if name in held_out and name in trained]
 
 
-def test_every_split_holds_every_kind_and_enough_turns(talks: dict[str, list[desk.Conversation]]) -> None:
+def test_every_split_holds_every_kind_and_enough_turns(
+    talks: dict[str, list[desk.Conversation]],
+) -> None:
     kinds = {talk.kind for talk in talks["train"]}
     assert len(kinds) >= 8
     assert len(talks["train"]) >= 1000 and len(talks["val"]) == len(talks["test"]) == 100
@@ -67,10 +81,14 @@ def test_every_split_holds_every_kind_and_enough_turns(talks: dict[str, list[des
         assert any(talk.system for talk in talks[split])
 
 
-def test_every_conversation_renders_with_its_prompt_as_a_prefix(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_conversation_renders_with_its_prompt_as_a_prefix(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     for messages in (row for split in SPLITS for row in read_rows(split)):
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            messages[:-1], tokenize=False, add_generation_prompt=True
+        )
         ids, prompt_ids = tokenizer(text)["input_ids"], tokenizer(prompt)["input_ids"]
         assert text == f"{prompt}{messages[-1]['content']}<|end|>"
         assert ids[: len(prompt_ids)] == prompt_ids
@@ -78,11 +96,19 @@ def test_every_conversation_renders_with_its_prompt_as_a_prefix(tokenizer: PreTr
         assert len(ids) <= MAX_ROW_TOKENS
 
 
-def test_the_assistant_mask_covers_the_answers_and_their_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = next(row for row in read_rows("train") if len(row) > 3 and row[0]["role"] == "system")
-    out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+def test_the_assistant_mask_covers_the_answers_and_their_end_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    messages = next(
+        row for row in read_rows("train") if len(row) > 3 and row[0]["role"] == "system"
+    )
+    out = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     trained = [i for i, on in zip(out["input_ids"], out["assistant_masks"], strict=True) if on]
-    answers = [message["content"] + "<|end|>" for message in messages if message["role"] == "assistant"]
+    answers = [
+        message["content"] + "<|end|>" for message in messages if message["role"] == "assistant"
+    ]
     assert tokenizer.decode(trained) == "".join(answers)
 
 
@@ -91,7 +117,9 @@ def test_the_template_refuses_an_unknown_role(tokenizer: PreTrainedTokenizerFast
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
-@pytest.mark.parametrize("text", ["Zoë Müller, K-417", "日本語 and \U0001f642", "tabs\tand\n\n  spaces ", "Ωμέγα\x00"])
+@pytest.mark.parametrize(
+    "text", ["Zoë Müller, K-417", "日本語 and \U0001f642", "tabs\tand\n\n  spaces ", "Ωμέγα\x00"]
+)
 def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -125,10 +153,15 @@ def test_answers_follow_from_the_facts() -> None:
     pair = facts.Pair((("the fair", world.Date(6, 17)), ("the race", world.Date(3, 4))))
     assert pair.answer() == "The race on 4 March comes first."
     guests = facts.Guests("the fair", "Monday", ("Ada", "Leo"), ("Mei",))
-    assert (guests.answer("Leo"), guests.answer("Mei")) == ("Yes, Leo is on the list.", "No, Mei is not on the list.")
+    assert (guests.answer("Leo"), guests.answer("Mei")) == (
+        "Yes, Leo is on the list.",
+        "No, Mei is not on the list.",
+    )
     things = facts.Things(((1, "mug"), (3, "shelf"), (2, "box")))
     assert things.sentence() == "a mug, three shelves and two boxes"
-    loan = records.Record(records.LOAN, (("reader", "Ada Bell"), ("book", "The Quiet Harbour"), ("date", "4 March")))
+    loan = records.Record(
+        records.LOAN, (("reader", "Ada Bell"), ("book", "The Quiet Harbour"), ("date", "4 March"))
+    )
     assert loan.as_json(["date", "reader"]) == '{"date": "4 March", "reader": "Ada Bell"}'
     assert loan.replace("date", "5 May").answer("date") == "The book is due on 5 May."
 
@@ -136,15 +169,26 @@ def test_answers_follow_from_the_facts() -> None:
 def test_the_package_imports_nothing_else_of_sft_play() -> None:
     for path in Path(build.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [a.name for a in getattr(node, "names", [])]
+            )
             if isinstance(node, ast.Import | ast.ImportFrom):
-                assert all(name.startswith("sft_play.embedded") or not name.startswith("sft_play") for name in names), path
+                assert all(
+                    name.startswith("sft_play.embedded") or not name.startswith("sft_play")
+                    for name in names
+                ), path
 
 
 def test_the_builder_pretrains_and_saves_a_model_that_loads(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "town.txt").write_text(corpus.corpus_text(size_bytes=60_000), encoding="utf-8")
+    (tmp_path / "corpus" / "town.txt").write_text(
+        corpus.corpus_text(size_bytes=60_000), encoding="utf-8"
+    )
     loss = build.build_model(tmp_path, build.PretrainConfig(steps=2, batch_tokens=1024))
     built = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny_llama")
     assert math.isfinite(loss) and loss < 1.2 * math.log(built.config.vocab_size)
-    assert AutoTokenizer.from_pretrained(tmp_path / "tiny_llama").chat_template == build.CHAT_TEMPLATE
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "tiny_llama").chat_template == build.CHAT_TEMPLATE
+    )

@@ -58,22 +58,36 @@ def test_the_loss_is_the_mean_over_all_labelled_tokens_row_by_row(untrained, spl
     nats = tokens = 0.0
     with torch.no_grad():
         for row in split:
-            scores = untrained(input_ids=torch.tensor(row.ids[None])).logits[0].double().log_softmax(-1)
-            nats -= sum(scores[t, label].item() for t, label in enumerate(row.labels[1:]) if label != IGNORE_INDEX)
+            scores = (
+                untrained(input_ids=torch.tensor(row.ids[None])).logits[0].double().log_softmax(-1)
+            )
+            nats -= sum(
+                scores[t, label].item()
+                for t, label in enumerate(row.labels[1:])
+                if label != IGNORE_INDEX
+            )
             tokens += sum(label != IGNORE_INDEX for label in row.labels[1:])
-    assert evaluator(split, tokenizer).loss(untrained) == pytest.approx(nats / tokens, rel=1e-6)  # float32 logits
+    assert evaluator(split, tokenizer).loss(untrained) == pytest.approx(
+        nats / tokens, rel=1e-6
+    )  # float32 logits
 
 
 @pytest.mark.parametrize("batch_size", [2, 5, 6])
-def test_the_loss_depends_neither_on_the_batch_size_nor_on_the_padding_that_comes_with_it(untrained, split, tokenizer, batch_size):
+def test_the_loss_depends_neither_on_the_batch_size_nor_on_the_padding_that_comes_with_it(
+    untrained, split, tokenizer, batch_size
+):
     alone = evaluator(split, tokenizer, eval_batch_size=1).loss(untrained)
-    assert evaluator(split, tokenizer, eval_batch_size=batch_size).loss(untrained) == pytest.approx(alone, rel=1e-6)  # sums in another order
+    assert evaluator(split, tokenizer, eval_batch_size=batch_size).loss(untrained) == pytest.approx(
+        alone, rel=1e-6
+    )  # sums in another order
 
 
 def test_the_loss_does_not_depend_on_the_order_of_the_rows(untrained, split, tokenizer):
     order = random.Random(0).sample(range(len(split)), len(split))
     shuffled = Split(split.stores, [(0, split.index_in[order])])
-    assert evaluator(shuffled, tokenizer).loss(untrained) == pytest.approx(evaluator(split, tokenizer).loss(untrained), rel=1e-6)
+    assert evaluator(shuffled, tokenizer).loss(untrained) == pytest.approx(
+        evaluator(split, tokenizer).loss(untrained), rel=1e-6
+    )
 
 
 def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base, split, tokenizer):
@@ -87,16 +101,24 @@ def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base,
 # Answers
 
 
-def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(model, split, tokenizer, records):
+def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(
+    model, split, tokenizer, records
+):
     alone = evaluator(split, tokenizer, eval_batch_size=1).answers(model)
-    assert len(alone) == len(split) and len(set(alone)) > 1, "a model that always says one thing proves nothing"
+    assert len(alone) == len(split) and len(set(alone)) > 1, (
+        "a model that always says one thing proves nothing"
+    )
     for batch_size in (2, 3, 5, 6):
         assert evaluator(split, tokenizer, eval_batch_size=batch_size).answers(model) == alone
     by_hand = []
     for record in records:
         ids = torch.tensor([render_prompt([Message("user", record["question"])], tokenizer)])
-        generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        by_hand.append(tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip())
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
+        by_hand.append(
+            tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        )
     assert alone == by_hand
 
 
@@ -132,13 +154,23 @@ def test_a_model_that_answers_as_it_should_scores_1(model, split, tokenizer, rec
     assert evaluator(split, tokenizer).score(model).rouge_l == 0.0
 
 
-@pytest.mark.parametrize("changes", [{"eval_accumulation_steps": 2}, {"eval_accumulation_steps": 50}, {"eval_do_concat_batches": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval_accumulation_steps": 2},
+        {"eval_accumulation_steps": 50},
+        {"eval_do_concat_batches": True},
+    ],
+)
 def test_how_answers_are_held_changes_no_score(model, split, tokenizer, changes):
     short = {"eval_batch_size": 2, "generation_max_new_tokens": 5}  # too short for most answers
     plain = evaluator(split, tokenizer, **short).score(model)
     held = evaluator(split, tokenizer, **short, **changes).score(model)
     assert held.answers == plain.answers
-    assert (held.eval_loss, held.rouge_l) == (plain.eval_loss, pytest.approx(plain.rouge_l, abs=1e-12))
+    assert (held.eval_loss, held.rouge_l) == (
+        plain.eval_loss,
+        pytest.approx(plain.rouge_l, abs=1e-12),
+    )
     assert 0 < plain.rouge_l < 1, "an extreme score would hide a difference"
 
 
@@ -147,9 +179,16 @@ def test_how_answers_are_held_changes_no_score(model, split, tokenizer, changes)
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 9])
-def test_ranks_share_each_row_once_in_equally_many_batches(split, tokenizer, world_size, batch_size):
+def test_ranks_share_each_row_once_in_equally_many_batches(
+    split, tokenizer, world_size, batch_size
+):
     order = [4, 2, 0, 1, 5, 3]
-    shares = [evaluator(split, tokenizer, Ranks(rank, world_size, HERE.device), eval_batch_size=batch_size)._share(order) for rank in range(world_size)]
+    shares = [
+        evaluator(
+            split, tokenizer, Ranks(rank, world_size, HERE.device), eval_batch_size=batch_size
+        )._share(order)
+        for rank in range(world_size)
+    ]
     assert len({len(share) for share in shares}) == 1
     real = [index for share in shares for batch in share for index in batch if index >= 0]
     fillers = [index for share in shares for batch in share for index in batch if index < 0]
@@ -170,14 +209,21 @@ REFERENCES = ["the cat is on the mat", "something", "One, two!", "nothing shared
 
 def test_rouge_l_is_the_mean_f_measure_of_the_rouge_score_package():
     scorer = RougeScorer(["rougeL"], use_stemmer=False)
-    expected = [scorer.score(reference, answer)["rougeL"].fmeasure for answer, reference in zip(ANSWERS, REFERENCES, strict=True)]
-    assert expected[2] == 1.0 and expected[1] == 0.0 and expected[0] == pytest.approx(2 * 5 / 12)  # the cat on the mat: 5 of 6 words
+    expected = [
+        scorer.score(reference, answer)["rougeL"].fmeasure
+        for answer, reference in zip(ANSWERS, REFERENCES, strict=True)
+    ]
+    assert (
+        expected[2] == 1.0 and expected[1] == 0.0 and expected[0] == pytest.approx(2 * 5 / 12)
+    )  # the cat on the mat: 5 of 6 words
     assert rouge_l(ANSWERS, REFERENCES) == pytest.approx(sum(expected) / len(expected), abs=1e-12)
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 4, 99])
 def test_rouge_l_in_batches_is_rouge_l_at_once(batch_rows):
-    assert rouge_l(ANSWERS, REFERENCES, batch_rows) == pytest.approx(rouge_l(ANSWERS, REFERENCES), abs=1e-12)
+    assert rouge_l(ANSWERS, REFERENCES, batch_rows) == pytest.approx(
+        rouge_l(ANSWERS, REFERENCES), abs=1e-12
+    )
 
 
 def test_rouge_l_needs_no_network(monkeypatch):
@@ -197,12 +243,18 @@ def traits(model) -> dict[str, object]:
     return {
         "training": [module.training for module in model.modules()],
         "use_cache": model.config.use_cache,
-        "checkpointing": [module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing")],
+        "checkpointing": [
+            module.gradient_checkpointing
+            for module in model.modules()
+            if hasattr(module, "gradient_checkpointing")
+        ],
     }
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("in the middle of an evaluation")])
-def test_a_model_is_after_an_evaluation_what_it_was_before_also_when_the_evaluation_fails(tiny_base, error):
+def test_a_model_is_after_an_evaluation_what_it_was_before_also_when_the_evaluation_fails(
+    tiny_base, error
+):
     model = AutoModelForCausalLM.from_pretrained(tiny_base).train()
     model.gradient_checkpointing_enable()
     model.config.use_cache = False  # as Trainer sets it

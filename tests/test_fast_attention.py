@@ -15,18 +15,34 @@ SAME = 1e-6  # float32, summed in another order
 
 def inputs(key_heads: int = 2) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(ROWS, TOKENS, heads, FEATURES, generator=draw, requires_grad=True) for heads in (HEADS, key_heads, key_heads))
+    return tuple(
+        torch.randn(ROWS, TOKENS, heads, FEATURES, generator=draw, requires_grad=True)
+        for heads in (HEADS, key_heads, key_heads)
+    )
 
 
-def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, document: torch.Tensor) -> torch.Tensor:
+def written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    document: torch.Tensor,
+) -> torch.Tensor:
     """Attention by its definition; document (B, T) is the number of each token's."""
     groups = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=2) for tensor in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
     position = torch.arange(TOKENS)
     distance = position[:, None] - position
-    sees = (distance >= 0) & (distance < (window or TOKENS)) & (document[:, :, None] == document[:, None, :])  # (B, T, T)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1), value)
+    sees = (
+        (distance >= 0)
+        & (distance < (window or TOKENS))
+        & (document[:, :, None] == document[:, None, :])
+    )  # (B, T, T)
+    return torch.einsum(
+        "bhqk,bkhd->bqhd", scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1), value
+    )
 
 
 def boundaries_of(*lengths: int) -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -38,9 +54,13 @@ def boundaries_of(*lengths: int) -> tuple[torch.Tensor, int, torch.Tensor]:
 def gap(found: torch.Tensor, expected: torch.Tensor, of: tuple[torch.Tensor, ...]) -> float:
     """Largest difference of two outputs or of their gradients, relative to the largest of each, 1 at least."""
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    gradients = [torch.autograd.grad((output * weights).sum(), of, retain_graph=True) for output in (found, expected)]
+    gradients = [
+        torch.autograd.grad((output * weights).sum(), of, retain_graph=True)
+        for output in (found, expected)
+    ]
     return max(
-        ((one - two).abs().max() / two.abs().max().clamp(min=1)).item() for one, two in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True)
+        ((one - two).abs().max() / two.abs().max().clamp(min=1)).item()
+        for one, two in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True)
     )
 
 
@@ -51,7 +71,9 @@ WHOLE = (TOKENS, TOKENS)
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 6, TOKENS + 3])
 @pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
-def test_attention_is_its_definition(lengths: tuple[int, ...], window: int | None, key_heads: int) -> None:
+def test_attention_is_its_definition(
+    lengths: tuple[int, ...], window: int | None, key_heads: int
+) -> None:
     of = inputs(key_heads)
     boundaries, longest, document = boundaries_of(*lengths)
     expected = written_out(*of, 0.3, window, document)
@@ -64,9 +86,16 @@ def test_attention_is_its_definition(lengths: tuple[int, ...], window: int | Non
 def test_the_comparison_sees_what_is_wrong(mutant: str) -> None:
     of = inputs()
     boundaries, longest, document = boundaries_of(*PACKED)
-    given: dict[str, Any] = {"scale": 0.3, "window": 6, "boundaries": boundaries, "longest": longest}
+    given: dict[str, Any] = {
+        "scale": 0.3,
+        "window": 6,
+        "boundaries": boundaries,
+        "longest": longest,
+    }
     given |= {
-        "boundaries": {"boundaries": torch.cat([boundaries[:1], boundaries[1:-1] + 1, boundaries[-1:]])},
+        "boundaries": {
+            "boundaries": torch.cat([boundaries[:1], boundaries[1:-1] + 1, boundaries[-1:]])
+        },
         "window": {"window": 7},
         "scale": {"scale": 0.31},
         "no boundaries": {"boundaries": None},
@@ -76,7 +105,9 @@ def test_the_comparison_sees_what_is_wrong(mutant: str) -> None:
 
 def test_rows_of_one_document_need_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(attention, "_by_document", lambda *arguments: called.append(arguments) or arguments[0])
+    monkeypatch.setattr(
+        attention, "_by_document", lambda *arguments: called.append(arguments) or arguments[0]
+    )
     boundaries, longest, _ = boundaries_of(*WHOLE)
     attend(*inputs(), 0.3, None, boundaries, longest)
     attend(*inputs(), 0.3, TOKENS, boundaries, longest)
@@ -92,8 +123,12 @@ def test_positions_are_rotated_as_transformers_does(rotated: int) -> None:
 
     query, key, _ = inputs()
     angles = torch.randn(ROWS, TOKENS, rotated // 2).repeat(1, 1, 2)
-    expected = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), angles.cos(), angles.sin())
-    for one, two in zip(norms.rotate(query, key, angles.cos(), angles.sin()), expected, strict=True):
+    expected = apply_rotary_pos_emb(
+        query.transpose(1, 2), key.transpose(1, 2), angles.cos(), angles.sin()
+    )
+    for one, two in zip(
+        norms.rotate(query, key, angles.cos(), angles.sin()), expected, strict=True
+    ):
         assert torch.equal(one, two.transpose(1, 2))
 
 
@@ -108,12 +143,19 @@ MASK = torch.ones(1, 3, dtype=torch.long)
         (False, True, {"attention_mask": MASK}, False),  # an evaluation: padding may be on the left
         (True, False, {"attention_mask": MASK}, False),
         (True, True, {"attention_mask": MASK, "past_key_values": object()}, False),
-        (True, True, {"position_ids": MASK}, False),  # documents without boundaries: transformers finds them
+        (
+            True,
+            True,
+            {"position_ids": MASK},
+            False,
+        ),  # documents without boundaries: transformers finds them
         (True, True, {"position_ids": MASK, "cu_seq_lens_q": MASK}, True),
         (False, False, {"position_ids": MASK, "cu_seq_lens_q": MASK}, True),
     ],
 )
-def test_steps_and_named_documents_go_without_a_mask(trains: bool, gradients: bool, given: dict[str, Any], expected: bool) -> None:
+def test_steps_and_named_documents_go_without_a_mask(
+    trains: bool, gradients: bool, given: dict[str, Any], expected: bool
+) -> None:
     with torch.set_grad_enabled(gradients):
         routed = route(nn.Linear(1, 1).train(trains), (), given)
     assert (routed is not None) == expected

@@ -39,11 +39,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
-    "gemma3": ("gemma3_text", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
 }
@@ -51,17 +61,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SAME = 2e-6
 
 
-def plain_model(name: str, mode: str = "lora", dropout: float = 0.0, std: float = 0.15, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
+def plain_model(
+    name: str,
+    mode: str = "lora",
+    dropout: float = 0.0,
+    std: float = 0.15,
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
+) -> Any:
     """A tiny model with weights large enough that its attention looks at something, in training mode, not fast."""
     model_type, settings = MODELS[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SMALL, **settings)
     config.update(sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if model_type == "gemma2" else "sdpa")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if model_type == "gemma2" else "sdpa"
+    )
     spread(model, std)
     model.to(dtype)
     if mode == "lora":
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=dropout))
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM", r=4, target_modules="all-linear", lora_dropout=dropout
+            ),
+        )
         for parameter_name, parameter in model.named_parameters():
             if "lora_B" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.1)  # zeros would give lora_A no gradient
@@ -70,7 +94,9 @@ def plain_model(name: str, mode: str = "lora", dropout: float = 0.0, std: float 
 
 
 def settings(mode: str = "lora", **train: Any) -> Config:
-    return Config.model_validate({"tuning": {"mode": mode, "lora": {"dropout": 0.0}}, "train": train})
+    return Config.model_validate(
+        {"tuning": {"mode": mode, "lora": {"dropout": 0.0}}, "train": train}
+    )
 
 
 def make(model: Any, mode: str = "lora", zero_stage: int = 0, **train: Any) -> Installed:
@@ -79,35 +105,67 @@ def make(model: Any, mode: str = "lora", zero_stage: int = 0, **train: Any) -> I
 
 def batches(is_packed: bool, names_boundaries: bool) -> list[Batch]:
     rows = TrainRows(documents(16))
-    collator = PackCollator(0, MAX_SEQ_LEN, names_boundaries) if is_packed else PadCollator(0, MAX_SEQ_LEN)
-    return [collator([rows[sequence] for sequence in micro_batch]) for micro_batch in order_of(rows.samples, is_packed, effective=16)]
+    collator = (
+        PackCollator(0, MAX_SEQ_LEN, names_boundaries) if is_packed else PadCollator(0, MAX_SEQ_LEN)
+    )
+    return [
+        collator([rows[sequence] for sequence in micro_batch])
+        for micro_batch in order_of(rows.samples, is_packed, effective=16)
+    ]
 
 
-INPUTS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)
 
 
-def step(model: Any, is_packed: bool, names_boundaries: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+def step(
+    model: Any, is_packed: bool, names_boundaries: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of a step of 16 samples, from whole logits."""
     model.zero_grad()
     total = 0.0
     for batch in batches(is_packed, names_boundaries):
-        loss = summed_nll(model(**{name: batch[name] for name in INPUTS if name in batch}).logits, batch["labels"]) / 100
+        loss = (
+            summed_nll(
+                model(**{name: batch[name] for name in INPUTS if name in batch}).logits,
+                batch["labels"],
+            )
+            / 100
+        )
         loss.backward()
         total += loss.item()
-    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total, {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-def gap(one: tuple[float, dict[str, torch.Tensor]], two: tuple[float, dict[str, torch.Tensor]]) -> float:
+def gap(
+    one: tuple[float, dict[str, torch.Tensor]], two: tuple[float, dict[str, torch.Tensor]]
+) -> float:
     """Largest difference of two steps' gradients relative to the largest of its tensor, or of their losses."""
     assert one[1].keys() == two[1].keys() and one[1]
-    gradients = [((gradient - two[1][name]).abs().max() / gradient.abs().max().clamp(min=1e-6)).item() for name, gradient in one[1].items()]
+    gradients = [
+        ((gradient - two[1][name]).abs().max() / gradient.abs().max().clamp(min=1e-6)).item()
+        for name, gradient in one[1].items()
+    ]
     return max(*gradients, abs(one[0] - two[0]) / abs(one[0]))
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(name: str, is_packed: bool, mode: str) -> None:
+def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(
+    name: str, is_packed: bool, mode: str
+) -> None:
     model = plain_model(name, mode)
     plain = step(model, is_packed)
     make(model, mode)
@@ -143,7 +201,9 @@ def windows_too_long(model: Any) -> None:
 
 def documents_joined(model: Any) -> None:
     decoder = model.get_base_model().model
-    decoder.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "cu_seq_lens_q": None}), with_kwargs=True)
+    decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "cu_seq_lens_q": None}), with_kwargs=True
+    )
 
 
 @pytest.mark.parametrize("break_it", [scaled_otherwise, windows_too_long, documents_joined])
@@ -164,13 +224,23 @@ def test_evaluation_and_generation_are_the_same_to_the_bit(name: str) -> None:
 
     @torch.no_grad()
     def outcome() -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits
-        return logits, model.generate(input_ids=prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=True)
+        logits = model(
+            input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
+        ).logits
+        return logits, model.generate(
+            input_ids=prompts,
+            attention_mask=mask,
+            max_new_tokens=6,
+            do_sample=False,
+            use_cache=True,
+        )
 
     (logits, texts), _ = outcome(), make(model)
     now, texts_now = outcome()
     assert torch.equal(texts, texts_now)
-    if name == "gemma2":  # its linears are fused one by one, in evaluation too: a sum in another order
+    if (
+        name == "gemma2"
+    ):  # its linears are fused one by one, in evaluation too: a sum in another order
         assert torch.allclose(logits, now, atol=1e-4 * logits.abs().max().item())
     else:
         assert torch.equal(logits, now)
@@ -202,7 +272,9 @@ def test_what_is_saved_is_plain_peft(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
         merged = model.merge_and_unload()
-        assert torch.allclose(merged(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-4)  # one product for two
+        assert torch.allclose(
+            merged(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-4
+        )  # one product for two
 
 
 def test_two_models_of_one_process_do_not_disturb_each_other() -> None:
@@ -222,8 +294,12 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
     model = plain_model("llama")
     installed = make(model)
     assert installed_on(model) == installed and takes_boundaries(model)
-    assert installed == Installed({"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}, {})
-    assert [record.message for record in caplog.records if "fast path" in record.message] == ["fast path: attention x2, linears x8, mlp x2, norms x4, loss x1"]
+    assert installed == Installed(
+        {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}, {}
+    )
+    assert [record.message for record in caplog.records if "fast path" in record.message] == [
+        "fast path: attention x2, linears x8, mlp x2, norms x4, loss x1"
+    ]
 
 
 def test_gemma_2_keeps_its_capped_attention() -> None:
@@ -235,22 +311,34 @@ def test_gemma_2_keeps_its_capped_attention() -> None:
 def test_dropout_of_adapters_keeps_their_linears_plain() -> None:
     model = plain_model("llama", dropout=0.1)
     installed = make(model)
-    assert "dropout" in installed.off["linears"] and {"attention", "mlp", "loss"} <= installed.on.keys()
+    assert (
+        "dropout" in installed.off["linears"]
+        and {"attention", "mlp", "loss"} <= installed.on.keys()
+    )
 
 
 def test_dropout_of_attention_keeps_it_plain() -> None:
     model = plain_model("llama")
     model.get_base_model().model.layers[1].self_attn.attention_dropout = 0.1
     installed = make(model)
-    assert "dropout of 0.1" in installed.off["attention"] and {"linears", "mlp"} <= installed.on.keys()
+    assert (
+        "dropout of 0.1" in installed.off["attention"] and {"linears", "mlp"} <= installed.on.keys()
+    )
 
 
 def test_the_user_has_the_last_word() -> None:
     model = plain_model("llama")
     assert make(model, fast_path=False) == Installed({}, {"fused kernels": "train.fast_path=false"})
-    assert not takes_boundaries(model) and "forward" not in vars(model.get_base_model().model.layers[0].mlp)
-    chosen = settings().model_copy(update={"model": settings().model.model_copy(update={"attn_implementation": "eager"})})
-    assert make_fast(model, chosen, Placement(CPU, torch.float32, 0)).off["attention"] == "model.attn_implementation=eager"
+    assert not takes_boundaries(model) and "forward" not in vars(
+        model.get_base_model().model.layers[0].mlp
+    )
+    chosen = settings().model_copy(
+        update={"model": settings().model.model_copy(update={"attn_implementation": "eager"})}
+    )
+    assert (
+        make_fast(model, chosen, Placement(CPU, torch.float32, 0)).off["attention"]
+        == "model.attn_implementation=eager"
+    )
 
 
 def test_an_architecture_that_nobody_looked_at_trains_as_it_is() -> None:
@@ -265,7 +353,10 @@ def test_an_architecture_that_nobody_looked_at_trains_as_it_is() -> None:
 def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:
     installed = make(plain_model("llama", "full"), "full")
     assert installed.on == {"attention": 2, "mlp": 2, "loss": 1}
-    assert installed.off == {"linears": "mode full trains the weights themselves", "norms": "the kernels are for GPUs"}
+    assert installed.off == {
+        "linears": "mode full trains the weights themselves",
+        "norms": "the kernels are for GPUs",
+    }
 
 
 def test_zero_3_keeps_what_it_gathers() -> None:

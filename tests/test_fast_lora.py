@@ -40,7 +40,13 @@ class Case:
         """Return the wrapped linears, B drawn at random: PEFT starts it at zero, where dA and the adapter's output vanish."""
         torch.manual_seed(0)
         linears = [self._linear(out) for out in self.outs]
-        config = LoraConfig(r=self.r, lora_alpha=24, target_modules=list(self.targets), use_rslora=self.rslora, lora_dropout=self.dropout)
+        config = LoraConfig(
+            r=self.r,
+            lora_alpha=24,
+            target_modules=list(self.targets),
+            use_rslora=self.rslora,
+            lora_dropout=self.dropout,
+        )
         model = get_peft_model(nn.ModuleList(linears), config)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -51,7 +57,9 @@ class Case:
         plain = nn.Linear(IN, out, bias=self.bias, dtype=self.dtype)
         if not self.nf4:
             return plain
-        packed = bnb.nn.Linear4bit(IN, out, bias=self.bias, quant_type="nf4", compute_dtype=self.dtype)
+        packed = bnb.nn.Linear4bit(
+            IN, out, bias=self.bias, quant_type="nf4", compute_dtype=self.dtype
+        )
         packed.load_state_dict(plain.state_dict())
         packed.support_avx512bf16_for_cpu = False  # see models/bnb.py
         return packed.to("cpu")
@@ -73,8 +81,16 @@ def results(linears: Linears, modules: list[nn.Module], passes: int = 1) -> dict
         x = torch.randn(2, TOKENS // 2, IN, requires_grad=True)
         outputs = linears(x, modules)
         sum((output * torch.randn(output.shape)).sum() for output in outputs).backward()
-        found |= {f"x.grad {number}": x.grad, **{f"y{i}": output.detach() for i, output in enumerate(outputs)}}
-    adapters = {f"{i}.{name}": p.grad for i, module in enumerate(modules) for name, p in module.named_parameters() if p.requires_grad}
+        found |= {
+            f"x.grad {number}": x.grad,
+            **{f"y{i}": output.detach() for i, output in enumerate(outputs)},
+        }
+    adapters = {
+        f"{i}.{name}": p.grad
+        for i, module in enumerate(modules)
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
     return found | adapters
 
 
@@ -82,8 +98,13 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     """Return the largest difference, relative to the largest element of its tensor."""
     assert found.keys() == wanted.keys()
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype and found[name].shape == wanted[name].shape, name
-    return max(float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted)
+        assert (
+            found[name].dtype == wanted[name].dtype and found[name].shape == wanted[name].shape
+        ), name
+    return max(
+        float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max())
+        for name in wanted
+    )
 
 
 def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
@@ -96,7 +117,15 @@ def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.T
 @pytest.mark.parametrize("linears", [lora_linears, fused_one_by_one])
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(r=4), Case(bias=True), Case(rslora=True, r=4), Case(targets=("0", "2")), Case(outs=(OUT,), targets=("0",)), Case(bias=True, targets=("1",))],
+    [
+        Case(),
+        Case(r=4),
+        Case(bias=True),
+        Case(rslora=True, r=4),
+        Case(targets=("0", "2")),
+        Case(outs=(OUT,), targets=("0",)),
+        Case(bias=True, targets=("1",)),
+    ],
     ids=str,
 )
 def test_outputs_and_gradients_are_pefts(case: Case, linears: Linears) -> None:
@@ -113,7 +142,10 @@ def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
 
 
 def test_linears_without_any_adapter_share_one_input_gradient() -> None:
-    modules = [nn.Linear(IN, OUT).requires_grad_(False), nn.Linear(IN, 32, bias=False).requires_grad_(False)]
+    modules = [
+        nn.Linear(IN, OUT).requires_grad_(False),
+        nn.Linear(IN, 32, bias=False).requires_grad_(False),
+    ]
     assert worst(results(lora_linears, modules), results(plainly, modules)) < EXACT
 
 
@@ -128,7 +160,9 @@ def test_a_checkpointed_block_has_the_same_gradients(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("input_type", [torch.float32, torch.bfloat16])
-def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(input_type: torch.dtype) -> None:
+def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(
+    input_type: torch.dtype,
+) -> None:
     modules = Case(bias=True).modules()
 
     def half(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
@@ -153,7 +187,9 @@ def test_bfloat16_weights_round_no_more_than_peft_does() -> None:
     def of(linears: Linears) -> Linears:
         return lambda x, modules: tuple(y.float() for y in linears(x.bfloat16(), modules))
 
-    assert worst(results(of(lora_linears), modules), wanted) < 1.5 * worst(results(of(plainly), modules), wanted)
+    assert worst(results(of(lora_linears), modules), wanted) < 1.5 * worst(
+        results(of(plainly), modules), wanted
+    )
 
 
 def test_a_gradient_whose_features_lie_apart_is_read_right() -> None:
@@ -169,7 +205,9 @@ def test_the_first_layers_input_gets_no_gradient() -> None:
     modules = Case().modules()
     outputs = lora_linears(torch.randn(TOKENS, IN), modules)
     sum(output.sum() for output in outputs).backward()
-    assert all(p.grad is not None for module in modules for p in module.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None for module in modules for p in module.parameters() if p.requires_grad
+    )
 
 
 def test_without_gradients_the_outputs_are_the_same() -> None:
@@ -209,15 +247,32 @@ def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
     x = torch.randn(tokens, IN, dtype=torch.bfloat16, requires_grad=True)
     parameters = [p for module in modules for p in module.parameters()]
     adapters = ranks * IN + ranks * OUT  # their copies in the type of the products
-    assert saved_bytes(lambda: lora_linears(x, modules), parameters) <= 2 * (tokens * (IN + ranks) + adapters)
+    assert saved_bytes(lambda: lora_linears(x, modules), parameters) <= 2 * (
+        tokens * (IN + ranks) + adapters
+    )
 
 
 MUTANTS = {
-    "scale forgotten": ("weights_of", lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1])),
-    "scale forgotten backward": ("adapter_inputs_gradient", lambda f: lambda dy, ws, ad: f(dy, [w._replace(scale=1.0) for w in ws], ad)),
-    "dA of the outputs' gradient": ("adapter_gradients", lambda f: lambda x, xa, dy, du, ws, t: f(x, xa, dy, dy[0][:, : du.shape[1]], ws, t)),
-    "dx without the adapter": ("input_gradient", lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad)),
-    "dx of the last linear alone": ("input_gradient", lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad)),
+    "scale forgotten": (
+        "weights_of",
+        lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1]),
+    ),
+    "scale forgotten backward": (
+        "adapter_inputs_gradient",
+        lambda f: lambda dy, ws, ad: f(dy, [w._replace(scale=1.0) for w in ws], ad),
+    ),
+    "dA of the outputs' gradient": (
+        "adapter_gradients",
+        lambda f: lambda x, xa, dy, du, ws, t: f(x, xa, dy, dy[0][:, : du.shape[1]], ws, t),
+    ),
+    "dx without the adapter": (
+        "input_gradient",
+        lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad),
+    ),
+    "dx of the last linear alone": (
+        "input_gradient",
+        lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad),
+    ),
     "one adapter for all": ("columns", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
 }
 
@@ -234,7 +289,14 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_model() -> PeftModel:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=IN, intermediate_size=OUT, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=IN,
+            intermediate_size=OUT,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
     )
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     for name, parameter in wrapped.named_parameters():
@@ -274,7 +336,9 @@ def test_a_fused_model_can_be_copied_and_pickled() -> None:
     wanted = model(IDS).logits
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(twin.base_model.model.model.layers[0].mlp.up_proj, lora.FusedLinear)
-        nn.init.zeros_(twin.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight)  # its own, not the original's
+        nn.init.zeros_(
+            twin.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
+        )  # its own, not the original's
         assert not torch.equal(twin(IDS).logits, wanted)
     assert torch.equal(model(IDS).logits, wanted)
 
@@ -305,7 +369,9 @@ def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
 
 
 def test_dora_keeps_its_own_forward() -> None:
-    model = get_peft_model(nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True))
+    model = get_peft_model(
+        nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True)
+    )
     assert "Dora" in can_fuse(model.base_model.model[0])
 
 

@@ -16,7 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import loss as fast_loss
-from sft_play.models.fast.loss import can_fuse_loss, chunk_rows, fuse_loss, fused_nll, is_loss_fused, linear_nll, nll_to_gradient_
+from sft_play.models.fast.loss import (
+    can_fuse_loss,
+    chunk_rows,
+    fuse_loss,
+    fused_nll,
+    is_loss_fused,
+    linear_nll,
+    nll_to_gradient_,
+)
 from sft_play.models.losses import summed_nll
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +33,9 @@ TOKENS, HIDDEN, VOCABULARY = 300, 24, 97
 CLOSE = 1e-6
 
 
-def inputs(tokens: int = TOKENS, spread: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    tokens: int = TOKENS, spread: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden (N, H), weight (V, H), targets (N,)."""
     torch.manual_seed(0)
     hidden = (spread * torch.randn(tokens, HIDDEN)).to(dtype).requires_grad_()
@@ -33,7 +43,9 @@ def inputs(tokens: int = TOKENS, spread: float = 1.0, dtype: torch.dtype = torch
     return hidden, weight, torch.randint(VOCABULARY, (tokens,))
 
 
-def plain_nll(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
+def plain_nll(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
     """The loss from whole logits, as `losses.summed_nll` has it: a row of tokens, each labelled by the one behind it."""
     logits = hidden @ weight.t()
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
@@ -41,8 +53,12 @@ def plain_nll(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
     return summed_nll(padded, torch.cat([targets[:1], targets])[None])
 
 
-def value_and_gradients(nll: Callable, *arguments: torch.Tensor, factor: float = 1.0, **options: float | None) -> list[torch.Tensor]:
-    leaves = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments]
+def value_and_gradients(
+    nll: Callable, *arguments: torch.Tensor, factor: float = 1.0, **options: float | None
+) -> list[torch.Tensor]:
+    leaves = [
+        argument.detach().clone().requires_grad_(argument.requires_grad) for argument in arguments
+    ]
     value = nll(*leaves, **options)
     (value * factor).backward()
     return [value.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
@@ -51,7 +67,10 @@ def value_and_gradients(nll: Callable, *arguments: torch.Tensor, factor: float =
 def gap(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     """Largest difference of each pair, relative to the largest number of the pair."""
     assert len(ones) == len(others)
-    return max(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in zip(ones, others, strict=True))
+    return max(
+        ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+        for a, b in zip(ones, others, strict=True)
+    )
 
 
 @pytest.fixture
@@ -62,24 +81,35 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("factor", [1.0, 1 / 8192])
-def test_loss_and_gradients_are_those_of_whole_logits(small_chunks, softcap: float | None, factor: float) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(
+    small_chunks, softcap: float | None, factor: float
+) -> None:
     arguments = inputs()
-    ours, theirs = (value_and_gradients(nll, *arguments, factor=factor, softcap=softcap) for nll in (linear_nll, plain_nll))
+    ours, theirs = (
+        value_and_gradients(nll, *arguments, factor=factor, softcap=softcap)
+        for nll in (linear_nll, plain_nll)
+    )
     assert len(ours) == 3 and gap(ours, theirs) <= CLOSE
 
 
 def test_gradients_agree_with_differences_of_the_loss() -> None:
     hidden, weight, targets = inputs(tokens=3)
     hidden, weight = hidden.detach().double(), weight.detach().double()
-    gradient = value_and_gradients(linear_nll, hidden.float().requires_grad_(), weight.float(), targets, softcap=3.0)[1]
+    gradient = value_and_gradients(
+        linear_nll, hidden.float().requires_grad_(), weight.float(), targets, softcap=3.0
+    )[1]
     for token, feature in ((0, 0), (1, 7), (2, 23)):
         nudge = torch.zeros_like(hidden)
         nudge[token, feature] = 1e-3
-        above, below = (float(_nll64(hidden + sign * nudge, weight, targets, 3.0)) for sign in (1, -1))
+        above, below = (
+            float(_nll64(hidden + sign * nudge, weight, targets, 3.0)) for sign in (1, -1)
+        )
         assert gradient[token, feature].item() == pytest.approx((above - below) / 2e-3, abs=1e-5)
 
 
-def _nll64(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float) -> torch.Tensor:
+def _nll64(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float
+) -> torch.Tensor:
     scores = torch.tanh(hidden @ weight.t() / softcap) * softcap
     return (torch.logsumexp(scores, 1) - scores.gather(1, targets[:, None])[:, 0]).sum()
 
@@ -88,7 +118,11 @@ def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
     hidden, weight, targets = inputs()
     trained = value_and_gradients(linear_nll, hidden, weight, targets)
     frozen = value_and_gradients(linear_nll, hidden, weight.detach(), targets)
-    assert len(frozen) == 2 and torch.equal(frozen[0], trained[0]) and torch.equal(frozen[1], trained[1])
+    assert (
+        len(frozen) == 2
+        and torch.equal(frozen[0], trained[0])
+        and torch.equal(frozen[1], trained[1])
+    )
 
 
 def test_without_labels_the_loss_is_0_and_so_is_every_gradient() -> None:
@@ -96,23 +130,51 @@ def test_without_labels_the_loss_is_0_and_so_is_every_gradient() -> None:
     assert value == 0 and gradients[0].shape == (0, HIDDEN) and not gradients[1].any()
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1 / 8192), (torch.float16, 65536 / 8192)], ids=["bfloat16", "float16"])
-def test_half_precision_loses_no_more_than_the_plain_loss_does(small_chunks, dtype: torch.dtype, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(torch.bfloat16, 1 / 8192), (torch.float16, 65536 / 8192)],
+    ids=["bfloat16", "float16"],
+)
+def test_half_precision_loses_no_more_than_the_plain_loss_does(
+    small_chunks, dtype: torch.dtype, factor: float
+) -> None:
     """Against float64. The factor is a mean's over 8,192 tokens, in float16 with the 65,536 of a loss scaler on top."""
-    hidden, weight, targets = inputs(spread=0.05, dtype=dtype)  # probabilities alike: most gradients are small
-    exact = value_and_gradients(_nll64_uncapped, hidden.double(), weight.double(), targets, factor=factor)
-    ours, plain = (value_and_gradients(nll, hidden, weight, targets, factor=factor) for nll in (linear_nll, plain_nll))
+    hidden, weight, targets = inputs(
+        spread=0.05, dtype=dtype
+    )  # probabilities alike: most gradients are small
+    exact = value_and_gradients(
+        _nll64_uncapped, hidden.double(), weight.double(), targets, factor=factor
+    )
+    ours, plain = (
+        value_and_gradients(nll, hidden, weight, targets, factor=factor)
+        for nll in (linear_nll, plain_nll)
+    )
     assert gap(ours, exact) <= 1.5 * gap(plain, exact) < 0.02
 
 
-def _nll64_uncapped(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _nll64_uncapped(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     return nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
 
 
 # Models
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "max_position_embeddings": 64}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+SPECIAL = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+}
 FUSABLE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2")
 
 
@@ -127,7 +189,12 @@ def tiny(model_type: str, **changes: object) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False))
+    model = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
+        ),
+    )
     return model.train()
 
 
@@ -140,18 +207,25 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def plain_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+def plain_step(
+    model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor
+) -> list[torch.Tensor]:
     return _stepped(model, summed_nll(model(input_ids=ids).logits, labels))
 
 
-def fused_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+def fused_step(
+    model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor
+) -> list[torch.Tensor]:
     return _stepped(model, fused_nll(model, model, {"input_ids": ids}, *labelled(labels)))
 
 
 def _stepped(model: PreTrainedModel, nll: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     (nll / 8).backward()
-    return [nll.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+    return [
+        nll.detach(),
+        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
@@ -163,11 +237,18 @@ def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
     fuse_loss(model)
     fused = fused_step(model, *batch())
     assert len(fused) == len(plain) > 10
-    assert all(gap([ours], [theirs]) <= 1e-5 for ours, theirs in zip(fused, plain, strict=True) if theirs.any())  # through two layers back
+    assert all(
+        gap([ours], [theirs]) <= 1e-5
+        for ours, theirs in zip(fused, plain, strict=True)
+        if theirs.any()
+    )  # through two layers back
 
 
 def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
-    capped, bare = tiny("gemma2", final_logit_softcapping=1.0), tiny("gemma2", final_logit_softcapping=None)
+    capped, bare = (
+        tiny("gemma2", final_logit_softcapping=1.0),
+        tiny("gemma2", final_logit_softcapping=None),
+    )
     losses = []
     for model in (capped, bare):
         plain = plain_step(model, *batch())
@@ -184,9 +265,13 @@ def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast:
         plain = plain_step(model, *batch())
         fuse_loss(model)
         fused = fused_step(model, *batch())
-    assert gap(fused[:1], plain[:1]) <= (1e-3 if autocast else CLOSE)  # float32 sums of the same bfloat16 logits
+    assert gap(fused[:1], plain[:1]) <= (
+        1e-3 if autocast else CLOSE
+    )  # float32 sums of the same bfloat16 logits
     assert all(
-        one.dtype == other.dtype == torch.float32 and gap([one], [other]) <= (0.03 if autocast else 1e-5) for one, other in zip(fused, plain, strict=True)
+        one.dtype == other.dtype == torch.float32
+        and gap([one], [other]) <= (0.03 if autocast else 1e-5)
+        for one, other in zip(fused, plain, strict=True)
     )
 
 
@@ -199,11 +284,19 @@ def test_weights_files_evaluation_and_generation_are_as_before(tmp_path: Path) -
     assert list(other.state_dict()) == list(model.state_dict())
     ids, _ = batch()
     for training in (True, False):
-        assert torch.equal(other.train(training)(input_ids=ids).logits, model.train(training)(input_ids=ids).logits)
-    answers = [one.generate(input_ids=ids[:1, :5], max_new_tokens=5, do_sample=False) for one in (model, other)]
+        assert torch.equal(
+            other.train(training)(input_ids=ids).logits, model.train(training)(input_ids=ids).logits
+        )
+    answers = [
+        one.generate(input_ids=ids[:1, :5], max_new_tokens=5, do_sample=False)
+        for one in (model, other)
+    ]
     assert torch.equal(*answers)
     other.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits,
+        model(input_ids=ids).logits,
+    )
     copied = copy.deepcopy(other)
     assert gap(fused_step(copied.train(), *batch()), plain_step(model.train(), *batch())) <= 1e-5
     assert copied.lm_head.forward.head is copied.lm_head, "a copy runs its own head"
@@ -229,16 +322,24 @@ def test_a_failed_pass_leaves_nothing_announced() -> None:
         ("phi", {}, "with a bias"),
     ],
 )
-def test_a_head_whose_product_is_not_the_logits_is_left_alone(model_type: str, changes: dict[str, object], why: str) -> None:
+def test_a_head_whose_product_is_not_the_logits_is_left_alone(
+    model_type: str, changes: dict[str, object], why: str
+) -> None:
     assert why in can_fuse_loss(tiny(model_type, **changes), zero_stage=0)
 
 
 def test_a_head_with_adapters_a_partitioned_one_and_a_patched_one_are_left_alone() -> None:
     model = tiny("llama", tie_word_embeddings=False)
-    assert "ZeRO-3" in can_fuse_loss(model, zero_stage=3) and can_fuse_loss(model, zero_stage=2) is None
+    assert (
+        "ZeRO-3" in can_fuse_loss(model, zero_stage=3)
+        and can_fuse_loss(model, zero_stage=2) is None
+    )
     fuse_loss(model)
     assert "patched" in can_fuse_loss(model, zero_stage=0)
-    trained_head = peft.get_peft_model(tiny("llama"), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head", "q_proj"]))
+    trained_head = peft.get_peft_model(
+        tiny("llama"),
+        peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head", "q_proj"]),
+    )
     assert "not a plain Linear" in can_fuse_loss(trained_head, zero_stage=0)
 
 
@@ -286,7 +387,9 @@ def no_target(logits, targets, softcap, scale):
 
 
 def no_cap_in_the_gradient(logits, targets, softcap, scale):
-    return nll_to_gradient_(logits.copy_(torch.tanh(logits / softcap) * softcap), targets, None, scale)
+    return nll_to_gradient_(
+        logits.copy_(torch.tanh(logits / softcap) * softcap), targets, None, scale
+    )
 
 
 def last_chunk_lost(logits, targets, softcap, scale):
@@ -296,7 +399,9 @@ def last_chunk_lost(logits, targets, softcap, scale):
 @pytest.mark.parametrize("broken", [no_target, no_cap_in_the_gradient, last_chunk_lost])
 def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> None:
     monkeypatch.setattr(fast_loss, "nll_to_gradient_", broken)
-    ours, theirs = (value_and_gradients(nll, *inputs(), softcap=2.0) for nll in (linear_nll, plain_nll))
+    ours, theirs = (
+        value_and_gradients(nll, *inputs(), softcap=2.0) for nll in (linear_nll, plain_nll)
+    )
     assert gap(ours, theirs) > 1e-3
 
 
@@ -304,9 +409,19 @@ def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocabulary", "itemsize"), [(8192, 128256, 2), (1640, 128256, 2), (1, 128256, 4), (0, 32000, 2), (100, 97, 4), (1025, 262144, 2)]
+    ("tokens", "vocabulary", "itemsize"),
+    [
+        (8192, 128256, 2),
+        (1640, 128256, 2),
+        (1, 128256, 4),
+        (0, 32000, 2),
+        (100, 97, 4),
+        (1025, 262144, 2),
+    ],
 )
-def test_chunks_are_alike_and_within_their_bytes(tokens: int, vocabulary: int, itemsize: int) -> None:
+def test_chunks_are_alike_and_within_their_bytes(
+    tokens: int, vocabulary: int, itemsize: int
+) -> None:
     rows = chunk_rows(tokens, vocabulary, itemsize)
     assert rows * vocabulary * itemsize <= max(fast_loss.CHUNK_BYTES, 128 * vocabulary * itemsize)
     chunks = -(-tokens // rows)
@@ -318,7 +433,11 @@ def test_chunks_are_alike_and_within_their_bytes(tokens: int, vocabulary: int, i
 def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
     """In Triton's interpreter, which its own process needs to be started with."""
     run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED.format(dtype=dtype)], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        [sys.executable, "-c", INTERPRETED.format(dtype=dtype)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-2000:]
 

@@ -35,7 +35,13 @@ FAMILIES = {
 ALL = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
-def an_mlp(family: str = "llama", targets: tuple[str, ...] = ALL, nf4: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def an_mlp(
+    family: str = "llama",
+    targets: tuple[str, ...] = ALL,
+    nf4: bool = False,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     """Return a family's MLP with adapters on some of its linears, B drawn at random."""
     torch.manual_seed(0)
     kind, config = FAMILIES[family]
@@ -43,12 +49,21 @@ def an_mlp(family: str = "llama", targets: tuple[str, ...] = ALL, nf4: bool = Fa
     if nf4:
         for name, linear in list(plain.named_children()):
             if isinstance(linear, nn.Linear):
-                packed = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4", compute_dtype=dtype)
+                packed = bnb.nn.Linear4bit(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=False,
+                    quant_type="nf4",
+                    compute_dtype=dtype,
+                )
                 packed.load_state_dict(linear.state_dict())
                 packed.support_avx512bf16_for_cpu = False  # see models/bnb.py
                 setattr(plain, name, packed.to("cpu"))
     present = [name for name in targets if hasattr(plain, name)]
-    model = get_peft_model(nn.ModuleDict({"mlp": plain}), LoraConfig(r=4, lora_alpha=6, target_modules=present, lora_dropout=dropout))
+    model = get_peft_model(
+        nn.ModuleDict({"mlp": plain}),
+        LoraConfig(r=4, lora_alpha=6, target_modules=present, lora_dropout=dropout),
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_B" in name:
@@ -67,7 +82,9 @@ def plainly(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
     return mlp(x)
 
 
-def results(work: Callable[[torch.Tensor, nn.Module], torch.Tensor], mlp: nn.Module, passes: int = 1) -> dict[str, torch.Tensor]:
+def results(
+    work: Callable[[torch.Tensor, nn.Module], torch.Tensor], mlp: nn.Module, passes: int = 1
+) -> dict[str, torch.Tensor]:
     """The output and the gradient of x of the last pass, and the gradients of all parameters, accumulated over the passes."""
     mlp.zero_grad()
     torch.manual_seed(1)
@@ -75,14 +92,21 @@ def results(work: Callable[[torch.Tensor, nn.Module], torch.Tensor], mlp: nn.Mod
         x = torch.randn(2, TOKENS // 2, HIDDEN, requires_grad=True)
         y = work(x, mlp)
         (y * torch.randn(y.shape)).sum().backward()
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in mlp.named_parameters() if p.requires_grad}}
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        **{name: p.grad.clone() for name, p in mlp.named_parameters() if p.requires_grad},
+    }
 
 
 def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """Return the largest difference, relative to the largest element of its tensor."""
     assert found.keys() == wanted.keys()
     assert all(found[name].dtype == wanted[name].dtype for name in wanted)
-    return max(float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted)
+    return max(
+        float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max())
+        for name in wanted
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,7 +115,9 @@ def test_outputs_and_gradients_are_the_plain_ones(family: str) -> None:
     assert worst(results(fused, mlp, passes=2), results(plainly, mlp, passes=2)) < EXACT
 
 
-@pytest.mark.parametrize("targets", [("down_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("up_proj", "down_proj")])
+@pytest.mark.parametrize(
+    "targets", [("down_proj",), ("gate_proj",), ("gate_proj", "up_proj"), ("up_proj", "down_proj")]
+)
 def test_linears_without_adapters_are_fused_too(targets: tuple[str, ...]) -> None:
     mlp = an_mlp(targets=targets)
     assert worst(results(fused, mlp), results(plainly, mlp)) < EXACT
@@ -133,7 +159,9 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 def test_an_mlp_whose_weights_are_trained_has_their_gradients(family: str) -> None:
-    mlp = FAMILIES[family][0](FAMILIES[family][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0))
+    mlp = FAMILIES[family][0](
+        FAMILIES[family][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)
+    )
     assert worst(results(fused, mlp), results(plainly, mlp)) < EXACT
 
 
@@ -174,8 +202,16 @@ REFERENCE = {"silu": functional.silu, "gelu_tanh": lambda g: functional.gelu(g, 
 
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_the_formula_is_torchs_activation(activation: str) -> None:
-    gate, up = (torch.linspace(-30, 30, 1000, dtype=torch.float64).roll(shift).view(10, 100).requires_grad_() for shift in (0, 3))
-    torch.testing.assert_close(gated(gate, up, activation), REFERENCE[activation](gate) * up, rtol=1e-12, atol=1e-12)
+    gate, up = (
+        torch.linspace(-30, 30, 1000, dtype=torch.float64)
+        .roll(shift)
+        .view(10, 100)
+        .requires_grad_()
+        for shift in (0, 3)
+    )
+    torch.testing.assert_close(
+        gated(gate, up, activation), REFERENCE[activation](gate) * up, rtol=1e-12, atol=1e-12
+    )
     assert torch.autograd.gradcheck(lambda g, u: gated(g, u, activation), (gate, up))
 
 
@@ -194,7 +230,11 @@ def test_backward_may_write_the_product_over_its_gradient(activation: str) -> No
 
 def test_activations_are_known_by_what_they_compute() -> None:
     kinds = {
-        name: activation_of(FAMILIES[name][0](FAMILIES[name][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)).act_fn)
+        name: activation_of(
+            FAMILIES[name][0](
+                FAMILIES[name][1](hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)
+            ).act_fn
+        )
         for name in ("llama", "gemma2", "qwen2")
     }
     assert kinds == {"llama": "silu", "gemma2": "gelu_tanh", "qwen2": "silu"}
@@ -203,10 +243,22 @@ def test_activations_are_known_by_what_they_compute() -> None:
 
 
 MUTANTS = {
-    "product from the gradients": (mlp_module, "gated_backward", lambda f: lambda dh, g, u, act, dg, du, h: f(dh, g, u, act, dg, du)),
-    "gate and up exchanged": (mlp_module, "gated_backward", lambda f: lambda dh, g, u, act, dg, du, h: f(dh, u, g, act, dg, du, h)),
+    "product from the gradients": (
+        mlp_module,
+        "gated_backward",
+        lambda f: lambda dh, g, u, act, dg, du, h: f(dh, g, u, act, dg, du),
+    ),
+    "gate and up exchanged": (
+        mlp_module,
+        "gated_backward",
+        lambda f: lambda dh, g, u, act, dg, du, h: f(dh, u, g, act, dg, du, h),
+    ),
     "slope forgotten": (gated_module, "exponent", lambda f: lambda g, act: (f(g, act)[0], 0.0)),
-    "dx without the adapters": (mlp_module, "input_gradient", lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad)),
+    "dx without the adapters": (
+        mlp_module,
+        "input_gradient",
+        lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad),
+    ),
 }
 
 
@@ -230,12 +282,22 @@ def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype
     rows, features = 33, 1500  # no multiple of a block
     gate, up = (4 * torch.randn(rows, 2 * features, device="cuda", dtype=dtype)).chunk(2, -1)
     dh = torch.randn(rows, features, device="cuda", dtype=dtype)
-    cpu = SimpleNamespace(gate=gate.cpu(), up=up.cpu(), dgate=torch.empty(rows, features, dtype=dtype), dup=torch.empty(rows, features, dtype=dtype))
+    cpu = SimpleNamespace(
+        gate=gate.cpu(),
+        up=up.cpu(),
+        dgate=torch.empty(rows, features, dtype=dtype),
+        dup=torch.empty(rows, features, dtype=dtype),
+    )
     h = dh.cpu()
     gated_backward(h, cpu.gate, cpu.up, activation, cpu.dgate, cpu.dup, h)
     dboth, product = torch.empty(rows, 2 * features, device="cuda", dtype=dtype), dh.clone()
     gated_kernels.backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
     # Triton's exponential is off by 1e-6 of its value in float32; in bfloat16 such a difference may turn a rounding, one step of 2^-7
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
-    for found, wanted in ((dboth[:, :features], cpu.dgate), (dboth[:, features:], cpu.dup), (product, h), (gated_kernels.forward(gate, up, activation), h)):
+    for found, wanted in (
+        (dboth[:, :features], cpu.dgate),
+        (dboth[:, features:], cpu.dup),
+        (product, h),
+        (gated_kernels.forward(gate, up, activation), h),
+    ):
         torch.testing.assert_close(found.cpu(), wanted, rtol=tolerance, atol=1e-5)

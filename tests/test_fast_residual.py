@@ -30,7 +30,9 @@ def gap(name: str, adds: bool) -> float:
     stream = sum(of)
     apart = norm(stream), stream
     joined = add_norm(of[0], of[1] if adds else None, norm, KINDS[name][1])
-    gradients = [torch.autograd.grad((y * into_y).sum() + (s * into_s).sum(), of) for y, s in (apart, joined)]
+    gradients = [
+        torch.autograd.grad((y * into_y).sum() + (s * into_s).sum(), of) for y, s in (apart, joined)
+    ]
     pairs = zip((*apart, *gradients[0]), (*joined, *gradients[1]), strict=True)
     return max(((one - two).abs().max() / one.abs().max()).item() for one, two in pairs)
 

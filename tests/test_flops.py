@@ -11,7 +11,9 @@ from sft_play.plan import flops
 from sft_play.plan.flops import step_flops
 from sft_play.plan.shapes import ModelShape, load_shape
 
-TOY = ModelShape(vocab=64, hidden=16, intermediate=32, layers=2, heads=4, kv_heads=2, head_dim=4, is_tied=True)
+TOY = ModelShape(
+    vocab=64, hidden=16, intermediate=32, layers=2, heads=4, kv_heads=2, head_dim=4, is_tied=True
+)
 EIGHT = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})
 
 
@@ -58,7 +60,9 @@ def test_torch_counts_the_same_for_linear_layers(is_trained: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
     rotary = 2 * 2 * tokens  # inverse frequencies (2) x positions, a product in transformers, once
-    every_pair = 6 * 2 * tokens * tokens * 2 * 16  # six products, two operations, both layers, sixteen features
+    every_pair = (
+        6 * 2 * tokens * tokens * 2 * 16
+    )  # six products, two operations, both layers, sixteen features
     ours = step_flops(TOY, None if is_trained else 0, [tokens], labelled=tokens)
     causal_pairs = 12 * 2 * 16 * tokens * (tokens + 1) / 2
     assert counter.get_total_flops() == pytest.approx(ours - causal_pairs + every_pair + rotary)

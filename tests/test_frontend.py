@@ -11,7 +11,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-OURS = ("TRAIN_", "MODEL_", "TUNING_", "DATA_", "MAKE", "MFLAGS", "NUM_GPUS", "CONFIG", "RUN", "DEVICE", "GPUS", "NNODES", "NODE_RANK", "MASTER_", "DEEPSPEED")
+OURS = (
+    "TRAIN_",
+    "MODEL_",
+    "TUNING_",
+    "DATA_",
+    "MAKE",
+    "MFLAGS",
+    "NUM_GPUS",
+    "CONFIG",
+    "RUN",
+    "DEVICE",
+    "GPUS",
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_",
+    "DEEPSPEED",
+)
 
 
 def clean(**extra: str) -> dict[str, str]:
@@ -22,13 +38,25 @@ def clean(**extra: str) -> dict[str, str]:
 
 def make(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["make", f"PY={sys.executable}", *words], cwd=ROOT, env=clean(**environ), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        ["make", f"PY={sys.executable}", *words],
+        cwd=ROOT,
+        env=clean(**environ),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
     )
 
 
 def sft_play(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sft_play", *words], cwd=ROOT, env=clean(**environ), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        [sys.executable, "-m", "sft_play", *words],
+        cwd=ROOT,
+        env=clean(**environ),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
     )
 
 
@@ -44,7 +72,11 @@ def test_make_config_shows_values_and_origins() -> None:
 
 
 def test_the_command_line_of_make_wins_over_the_shell() -> None:
-    assert "= 2 " in next(line for line in make("config", "TRAIN_BATCH_SIZE=2", TRAIN_BATCH_SIZE="3").stdout.splitlines() if "train.batch_size" in line)
+    assert "= 2 " in next(
+        line
+        for line in make("config", "TRAIN_BATCH_SIZE=2", TRAIN_BATCH_SIZE="3").stdout.splitlines()
+        if "train.batch_size" in line
+    )
 
 
 def test_make_plan_is_for_the_hardware_that_gpus_names() -> None:
@@ -54,15 +86,41 @@ def test_make_plan_is_for_the_hardware_that_gpus_names() -> None:
 
 
 def test_plan_as_json_is_json_alone() -> None:
-    shown = sft_play("plan", "--json", "--gpus", "2xH200", "--distributed", "--set", "train.batch_size=2")
+    shown = sft_play(
+        "plan", "--json", "--gpus", "2xH200", "--distributed", "--set", "train.batch_size=2"
+    )
     facts = json.loads(shown.stdout)
-    assert (facts["world_size"], facts["per_device_batch_size"], facts["grad_accum"], facts["env"]["CUDA_VISIBLE_DEVICES"]) == (2, 2, 8, "0,1")
+    assert (
+        facts["world_size"],
+        facts["per_device_batch_size"],
+        facts["grad_accum"],
+        facts["env"]["CUDA_VISIBLE_DEVICES"],
+    ) == (2, 2, 8, "0,1")
 
 
 # Values of variables are text
 
-PAYLOADS = ["a; touch {}", "$(shell touch {})", "`touch {}`", "$$(touch {})", "$(touch {})", "' ; touch {} ; '", '" ; touch {} ; "', "x\ntouch {}\n"]
-NAMES = ("CONFIG", "TRAIN_RUN_NAME", "RUN", "NO_SUCH_VARIABLE", "TRAIN_NO_SUCH_NAME", "NUM_GPUS", "PYTHON", "TB_PORT", "DEEPSPEED_CONFIG")
+PAYLOADS = [
+    "a; touch {}",
+    "$(shell touch {})",
+    "`touch {}`",
+    "$$(touch {})",
+    "$(touch {})",
+    "' ; touch {} ; '",
+    '" ; touch {} ; "',
+    "x\ntouch {}\n",
+]
+NAMES = (
+    "CONFIG",
+    "TRAIN_RUN_NAME",
+    "RUN",
+    "NO_SUCH_VARIABLE",
+    "TRAIN_NO_SUCH_NAME",
+    "NUM_GPUS",
+    "PYTHON",
+    "TB_PORT",
+    "DEEPSPEED_CONFIG",
+)
 
 
 @pytest.mark.parametrize("way", ["command line", "environment"])
@@ -73,7 +131,9 @@ def test_no_value_of_a_variable_is_ever_run(way: str, tmp_path: Path) -> None:
             done = make("config", *(f"{name}={value}" for name, value in values.items()))
         else:
             done = make("config", **values)
-        assert done.returncode == 2, done.stdout  # make's word for "a recipe failed": the config is refused, for none of them means anything
+        assert done.returncode == 2, (
+            done.stdout
+        )  # make's word for "a recipe failed": the config is refused, for none of them means anything
         assert "exit class 10 (config)" in done.stderr
     assert os.listdir(tmp_path) == []
 
@@ -82,7 +142,9 @@ def test_a_value_arrives_as_it_was_typed(tmp_path: Path) -> None:
     value = f"$(shell touch {tmp_path / 'x'})`y` $HOME $$ ${{HOME}} 'a' \"b\" \\ # end"
     shown = make("config", f"DATA_SYSTEM_PROMPT={value}")
     assert shown.returncode == 0, shown.stderr
-    assert f"= {value} " in next(line for line in shown.stdout.splitlines() if line.startswith("data.system_prompt"))
+    assert f"= {value} " in next(
+        line for line in shown.stdout.splitlines() if line.startswith("data.system_prompt")
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -99,20 +161,60 @@ def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) ->
     typed = written("typed.yaml", "train:\n  batch_size: two\n")
     zero = written("zero.json", '{"zero_optimization": {"stage": 7}}')
     calls: list[tuple[int, str, list[str], dict[str, str]]] = [
-        (10, f"{unknown}:2: unknown setting 'train.batch_sise'; did you mean train.batch_size?", [], {"CONFIG": unknown}),
-        (10, "environment TRAIN_BATCH_SIZ: no such setting; did you mean TRAIN_BATCH_SIZE?", [], {"TRAIN_BATCH_SIZ": "4"}),
-        (10, f"{typed}:2: train.batch_size=two is not valid; write a whole number of at least 1, or auto", [], {"CONFIG": typed}),
+        (
+            10,
+            f"{unknown}:2: unknown setting 'train.batch_sise'; did you mean train.batch_size?",
+            [],
+            {"CONFIG": unknown},
+        ),
+        (
+            10,
+            "environment TRAIN_BATCH_SIZ: no such setting; did you mean TRAIN_BATCH_SIZE?",
+            [],
+            {"TRAIN_BATCH_SIZ": "4"},
+        ),
+        (
+            10,
+            f"{typed}:2: train.batch_size=two is not valid; write a whole number of at least 1, or auto",
+            [],
+            {"CONFIG": typed},
+        ),
         (10, f"{twice}:4: key 'seed' is given twice, first on line 2", [], {"CONFIG": twice}),
-        (10, "CONFIG=smal: no such file; did you mean CONFIG=configs/small.yaml?", [], {"CONFIG": "smal"}),
+        (
+            10,
+            "CONFIG=smal: no such file; did you mean CONFIG=configs/small.yaml?",
+            [],
+            {"CONFIG": "smal"},
+        ),
         (10, "NUM_GPUS=two: write a whole number of at least 1", [], {"NUM_GPUS": "two"}),
         (10, "DEVICE=tpu: write auto, cpu or cuda", [], {"DEVICE": "tpu"}),
         (10, "RUN=../x is no name for a run's folder; write 1 to 128 letters", [], {"RUN": "../x"}),
         (10, "NNODES=2 without MASTER_ADDR", ["--distributed"], {"NNODES": "2"}),
-        (10, f"{zero}:1:24: zero_optimization.stage=7 is not valid; write 0, 1, 2 or 3", ["--deepspeed"], {"DEEPSPEED_CONFIG": zero}),
-        (11, f"data.train_path={tmp_path}/no.jsonl (environment DATA_TRAIN_PATH): no such file", [], {"DATA_TRAIN_PATH": f"{tmp_path}/no.jsonl"}),
+        (
+            10,
+            f"{zero}:1:24: zero_optimization.stage=7 is not valid; write 0, 1, 2 or 3",
+            ["--deepspeed"],
+            {"DEEPSPEED_CONFIG": zero},
+        ),
+        (
+            11,
+            f"data.train_path={tmp_path}/no.jsonl (environment DATA_TRAIN_PATH): no such file",
+            [],
+            {"DATA_TRAIN_PATH": f"{tmp_path}/no.jsonl"},
+        ),
         (13, "DEVICE=cuda finds no GPU: ", ["--distributed"], {"DEVICE": "cuda", "NUM_GPUS": "8"}),
-        (13, "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb", ["--backend", "unsloth"], {}),
-        (12, f"train.resume_from={tmp_path}/none: no such folder", [], {"TRAIN_RESUME_FROM": f"{tmp_path}/none"}),
+        (
+            13,
+            "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb",
+            ["--backend", "unsloth"],
+            {},
+        ),
+        (
+            12,
+            f"train.resume_from={tmp_path}/none: no such folder",
+            [],
+            {"TRAIN_RESUME_FROM": f"{tmp_path}/none"},
+        ),
     ]
     output = tmp_path / "outputs"
     for exit_class, message, options, environ in calls:
@@ -126,24 +228,43 @@ def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) ->
 
 BAD_ROWS = {
     "cut off": ('{"question": "q", "answer": "a"}\n{"question": ', ":2: not valid JSON"),
-    "null": ('{"question": "q", "answer": "a"}\n{"question": "q", "answer": null}\n', ":2: answer is null, not a text"),
-    "of another shape": ('{"question": "q", "answer": "a"}\n{"text": "t"}\n', ":2: the keys are text"),
+    "null": (
+        '{"question": "q", "answer": "a"}\n{"question": "q", "answer": null}\n',
+        ":2: answer is null, not a text",
+    ),
+    "of another shape": (
+        '{"question": "q", "answer": "a"}\n{"text": "t"}\n',
+        ":2: the keys are text",
+    ),
     "none": ("", ": no rows"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_its_folder(
+    tmp_path: Path, name: str
+) -> None:
     text, told = BAD_ROWS[name]
     path, output = tmp_path / "rows.jsonl", tmp_path / "outputs"
     path.write_text(text)
     code = "import sys\nfrom sft_play.cli import main\nsys.argv = ['sft_play', 'train']\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     environ = clean(DATA_TRAIN_PATH=str(path), TRAIN_OUTPUT_DIR=str(output), RUN="run")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert f"{path}{told}" in done.stderr and done.returncode == 11, done.stderr
     report = json.loads((output / "run" / "run.json").read_text())
-    assert (report["status"], report["exit_class"]) == ("failed", 11) and f"{path}{told}" in report["cause"]
-    assert not (output / ".data").exists() and not (output / "run" / "data.json").exists(), "nothing half-written"
+    assert (report["status"], report["exit_class"]) == ("failed", 11) and f"{path}{told}" in report[
+        "cause"
+    ]
+    assert not (output / ".data").exists() and not (output / "run" / "data.json").exists(), (
+        "nothing half-written"
+    )
 
 
 def test_more_processes_than_gpus_are_refused_with_the_number_that_there_is() -> None:
@@ -155,7 +276,10 @@ def test_more_processes_than_gpus_are_refused_with_the_number_that_there_is() ->
 
 def test_commands_that_need_a_run_say_so_where_there_is_none(tmp_path: Path) -> None:
     listed = sft_play("runs", TRAIN_OUTPUT_DIR=str(tmp_path))
-    assert (listed.returncode, listed.stdout) == (0, f"{tmp_path} holds no run yet; make train makes one\n")
+    assert (listed.returncode, listed.stdout) == (
+        0,
+        f"{tmp_path} holds no run yet; make train makes one\n",
+    )
 
 
 # The Makefile
@@ -182,7 +306,18 @@ def test_help_lists_every_target_with_its_text() -> None:
     shown = make("help").stdout
     listed = dict(re.findall(r"^  ([a-z-]+) +(.*)$", shown, re.MULTILINE))
     assert listed == rules()
-    for variable in ("CONFIG", "RUN", "NUM_GPUS", "DEEPSPEED_CONFIG", "TB_PORT", "DEVICE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for variable in (
+        "CONFIG",
+        "RUN",
+        "NUM_GPUS",
+        "DEEPSPEED_CONFIG",
+        "TB_PORT",
+        "DEVICE",
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         assert variable in shown
 
 

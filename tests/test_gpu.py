@@ -14,39 +14,88 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT = {"TRAIN_MAX_STEPS": "6", "TRAIN_LOGGING_STEPS": "1", "TRAIN_GENERATION_MAX_ROWS": "8", "TRAIN_SAVE_STRATEGY": "no", "CONFIG": "configs/tiny.yaml"}
+SHORT = {
+    "TRAIN_MAX_STEPS": "6",
+    "TRAIN_LOGGING_STEPS": "1",
+    "TRAIN_GENERATION_MAX_ROWS": "8",
+    "TRAIN_SAVE_STRATEGY": "no",
+    "CONFIG": "configs/tiny.yaml",
+}
 AT_ONCE = 4  # a run of the tiny model is a CPU's work, imports above all
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-needs_unsloth = pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed (make install-unsloth)")
+needs_unsloth = pytest.mark.skipif(
+    importlib.util.find_spec("unsloth") is None,
+    reason="unsloth is not installed (make install-unsloth)",
+)
 
 
 def train(folder: Path, target: str, **variables: str) -> dict[str, Any]:
     """Run a make target to its end; return run.json, with plan.json and the log of the main rank in it."""
-    words = {**SHORT, "TRAIN_OUTPUT_DIR": str(folder), "RUN": "run", "PY": sys.executable, **variables}
+    words = {
+        **SHORT,
+        "TRAIN_OUTPUT_DIR": str(folder),
+        "RUN": "run",
+        "PY": sys.executable,
+        **variables,
+    }
     done = subprocess.run(
-        ["make", target, *(f"{name}={value}" for name, value in words.items())], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=500
+        ["make", target, *(f"{name}={value}" for name, value in words.items())],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     plan, log = (folder / "run" / name for name in ("plan.json", "logs/rank-0.log"))
-    return {**json.loads((folder / "run" / "run.json").read_text()), "plan": json.loads(plan.read_text()), "log": log.read_text()}
+    return {
+        **json.loads((folder / "run" / "run.json").read_text()),
+        "plan": json.loads(plan.read_text()),
+        "log": log.read_text(),
+    }
 
 
 def case(backend: str, mode: str, packing: bool, **variables: str) -> Any:
     """One run on one GPU: target and variables."""
-    variables = {"TUNING_MODE": mode, "TRAIN_PACKING": str(packing).lower(), **({"TRAIN_LEARNING_RATE": "1e-3"} if mode == "full" else {}), **variables}
-    name = "-".join([backend, mode, "packed" if packing else "padded", *(text.lower() for text in variables if text.startswith(("TRAIN_F", "TRAIN_G")))])
-    return pytest.param(f"train-{backend}", variables, id=name, marks=[needs_unsloth] if backend == "unsloth" else [])
+    variables = {
+        "TUNING_MODE": mode,
+        "TRAIN_PACKING": str(packing).lower(),
+        **({"TRAIN_LEARNING_RATE": "1e-3"} if mode == "full" else {}),
+        **variables,
+    }
+    name = "-".join(
+        [
+            backend,
+            mode,
+            "packed" if packing else "padded",
+            *(text.lower() for text in variables if text.startswith(("TRAIN_F", "TRAIN_G"))),
+        ]
+    )
+    return pytest.param(
+        f"train-{backend}",
+        variables,
+        id=name,
+        marks=[needs_unsloth] if backend == "unsloth" else [],
+    )
 
 
 CASES = [
     case(backend, mode, packing)
-    for backend, mode, packing in itertools.product(("bnb", "unsloth"), ("lora", "qlora", "full"), (True, False))
+    for backend, mode, packing in itertools.product(
+        ("bnb", "unsloth"), ("lora", "qlora", "full"), (True, False)
+    )
     if (backend, mode, packing) != ("unsloth", "full", True)  # which is refused
 ]
-CHECKPOINTED = [case(backend, "lora", False, TRAIN_GRADIENT_CHECKPOINTING="true") for backend in ("bnb", "unsloth")]
+CHECKPOINTED = [
+    case(backend, "lora", False, TRAIN_GRADIENT_CHECKPOINTING="true")
+    for backend in ("bnb", "unsloth")
+]
 HALF = case("bnb", "lora", True, TRAIN_FP16="true", TRAIN_BF16="false")
 PLAIN = case("bnb", "lora", False, TRAIN_FAST_PATH="false")
 
@@ -67,7 +116,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         is_skipped = any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
-        if item.path == Path(__file__) and {"target", "variables"} == parameters.keys() and not is_skipped:
+        if (
+            item.path == Path(__file__)
+            and {"target", "variables"} == parameters.keys()
+            and not is_skipped
+        ):
             start(**parameters)
     yield lambda target, variables: start(target, variables).result()
     pool.shutdown(cancel_futures=True)
@@ -90,11 +143,20 @@ def check_learned(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("target", "variables"), CASES)
-def test_a_backend_trains_in_each_mode_packed_and_padded(run: Run, target: str, variables: dict[str, str]) -> None:
+def test_a_backend_trains_in_each_mode_packed_and_padded(
+    run: Run, target: str, variables: dict[str, str]
+) -> None:
     report = run(target, variables)
     check_learned(report)
-    assert (f"train-{report['backend']}", report["mode"], report["world_size"]) == (target, variables["TUNING_MODE"], 1)
-    assert (str(report["plan"]["packing"]).lower(), report["checkpointing"]) == (variables["TRAIN_PACKING"], "none")
+    assert (f"train-{report['backend']}", report["mode"], report["world_size"]) == (
+        target,
+        variables["TUNING_MODE"],
+        1,
+    )
+    assert (str(report["plan"]["packing"]).lower(), report["checkpointing"]) == (
+        variables["TRAIN_PACKING"],
+        "none",
+    )
     fast = next(line for line in report["log"].splitlines() if "fast path:" in line)
     assert "loss x1" in fast, fast
 
@@ -104,19 +166,33 @@ def test_checkpointing_changes_no_loss(run: Run, target: str, variables: dict[st
     """But for sums in another order, in bfloat16: hence 2e-2 on losses of about 3."""
     report = run(target, variables)
     assert report["checkpointing"] == "full"
-    plain = run(target, {name: value for name, value in variables.items() if name != "TRAIN_GRADIENT_CHECKPOINTING"})
+    plain = run(
+        target,
+        {
+            name: value
+            for name, value in variables.items()
+            if name != "TRAIN_GRADIENT_CHECKPOINTING"
+        },
+    )
     assert max(abs(a - b) for a, b in zip(losses(report), losses(plain), strict=True)) < 2e-2
 
 
 @pytest.mark.parametrize(("target", "variables"), [PLAIN])
 def test_the_fast_path_changes_no_loss(run: Run, target: str, variables: dict[str, str]) -> None:
     """Again but for rounding; six steps in, adapters have moved by what gradients of that precision give."""
-    plain, fast = run(target, variables), run(target, {name: value for name, value in variables.items() if name != "TRAIN_FAST_PATH"})
+    plain, fast = (
+        run(target, variables),
+        run(
+            target, {name: value for name, value in variables.items() if name != "TRAIN_FAST_PATH"}
+        ),
+    )
     assert max(abs(a - b) for a, b in zip(losses(plain), losses(fast), strict=True)) < 3e-2
 
 
 @pytest.mark.parametrize(("target", "variables"), [HALF])
-def test_float16_trains_adapters_in_float32(run: Run, target: str, variables: dict[str, str]) -> None:
+def test_float16_trains_adapters_in_float32(
+    run: Run, target: str, variables: dict[str, str]
+) -> None:
     report = run(target, variables)
     check_learned(report)
     assert "compute=float16" in report["log"]
@@ -126,9 +202,14 @@ def test_float16_trains_adapters_in_float32(run: Run, target: str, variables: di
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_unsloth_trains_the_same_loss(run: Run, mode: str) -> None:
     """The first step's, accumulated, is the base model's on the same rows under both: adapters begin at zero. Later ones part with A's random start."""
-    ours, theirs = (report_of(run, case(backend, mode, packing=False)) for backend in ("bnb", "unsloth"))
+    ours, theirs = (
+        report_of(run, case(backend, mode, packing=False)) for backend in ("bnb", "unsloth")
+    )
     assert abs(losses(ours)[0] - losses(theirs)[0]) < 2e-2
-    assert abs(ours["metrics"]["before"]["eval_loss"] - theirs["metrics"]["before"]["eval_loss"]) < 2e-2
+    assert (
+        abs(ours["metrics"]["before"]["eval_loss"] - theirs["metrics"]["before"]["eval_loss"])
+        < 2e-2
+    )
     if mode == "full":
         assert max(abs(a - b) for a, b in zip(losses(ours), losses(theirs), strict=True)) < 5e-2
 
@@ -149,14 +230,33 @@ def test_one_process_on_a_host_of_many_gpus_uses_one(tmp_path: Path) -> None:
     [
         ("train-distributed", {}, "DistributedDataParallel"),
         ("train-distributed", {"TUNING_MODE": "qlora"}, "DistributedDataParallel"),
-        pytest.param("train-distributed", {"TUNING_BACKEND": "unsloth"}, "DistributedDataParallel", marks=needs_unsloth),
+        pytest.param(
+            "train-distributed",
+            {"TUNING_BACKEND": "unsloth"},
+            "DistributedDataParallel",
+            marks=needs_unsloth,
+        ),
         ("train-deepspeed", {}, "DeepSpeedEngine"),
-        ("train-deepspeed", {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}, "DeepSpeedEngine"),
-        ("train-deepspeed", {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json", "TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-3"}, "DeepSpeedEngine"),
+        (
+            "train-deepspeed",
+            {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"},
+            "DeepSpeedEngine",
+        ),
+        (
+            "train-deepspeed",
+            {
+                "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json",
+                "TUNING_MODE": "full",
+                "TRAIN_LEARNING_RATE": "1e-3",
+            },
+            "DeepSpeedEngine",
+        ),
     ],
     ids=["ddp-lora", "ddp-qlora", "ddp-unsloth", "zero2-lora", "zero3-lora", "zero3-full"],
 )
-def test_two_gpus_train_together(tmp_path: Path, target: str, variables: dict[str, str], engine: str) -> None:
+def test_two_gpus_train_together(
+    tmp_path: Path, target: str, variables: dict[str, str], engine: str
+) -> None:
     report = train(tmp_path, target, NUM_GPUS="2", **variables)
     check_learned(report)
     assert (report["world_size"], report["engine"]) == (2, engine)
@@ -167,4 +267,7 @@ def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
     """On the same global batch; bfloat16 sums in another order, hence 2e-2 on losses of about 5."""
     one = train(tmp_path / "one", "train")
     two = train(tmp_path / "two", "train-distributed", NUM_GPUS="2")
-    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one["loss"], two["loss"], strict=True)) < 2e-2
+    assert (
+        max(abs(a["loss"] - b["loss"]) for a, b in zip(one["loss"], two["loss"], strict=True))
+        < 2e-2
+    )

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_install import INPUTS, MAX_SEQ_LEN, MODELS, VOCABULARY, batches, plain_model, settings
+from test_fast_install import (
+    INPUTS,
+    MAX_SEQ_LEN,
+    MODELS,
+    VOCABULARY,
+    batches,
+    plain_model,
+    settings,
+)
 
 from sft_play.data.collate import PackCollator, labelled
 from sft_play.models.fast.install import Installed, make_fast, takes_boundaries
@@ -17,8 +25,15 @@ from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
 from sft_play.training.isolation import measure_isolation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}  # kernels want multiples of 8 and more
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+}  # kernels want multiples of 8 and more
 MODES = ["lora", "full"]
 
 
@@ -49,7 +64,10 @@ def on_device(is_packed: bool, names_boundaries: bool) -> Iterator[dict[str, Any
     for batch in batches(is_packed, names_boundaries):
         positions, targets = labelled(batch["labels"])
         whole = {**batch, "positions": positions, "targets": targets}
-        yield {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in whole.items()}
+        yield {
+            name: value.cuda() if isinstance(value, torch.Tensor) else value
+            for name, value in whole.items()
+        }
 
 
 def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -60,25 +78,44 @@ def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torc
         loss = loss_of(model, batch, dtype) / 100
         loss.backward()
         total += loss.detach()
-    return {"loss": total, **{name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}}
+    return {
+        "loss": total,
+        **{
+            name: parameter.grad.float()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        },
+    }
 
 
 def error(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """Root mean square over tensors of each one's distance to the reference, relative to its length."""
     assert found.keys() == reference.keys()
-    return torch.stack([(found[name] - wanted).norm() / wanted.norm() for name, wanted in reference.items()]).square().mean().sqrt().item()
+    return (
+        torch.stack(
+            [(found[name] - wanted).norm() / wanted.norm() for name, wanted in reference.items()]
+        )
+        .square()
+        .mean()
+        .sqrt()
+        .item()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(name: str, is_packed: bool, mode: str) -> None:
+def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(
+    name: str, is_packed: bool, mode: str
+) -> None:
     """Both round to bfloat16, not at the same places: 1.25 of the plain error is allowed, and 0.1 % of a gradient's length."""
     model = on_gpu(name, mode, torch.bfloat16)
     reference = gradients(copy.deepcopy(model).float(), is_packed, torch.float32)
     plain = error(gradients(model, is_packed, torch.bfloat16), reference)
     installed = make(model, mode, torch.bfloat16)
-    assert {"mlp", "norms", "loss"} <= installed.on.keys() and ("attention" in installed.on) == (name != "gemma2")
+    assert {"mlp", "norms", "loss"} <= installed.on.keys() and ("attention" in installed.on) == (
+        name != "gemma2"
+    )
     fast = error(gradients(model, is_packed, torch.bfloat16), reference)
     assert 1e-4 < plain < 0.1, "else there is nothing to compare"
     assert fast <= 1.25 * plain + 1e-3
@@ -90,7 +127,9 @@ def test_in_float32_the_kernels_compute_the_plain_step(mode: str) -> None:
     model = on_gpu("qwen3", mode, torch.float32)
     plain = gradients(model, True, torch.float32)
     installed = make(model, mode, torch.float32)
-    assert "16 bits" in installed.off["attention"] and {"norms", "mlp", "loss"} <= installed.on.keys()
+    assert (
+        "16 bits" in installed.off["attention"] and {"norms", "mlp", "loss"} <= installed.on.keys()
+    )
     assert error(gradients(model, True, torch.float32), plain) < 1e-5
 
 
@@ -98,7 +137,10 @@ def test_full_training_on_float32_weights_goes_through_the_kernels() -> None:
     model = on_gpu("llama", "full", torch.float32)
     reference, plain = gradients(model, True, torch.float32), gradients(model, True, torch.bfloat16)
     make(model, "full", torch.bfloat16)
-    assert error(gradients(model, True, torch.bfloat16), reference) <= 1.25 * error(plain, reference) + 1e-3
+    assert (
+        error(gradients(model, True, torch.bfloat16), reference)
+        <= 1.25 * error(plain, reference) + 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +148,12 @@ def test_documents_are_kept_apart(name: str) -> None:
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
-        found = measure_isolation(model, PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model)), VOCABULARY, torch.device("cuda"))
+        found = measure_isolation(
+            model,
+            PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model)),
+            VOCABULARY,
+            torch.device("cuda"),
+        )
     assert found.holds and found.seen == 0
 
 
@@ -131,7 +178,9 @@ def test_evaluation_and_generation_are_the_same_to_the_bit() -> None:
 
     @torch.no_grad()
     def outcome() -> tuple[torch.Tensor, torch.Tensor]:
-        return model(input_ids=ids).logits, model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        return model(input_ids=ids).logits, model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+        )
 
     before = outcome()
     make(model, "lora", torch.bfloat16)
@@ -141,16 +190,27 @@ def test_evaluation_and_generation_are_the_same_to_the_bit() -> None:
 @pytest.mark.parametrize("kind", [LLAMA, GEMMA], ids=["llama", "gemma"])
 @pytest.mark.parametrize("features", [40, 2048, 5120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_of_the_residual_stream_compute_their_formulas(kind: NormKind, features: int, dtype: torch.dtype) -> None:
+def test_kernels_of_the_residual_stream_compute_their_formulas(
+    kind: NormKind, features: int, dtype: torch.dtype
+) -> None:
     """To the last bit of the type, which is rounded once: at most one step of it, 2^-8 of a bfloat16, and sums of float32."""
     draw = torch.Generator("cuda").manual_seed(0)
-    x, r, dy, ds = (torch.randn(3, 5, features, generator=draw, device="cuda").to(dtype) for _ in range(4))
+    x, r, dy, ds = (
+        torch.randn(3, 5, features, generator=draw, device="cuda").to(dtype) for _ in range(4)
+    )
     weight = torch.randn(features, generator=draw, device="cuda").to(dtype)
-    tolerance = {"rtol": 2**-7, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance = (
+        {"rtol": 2**-7, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
     for residual in (r, None):
-        found, wanted = (where.forward(x, residual, weight, 1e-6, kind) for where in (residual_kernels(), Reference))
+        found, wanted = (
+            where.forward(x, residual, weight, 1e-6, kind)
+            for where in (residual_kernels(), Reference)
+        )
         assert torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], **tolerance)
         torch.testing.assert_close(found[2], wanted[2].squeeze(-1), rtol=1e-5, atol=0)
         one = residual_kernels().backward(dy, ds, found[1], weight, found[2], kind)
-        torch.testing.assert_close(one, Reference.backward(dy, ds, wanted[1], weight, wanted[2], kind), **tolerance)
+        torch.testing.assert_close(
+            one, Reference.backward(dy, ds, wanted[1], weight, wanted[2], kind), **tolerance
+        )

@@ -25,7 +25,10 @@ from sft_play.training.runtime import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 # Nothing more is to be had of the card, and of the allocator's own only what is taken here, down to its smallest block.
 RUNS_OUT = """
@@ -53,7 +56,11 @@ def trained(trainer, *callbacks) -> dict[str, int]:
 def test_each_phase_holds_what_its_tensors_take_and_the_run_no_less(tmp_path, mode):
     trainer = trainer_on_gpu(tmp_path, mode, packed=False)
     held = trained(trainer)
-    phases, peak, context = trainer.memory.phases(), trainer.memory.peak_bytes(), trainer.memory.context_bytes()
+    phases, peak, context = (
+        trainer.memory.phases(),
+        trainer.memory.peak_bytes(),
+        trainer.memory.context_bytes(),
+    )
     lasting, gradients = held["weights"] + held["adapters"], held["adapters"] or held["weights"]
     assert set(phases) == {"forward", "backward", "optimizer"}
     assert phases["forward"] > lasting + held["optimizer"] + context, "and activations"
@@ -77,17 +84,29 @@ def test_the_cost_of_a_phase_is_printed():
     assert memory.allocated_bytes() >= len(block)
     del block
     memory.enter("backward")
-    assert memory.phases()["backward"] < memory.phases()["forward"] - (1 << 27), "each phase has a peak of its own"
+    assert memory.phases()["backward"] < memory.phases()["forward"] - (1 << 27), (
+        "each phase has a peak of its own"
+    )
 
 
 @pytest.fixture
 def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]]:
     """A function that plans a run on GPUs and returns its folder and the command that starts another worker on it."""
 
-    def start(script: Path, changes: dict[str, object], num_gpus: int = 1, use_deepspeed: bool = False) -> tuple[RunFolder, launch.Launch]:
-        settings = settings_of({"train.output_dir": tmp_path, "train.predict_with_generate": False, **changes})
-        words = tuple(f"{name}={'null' if value is None else value}" for name, value in settings.items())
-        call = commands.Call(Invocation(config=str(NO_CONFIG), device="cuda", num_gpus=num_gpus, run="run"), dict(os.environ), words)
+    def start(
+        script: Path, changes: dict[str, object], num_gpus: int = 1, use_deepspeed: bool = False
+    ) -> tuple[RunFolder, launch.Launch]:
+        settings = settings_of(
+            {"train.output_dir": tmp_path, "train.predict_with_generate": False, **changes}
+        )
+        words = tuple(
+            f"{name}={'null' if value is None else value}" for name, value in settings.items()
+        )
+        call = commands.Call(
+            Invocation(config=str(NO_CONFIG), device="cuda", num_gpus=num_gpus, run="run"),
+            dict(os.environ),
+            words,
+        )
         loaded, planned = commands.make_plan(call, num_gpus > 1, use_deepspeed)
         folder = commands.new_run(call, loaded, planned)
         command = launch.launch_command(planned.ranks, folder.path, os.environ)
@@ -97,14 +116,25 @@ def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]
         if planned.ranks.strategy == "ddp":
             config = launch.accelerate_config(planned.ranks, commands.mixed_precision(planned))
             launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Of a test.")
-        return folder, launch.Launch(tuple(str(script) if word == str(launch.WORKER) else word for word in command.argv), command.env)
+        return folder, launch.Launch(
+            tuple(str(script) if word == str(launch.WORKER) else word for word in command.argv),
+            command.env,
+        )
 
     return start
 
 
 def ended(command: launch.Launch) -> tuple[int, str]:
     environ = {**os.environ, **command.env, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command.argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        command.argv,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
     return done.returncode, done.stdout
 
 
@@ -122,31 +152,58 @@ def test_a_run_measures_all_of_its_phases(plan):
     measured, predicted = (report["memory"][name] for name in ("measured", "predicted"))
     assert measured.keys() == predicted.keys() == set(PHASES)
     assert max(measured.values()) <= report["peak_bytes"]["measured"]
-    assert planned["gpu"] == torch.cuda.get_device_name(0) and len(planned["used_before_bytes"]) == 1
-    print("\n" + "\n".join(f"{name:<12}{predicted[name] / 2**20:>9.1f} MiB predicted{measured[name] / 2**20:>9.1f} measured" for name in PHASES))
+    assert (
+        planned["gpu"] == torch.cuda.get_device_name(0) and len(planned["used_before_bytes"]) == 1
+    )
+    print(
+        "\n"
+        + "\n".join(
+            f"{name:<12}{predicted[name] / 2**20:>9.1f} MiB predicted{measured[name] / 2**20:>9.1f} measured"
+            for name in PHASES
+        )
+    )
 
 
-def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_command(plan, tmp_path):
+def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_command(
+    plan, tmp_path
+):
     folder, command = plan(script_of(tmp_path, 0), {"train.packing": False})
     code, output = ended(command)
     report = folder.read_report()
     assert (code, report["exit_class"], report["status"]) == (15, 15, "failed"), output[-3000:]
     found = report["out_of_memory"]
-    assert (found["rank"], found["device"], found["step"], found["phase"]) == (0, "cuda:0", 3, "forward")
+    assert (found["rank"], found["device"], found["step"], found["phase"]) == (
+        0,
+        "cuda:0",
+        3,
+        "forward",
+    )
     assert found["asked_bytes"] > 0 and found["free_bytes"] is not None
-    assert report["cause"].startswith("rank 0 ran out of memory on cuda:0 in forward at step 3; ") and "TRAIN_BATCH_SIZE=1" in found["next"]
+    assert (
+        report["cause"].startswith("rank 0 ran out of memory on cuda:0 in forward at step 3; ")
+        and "TRAIN_BATCH_SIZE=1" in found["next"]
+    )
     sizes = found["components"]
     assert all(size["measured"] is not None for size in sizes.values())
     for name in ("weights", "adapters", "optimizer"):
-        assert sizes[name]["measured"] == pytest.approx(sizes[name]["predicted"], rel=0.1, abs=2**20), sizes
+        assert sizes[name]["measured"] == pytest.approx(
+            sizes[name]["predicted"], rel=0.1, abs=2**20
+        ), sizes
     assert f"{'weights':<12}{sizes['weights']['predicted'] / 2**30:>12.2f}" in output
 
 
 @needs_two
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("uses_deepspeed", [False, True], ids=["ddp", "zero2"])
-def test_a_gpu_that_runs_out_of_memory_ends_all_ranks_while_they_wait_in_nccl(plan, tmp_path, uses_deepspeed, rank):
-    folder, command = plan(script_of(tmp_path, rank), {"train.max_steps": 3000, "train.packing": False}, 2, uses_deepspeed)
+def test_a_gpu_that_runs_out_of_memory_ends_all_ranks_while_they_wait_in_nccl(
+    plan, tmp_path, uses_deepspeed, rank
+):
+    folder, command = plan(
+        script_of(tmp_path, rank),
+        {"train.max_steps": 3000, "train.packing": False},
+        2,
+        uses_deepspeed,
+    )
     code, output = ended(command)
     assert code != 0
     check_both_ended(folder, rank, output, f"cuda:{rank}")

@@ -23,11 +23,19 @@ CASES = [
     {"TUNING_MODE": "qlora", "TRAIN_PACKING": "false"},
     {"TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-3"},
     {"TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-3", "TRAIN_OPTIM": "adamw_8bit"},
-    {"TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-3", "TRAIN_FP16": "true", "TRAIN_BF16": "false"},
+    {
+        "TUNING_MODE": "full",
+        "TRAIN_LEARNING_RATE": "1e-3",
+        "TRAIN_FP16": "true",
+        "TRAIN_BF16": "false",
+    },
 ]
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +66,13 @@ def base(tokenizer, tmp_path_factory) -> Path:
 def long_rows(tmp_path_factory) -> Path:
     """Rows as long as rows may be, or nearly: a step of the run is then a step of the probe."""
     path = tmp_path_factory.mktemp("rows") / "long.jsonl"
-    records = [{"question": f"Count from {number}.", "answer": " ".join(str(number + k) for k in range(150))} for number in range(ROWS)]
+    records = [
+        {
+            "question": f"Count from {number}.",
+            "answer": " ".join(str(number + k) for k in range(150)),
+        }
+        for number in range(ROWS)
+    ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -84,11 +98,23 @@ def train(folder: Path, base: Path, rows: Path, **variables: str) -> dict[str, A
         **variables,
     }
     command = ["make", "train", *(f"{name}={value}" for name, value in words.items())]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=500
+    )
     run = folder / "run"
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    weights = load_file(next((run / ("model" if variables["TUNING_MODE"] == "full" else "adapter")).glob("*.safetensors")))
-    return {**json.loads((run / "run.json").read_text()), "plan": json.loads((run / "plan.json").read_text()), "weights": weights}
+    weights = load_file(
+        next(
+            (run / ("model" if variables["TUNING_MODE"] == "full" else "adapter")).glob(
+                "*.safetensors"
+            )
+        )
+    )
+    return {
+        **json.loads((run / "run.json").read_text()),
+        "plan": json.loads((run / "plan.json").read_text()),
+        "weights": weights,
+    }
 
 
 def named(variables: dict[str, str]) -> str:
@@ -96,7 +122,9 @@ def named(variables: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def probed_run(base: Path, long_rows: Path, tmp_path_factory) -> Callable[[dict[str, str]], dict[str, Any]]:
+def probed_run(
+    base: Path, long_rows: Path, tmp_path_factory
+) -> Callable[[dict[str, str]], dict[str, Any]]:
     """A function that returns the probed run of a case, trained once for all tests."""
     runs: dict[str, dict[str, Any]] = {}
 
@@ -111,62 +139,92 @@ def probed_run(base: Path, long_rows: Path, tmp_path_factory) -> Callable[[dict[
 
 def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two runs logged the same losses and saved the same weights, to the bit."""
-    return one["loss"] == other["loss"] and all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
+    return one["loss"] == other["loss"] and all(
+        torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items()
+    )
 
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
-def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(probed_run, base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
+    probed_run, base: Path, long_rows: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
     """To the bit, unless two runs without a probe differ from each other, as kernels that sum in no fixed order let them: then in the first step."""
     probed = probed_run(variables)
     facts, plan = probed["probe"], probed["plan"]
-    same = {"TRAIN_BATCH_SIZE": str(plan["per_device_batch_size"]), "TRAIN_GRADIENT_CHECKPOINTING": str(plan["checkpointed_layers"] > 0).lower()}
+    same = {
+        "TRAIN_BATCH_SIZE": str(plan["per_device_batch_size"]),
+        "TRAIN_GRADIENT_CHECKPOINTING": str(plan["checkpointed_layers"] > 0).lower(),
+    }
     plain = train(tmp_path / "plain", base, long_rows, **variables, **same, TRAIN_PROBE="false")
     assert len(probed["loss"]) == 4 and probed["loss"][0] == plain["loss"][0]
     if not are_equal(probed, plain):
         again = train(tmp_path / "again", base, long_rows, **variables, **same, TRAIN_PROBE="false")
-        assert not are_equal(plain, again), "runs without a probe agree to the bit, and the probed one does not"
+        assert not are_equal(plain, again), (
+            "runs without a probe agree to the bit, and the probed one does not"
+        )
         losses, expected = ([entry["loss"] for entry in run["loss"]] for run in (probed, plain))
         assert losses == pytest.approx(expected, rel=2e-3)
     assert facts["seconds"] < 60 and facts["points"]
 
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
-def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(probed_run, variables: dict[str, str]) -> None:
+def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(
+    probed_run, variables: dict[str, str]
+) -> None:
     facts = probed_run(variables)["probe"]
-    assert len(facts["points"]) == 3 and facts["points"][2]["tokens"] >= 4 * facts["points"][1]["tokens"]
+    assert (
+        len(facts["points"]) == 3
+        and facts["points"][2]["tokens"] >= 4 * facts["points"][1]["tokens"]
+    )
     predicted = max(facts["predicted_after"][name] for name in facts["points"][2]["phases"])
-    print(f"\nprobe {named(variables)} predicted={predicted / GIB:.3f}GiB verified={facts['verified_bytes'] / GIB:.3f}GiB in {facts['seconds']:.1f}s")
+    print(
+        f"\nprobe {named(variables)} predicted={predicted / GIB:.3f}GiB verified={facts['verified_bytes'] / GIB:.3f}GiB in {facts['seconds']:.1f}s"
+    )
     assert facts["verified_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
-def test_less_memory_means_smaller_steps_and_the_same_losses(probed_run, base: Path, long_rows: Path, tmp_path: Path) -> None:
+def test_less_memory_means_smaller_steps_and_the_same_losses(
+    probed_run, base: Path, long_rows: Path, tmp_path: Path
+) -> None:
     """Memory is short because this process holds the rest of it."""
     wide = probed_run(PLAIN_LORA)
     free, _ = torch.cuda.mem_get_info()
-    held = torch.empty(max(0, free - int(0.5 * wide["probe"]["verified_bytes"])), dtype=torch.uint8, device="cuda")
+    held = torch.empty(
+        max(0, free - int(0.5 * wide["probe"]["verified_bytes"])), dtype=torch.uint8, device="cuda"
+    )
     narrow = train(tmp_path / "narrow", base, long_rows, **PLAIN_LORA)
     del held
     torch.cuda.empty_cache()
     assert narrow["probe"]["verified_bytes"] < wide["probe"]["verified_bytes"]
-    assert [entry["loss"] for entry in narrow["loss"]] == pytest.approx([entry["loss"] for entry in wide["loss"]], abs=2e-2)  # bfloat16, other sums
+    assert [entry["loss"] for entry in narrow["loss"]] == pytest.approx(
+        [entry["loss"] for entry in wide["loss"]], abs=2e-2
+    )  # bfloat16, other sums
 
 
-def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base: Path, plan_run, build_trainer) -> None:
+def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
+    base: Path, plan_run, build_trainer
+) -> None:
     from sft_play.training.meter import GpuMeter
     from sft_play.training.rehearsal import Rehearsal, digest
 
-    trainer, _ = build_trainer(plan_run({"model.name": base, "tuning.mode": "full", "model.max_seq_len": LONGEST}))
+    trainer, _ = build_trainer(
+        plan_run({"model.name": base, "tuning.mode": "full", "model.max_seq_len": LONGEST})
+    )
     device = torch.device("cuda", 0)
     trainer.model.to(device)
     trainer.args = replace(trainer.args, use_cpu=False)
     trainer.create_accelerator_and_postprocess()
     trainer.create_optimizer()
-    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
+        trainer.model, trainer.optimizer
+    )
     before, held = digest(trainer.model), torch.cuda.memory_allocated(device)
     with Rehearsal(trainer, GpuMeter(device), steps_optimizer=True) as rehearsal:
         point = rehearsal.measure(2, LONGEST, 0, accumulates=True)
         assert min(point.phases.values()) > held
-        torch.cuda.set_per_process_memory_fraction((held + 2**28) / torch.cuda.mem_get_info(device)[1], device)
+        torch.cuda.set_per_process_memory_fraction(
+            (held + 2**28) / torch.cuda.mem_get_info(device)[1], device
+        )
         try:
             assert rehearsal.measure(8, LONGEST, 0, accumulates=True) is None
         finally:

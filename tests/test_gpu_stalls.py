@@ -22,9 +22,15 @@ from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 GPU = torch.device("cuda", 0)
-FROM, TO = 2, 6  # steps that are watched: kernels are compiled, and the epoch does not end among them
+FROM, TO = (
+    2,
+    6,
+)  # steps that are watched: kernels are compiled, and the epoch does not end among them
 
 
 class Watch(TrainerCallback):
@@ -39,8 +45,18 @@ class Watch(TrainerCallback):
     def note(self, message: Any, *rest: Any) -> None:
         """Stand in for warnings.showwarning."""
         if "synchronizing CUDA operation" in str(message):
-            frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and "warnings" not in frame.filename]
-            self.sites.append(" < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[:-4:-1] if frame.name != "note"))
+            frames = [
+                frame
+                for frame in traceback.extract_stack()
+                if "/torch/" not in frame.filename and "warnings" not in frame.filename
+            ]
+            self.sites.append(
+                " < ".join(
+                    f"{Path(frame.filename).name}:{frame.lineno}"
+                    for frame in frames[:-4:-1]
+                    if frame.name != "note"
+                )
+            )
 
 
 @pytest.fixture
@@ -58,24 +74,43 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
     config = Config.model_validate({"tuning": {"mode": mode}, "train": {"fast_path": fast}})
     samples, layout = documents(160), Layout(MAX_SEQ_LEN, 2, 16)
     lengths = [len(sample.ids) for sample in samples]
-    order = StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)) if packed else layout, SEED)
+    order = StepSampler(
+        lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)) if packed else layout, SEED
+    )
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
     )
     model = LlamaForCausalLM(shape).to(GPU, torch.float32 if mode == "full" else torch.bfloat16)
     model = lora.add_adapters(model, config) if mode == "lora" else model
     make_fast(model, config, Placement(GPU, torch.bfloat16, 0))
     model.config.use_cache = False
-    arguments = {"bf16": True, "max_steps": TO + 2, "logging_steps": 100, "accelerator_config": {"non_blocking": True}, "optim": "adamw_torch_fused"}
-    arguments |= {"per_device_train_batch_size": order.layout.batch_size, "gradient_accumulation_steps": order.layout.micro_batches}
+    arguments = {
+        "bf16": True,
+        "max_steps": TO + 2,
+        "logging_steps": 100,
+        "accelerator_config": {"non_blocking": True},
+        "optim": "adamw_torch_fused",
+    }
+    arguments |= {
+        "per_device_train_batch_size": order.layout.batch_size,
+        "gradient_accumulation_steps": order.layout.micro_batches,
+    }
     arguments |= {"dataloader_pin_memory": True, "use_cpu": False}
     speed = EvalSpeedCallback()
     return SftTrainer(
         model=model,
         args=TrainingArguments(str(folder), **{**QUIET, **arguments}),
         train_dataset=TrainRows(samples),
-        data_collator=PackCollator(0, MAX_SEQ_LEN, varlen=True) if packed else PadCollator(0, MAX_SEQ_LEN),
+        data_collator=PackCollator(0, MAX_SEQ_LEN, varlen=True)
+        if packed
+        else PadCollator(0, MAX_SEQ_LEN),
         order=order,
         evaluator=None,
         speed=speed,
@@ -88,7 +123,9 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, packed: bool) -> None:
     trainer = trainer_on_gpu(tmp_path, mode, packed)
-    assert {"attention", "loss"} <= installed_on(trainer.model).on.keys(), installed_on(trainer.model)
+    assert {"attention", "loss"} <= installed_on(trainer.model).on.keys(), installed_on(
+        trainer.model
+    )
     trainer.add_callback(watch)
     trainer.train()
     assert trainer.state.global_step > TO and trainer.order.layout.micro_batches > 1
@@ -104,12 +141,20 @@ def test_a_step_that_waits_is_seen(tmp_path: Path, watch: Watch) -> None:
     for callback in (watch, Reads()):
         trainer.add_callback(callback)
     trainer.train()
-    assert len(watch.sites) == TO - FROM and all(site.startswith("test_gpu_stalls.py") for site in watch.sites)
+    assert len(watch.sites) == TO - FROM and all(
+        site.startswith("test_gpu_stalls.py") for site in watch.sites
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)], ids=str)
-def test_the_loss_is_that_of_float64(dtype: torch.dtype, most: float, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],
+    ids=str,
+)
+def test_the_loss_is_that_of_float64(
+    dtype: torch.dtype, most: float, softcap: float | None
+) -> None:
     """Over a vocabulary of many blocks and tokens of several chunks; the largest error relative to the largest number."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -118,13 +163,22 @@ def test_the_loss_is_that_of_float64(dtype: torch.dtype, most: float, softcap: f
     targets = torch.randint(len(weight), (len(hidden),), device=GPU)
     nll = linear_nll(hidden, weight, targets, softcap)
     (nll / len(hidden)).backward()
-    exact_hidden, exact_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact_hidden, exact_weight = (
+        hidden.detach().double().requires_grad_(),
+        weight.detach().double().requires_grad_(),
+    )
     logits = exact_hidden @ exact_weight.t()
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     exact = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     (exact / len(hidden)).backward()
     pairs = ((nll, exact), (hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad))
-    errors = [((ours.double() - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs]
+    errors = [
+        ((ours.double() - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs
+    ]
     assert max(errors) <= most, errors
-    for ours, theirs in pairs[1:]:  # roundings cancel out but for one of the factor 1 / 2500 itself, 1.4e-3 in bfloat16
-        assert ((ours.double() * theirs).sum() / (theirs * theirs).sum()).item() == pytest.approx(1, abs=3e-4)
+    for ours, theirs in pairs[
+        1:
+    ]:  # roundings cancel out but for one of the factor 1 / 2500 itself, 1.4e-3 in bfloat16
+        assert ((ours.double() * theirs).sum() / (theirs * theirs).sum()).item() == pytest.approx(
+            1, abs=3e-4
+        )

@@ -38,7 +38,9 @@ class Noted(MemoryWatch):
         self.entered.append(phase)
 
 
-def test_a_step_goes_through_its_phases_and_evaluations_and_saves_are_their_own(plan_run, build_trainer):
+def test_a_step_goes_through_its_phases_and_evaluations_and_saves_are_their_own(
+    plan_run, build_trainer
+):
     settings = {
         "train.max_steps": 2,
         "train.packing": False,
@@ -80,9 +82,14 @@ def test_run_json_has_what_was_predicted_of_each_phase(finished):
     assert report["memory"]["predicted"] == {name: plan["phases"][name]["total"] for name in PHASES}
     assert report["memory"]["measured"] == {}, "a CPU's allocator counts nothing"
     assert report["peak_bytes"]["predicted"] == plan["memory"]["predicted_peak"]
-    assert report["peak_bytes"]["measured"] == report["peak_bytes"]["reserved"] > 2**28, "resident memory"
+    assert report["peak_bytes"]["measured"] == report["peak_bytes"]["reserved"] > 2**28, (
+        "resident memory"
+    )
     shown = (folder.logs / "rank-0.log").read_text()
-    assert f"peak={report['peak_bytes']['measured'] / 2**30:.2f}GiB predicted={report['peak_bytes']['predicted'] / 2**30:.2f}GiB " in shown
+    assert (
+        f"peak={report['peak_bytes']['measured'] / 2**30:.2f}GiB predicted={report['peak_bytes']['predicted'] / 2**30:.2f}GiB "
+        in shown
+    )
 
 
 # Components
@@ -94,7 +101,9 @@ def model_of(tiny_base, mode: str) -> torch.nn.Module:
 
 
 def step_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
     model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     optimizer.step()
     return optimizer
@@ -107,27 +116,44 @@ def sizes(parameters) -> int:
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_components_are_counted_to_the_byte(tiny_base, mode):
     model = model_of(tiny_base, mode)
-    assert components(model, None, CPU)["gradients"] == components(model, None, CPU)["optimizer"] == 0
+    assert (
+        components(model, None, CPU)["gradients"] == components(model, None, CPU)["optimizer"] == 0
+    )
     optimizer = step_of(model)
-    trained, frozen = ([p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False))
+    trained, frozen = (
+        [p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False)
+    )
     held = components(model, optimizer, CPU)
     counters = 4 * len(trained)  # Adam's `step`, a float32 each
     assert tuple(held) == HELD
-    assert held["gradients"] == sizes(trained) and held["optimizer"] == 2 * sizes(trained) + counters
+    assert (
+        held["gradients"] == sizes(trained) and held["optimizer"] == 2 * sizes(trained) + counters
+    )
     adapters = sizes(trained) if mode == "lora" else 0
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert (held["adapters"], held["weights"]) == (adapters, sizes(frozen) + sizes(trained) - adapters + buffers), "tied weights are one"
+    assert (held["adapters"], held["weights"]) == (
+        adapters,
+        sizes(frozen) + sizes(trained) - adapters + buffers,
+    ), "tied weights are one"
 
 
 def test_quantised_weights_count_packed_with_their_constants(tiny_base):
     model = model_of(tiny_base, "qlora")
     blocks = [p for p in model.parameters() if hasattr(p, "quant_state")]
     weights = sum(p.quant_state.shape.numel() for p in blocks)
-    rest = sizes(p for p in model.parameters() if not p.requires_grad and not hasattr(p, "quant_state")) + sum(b.nbytes for b in model.buffers())
+    rest = sizes(
+        p for p in model.parameters() if not p.requires_grad and not hasattr(p, "quant_state")
+    ) + sum(b.nbytes for b in model.buffers())
     quantised = components(model, None, CPU)["weights"] - rest
     # half a byte a weight, one byte for each 64 of them; the tables of codes are small, and weigh much on a tiny model alone
-    tables = sum(state.code.nbytes + state.state2.code.nbytes + state.state2.absmax.nbytes + 4 for state in (p.quant_state for p in blocks))
-    assert len(blocks) == 14 and weights / 2 + weights / 64 <= quantised <= weights / 2 + weights / 64 + tables
+    tables = sum(
+        state.code.nbytes + state.state2.code.nbytes + state.state2.absmax.nbytes + 4
+        for state in (p.quant_state for p in blocks)
+    )
+    assert (
+        len(blocks) == 14
+        and weights / 2 + weights / 64 <= quantised <= weights / 2 + weights / 64 + tables
+    )
 
 
 def test_what_lies_elsewhere_is_not_counted(tiny_base):
@@ -140,14 +166,21 @@ def test_flattened_parameters_are_the_storage_that_they_share():
     flat = torch.zeros(1000)
     for number, parameter in enumerate(model.parameters()):
         parameter.data = flat[number * 64 : number * 64 + parameter.numel()].view(parameter.shape)
-    assert components(model, None, CPU) == {"weights": 4000, "adapters": 0, "gradients": 0, "optimizer": 0}
+    assert components(model, None, CPU) == {
+        "weights": 4000,
+        "adapters": 0,
+        "gradients": 0,
+        "optimizer": 0,
+    }
 
 
 # Several ranks
 
 
 def be_one_rank(rank: int, port: int, folder: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
 
     class Planted(MemoryWatch):
         def phases(self) -> dict[str, int]:
@@ -164,7 +197,11 @@ def be_one_rank(rank: int, port: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_worst_rank_counts_in_each_phase(tmp_path):
     torch.multiprocessing.spawn(be_one_rank, (free_port(), tmp_path), nprocs=2)
-    assert torch.load(tmp_path / "0.pt") == torch.load(tmp_path / "1.pt") == ({"measured": 10**12, "reserved": 10**12}, {"forward": 11, "save": 7})
+    assert (
+        torch.load(tmp_path / "0.pt")
+        == torch.load(tmp_path / "1.pt")
+        == ({"measured": 10**12, "reserved": 10**12}, {"forward": 11, "save": 7})
+    )
 
 
 SCRIPT = """
@@ -196,16 +233,27 @@ sys.exit(code)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "mode"), [(2, "lora"), (2, "full"), (3, "full")])
-def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, tmp_path, stage, mode):
+def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(
+    plan_run, tmp_path, stage, mode
+):
     script = tmp_path / "noting.py"
     script.write_text(SCRIPT)
-    settings = {"tuning.mode": mode, "train.max_steps": 2, "train.packing": False, "train.predict_with_generate": False}
+    settings = {
+        "tuning.mode": mode,
+        "train.max_steps": 2,
+        "train.packing": False,
+        "train.predict_with_generate": False,
+    }
     folder = plan_run(settings, num_gpus=2, deepspeed_config=f"configs/deepspeed_zero{stage}.json")
-    command = launch.launch_command(Ranks("deepspeed", "cpu", 2, 1, 0, "127.0.0.1", free_port(), (), 2), folder.path, os.environ)
+    command = launch.launch_command(
+        Ranks("deepspeed", "cpu", 2, 1, 0, "127.0.0.1", free_port(), (), 2), folder.path, os.environ
+    )
     argv = [str(script) if word == str(launch.WORKER) else word for word in command.argv]
     environ = {**os.environ, **command.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     with (tmp_path / "output.txt").open("w") as output:
-        process = subprocess.Popen(argv, cwd=ROOT, env=environ, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env=environ, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             assert process.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
         finally:
@@ -215,11 +263,21 @@ def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_r
     predicted, micro_step = folder.read_plan()["phases"]["optimizer"], ["forward", "backward"]
     for one in found:
         # DeepSpeed steps a group of parameters at a time
-        phases = [phase for phase, _ in itertools.groupby(phase for phase in one["entered"] if phase)]
+        phases = [
+            phase for phase, _ in itertools.groupby(phase for phase in one["entered"] if phase)
+        ]
         begin = phases.index("forward")
         assert (phases[0], phases[begin - 1]) == ("load", "evaluation")
         assert phases[begin : begin + 10] == 2 * [*micro_step, *micro_step, "optimizer"]
         held, gradients = one["held"], predicted["gradients"]
-        for name, expected in {"weights": predicted["weights"], "adapters": predicted["adapters"], "optimizer": 3 * gradients}.items():
-            assert held[name] == pytest.approx(expected, rel=0.03, abs=4096), "of the optimizer Adam's two moments, and the copy that ZeRO steps"
-        assert 0.99 * gradients <= held["gradients"] <= 4 * gradients, "beside a rank's share lie buckets, and the copy that is stepped"
+        for name, expected in {
+            "weights": predicted["weights"],
+            "adapters": predicted["adapters"],
+            "optimizer": 3 * gradients,
+        }.items():
+            assert held[name] == pytest.approx(expected, rel=0.03, abs=4096), (
+                "of the optimizer Adam's two moments, and the copy that ZeRO steps"
+            )
+        assert 0.99 * gradients <= held["gradients"] <= 4 * gradients, (
+            "beside a rank's share lie buckets, and the copy that is stepped"
+        )

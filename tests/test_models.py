@@ -29,7 +29,9 @@ def config_of(tiny_base):
     """A function that returns a config of the tiny model, or of another folder."""
 
     def config(mode: str = "lora", name=None, **tuning) -> Config:
-        return Config.model_validate({"model": {"name": str(name or tiny_base)}, "tuning": {"mode": mode, **tuning}})
+        return Config.model_validate(
+            {"model": {"name": str(name or tiny_base)}, "tuning": {"mode": mode, **tuning}}
+        )
 
     return config
 
@@ -51,11 +53,16 @@ def edit_json(path, **changes) -> None:
 
 def test_a_tokenizer_keeps_its_own_pad_token_and_template(config_of, tokenizer):
     loaded = load_tokenizer(config_of())
-    assert (loaded.pad_token_id, loaded.chat_template) == (tokenizer.pad_token_id, tokenizer.chat_template)
+    assert (loaded.pad_token_id, loaded.chat_template) == (
+        tokenizer.pad_token_id,
+        tokenizer.chat_template,
+    )
     assert loaded.pad_token_id != loaded.eos_token_id
 
 
-def test_a_tokenizer_without_pad_token_and_template_gets_eos_and_the_default_template(config_of, copied, tmp_path):
+def test_a_tokenizer_without_pad_token_and_template_gets_eos_and_the_default_template(
+    config_of, copied, tmp_path
+):
     edit_json(copied / "tokenizer_config.json", pad_token=None)
     (copied / "chat_template.jinja").unlink()
     loaded = load_tokenizer(config_of(name=copied))
@@ -76,7 +83,9 @@ def test_a_tokenizer_that_cannot_be_had_is_class_13(config_of, copied, name):
         copied = copied / "nothing"
     else:
         (copied / name).write_text("{")
-    with pytest.raises(EnvironmentFault, match=f"model.name={copied}: no tokenizer could be loaded"):
+    with pytest.raises(
+        EnvironmentFault, match=f"model.name={copied}: no tokenizer could be loaded"
+    ):
         load_tokenizer(config_of(name=copied))
 
 
@@ -93,12 +102,18 @@ def test_adapters_are_float32_and_nothing_else_is_trained(config_of, compute_dty
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
-def test_trainable_parameters_are_r_times_inputs_plus_outputs_of_each_target(config_of, tiny_base, mode, targets):
+def test_trainable_parameters_are_r_times_inputs_plus_outputs_of_each_target(
+    config_of, tiny_base, mode, targets
+):
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_base)
     chosen = LINEARS if targets == "all-linear" else targets
-    sizes = [(m.in_features, m.out_features) for n, m in plain.named_modules() if n.rpartition(".")[2] in chosen]
+    sizes = [
+        (m.in_features, m.out_features)
+        for n, m in plain.named_modules()
+        if n.rpartition(".")[2] in chosen
+    ]
     assert len(sizes) == 2 * len(chosen), "the tiny model has two layers"
     model = load_model(config_of(mode, lora={"r": 4, "target_modules": targets}), CPU)
     adapters = 4 * sum(inputs + outputs for inputs, outputs in sizes)
@@ -106,7 +121,9 @@ def test_trainable_parameters_are_r_times_inputs_plus_outputs_of_each_target(con
 
 
 def test_full_trains_every_weight_in_float32_whatever_the_compute_type(config_of, tiny_base):
-    model = load_model(config_of("full"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0))
+    model = load_model(
+        config_of("full"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0)
+    )
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
     trainable, total = lora.trainable_parameters(model)
     assert trainable == total == model.num_parameters()
@@ -122,7 +139,9 @@ def test_full_trains_every_weight_in_float32_whatever_the_compute_type(config_of
         ("lora", "float32", torch.float32),
     ],
 )
-def test_base_weights_take_the_type_that_was_set_or_that_mode_and_device_call_for(mode, dtype, expected):
+def test_base_weights_take_the_type_that_was_set_or_that_mode_and_device_call_for(
+    mode, dtype, expected
+):
     config = Config.model_validate({"model": {"dtype": dtype}, "tuning": {"mode": mode}})
     assert weight_dtype(config, torch.bfloat16) == expected
 
@@ -137,11 +156,17 @@ def test_a_target_that_is_no_layer_is_refused_with_the_names_of_the_real_ones(co
 
 def test_a_target_may_name_the_end_of_a_path(config_of):
     model = load_model(config_of(lora={"target_modules": ["self_attn.q_proj"]}), CPU)
-    assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {"q_proj"}
+    assert {
+        n.split(".lora_")[0].rpartition(".")[2]
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    } == {"q_proj"}
 
 
 def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
+    )
     adapted = lora.add_adapters(model, config_of(lora={"r": 2, "target_modules": ["c_attn"]}))
     assert lora.trainable_parameters(adapted)[0] == 2 * (16 + 48)
 
@@ -150,8 +175,14 @@ def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
 
 
 def test_qlora_holds_blocks_in_4_bits_and_leaves_norms_and_embeddings_as_they_are(config_of):
-    model = load_model(config_of("qlora"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0))
-    quantised = {name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)}
+    model = load_model(
+        config_of("qlora"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0)
+    )
+    quantised = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, bitsandbytes.nn.Linear4bit)
+    }
     assert len(quantised) == 2 * len(LINEARS)
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
@@ -174,7 +205,11 @@ def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config
         model.zero_grad()
         model.train()
         summed_nll(model(input_ids=ids).logits, ids).backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
 
     before = gradients()
     model.eval()
@@ -189,7 +224,10 @@ def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config
 
 def test_missing_weights_are_class_13(config_of, copied):
     (copied / "model.safetensors").unlink()
-    with pytest.raises(EnvironmentFault, match=f"model.name={copied}: the weights could not be loaded: .*model.safetensors"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=f"model.name={copied}: the weights could not be loaded: .*model.safetensors",
+    ):
         load_base(config_of(name=copied), CPU)
 
 
@@ -200,11 +238,16 @@ def test_a_truncated_weight_file_is_class_13(config_of, copied):
         load_base(config_of(name=copied), CPU)
 
 
-def test_a_weight_file_that_lacks_a_tensor_is_refused_rather_than_filled_with_random_numbers(config_of, copied):
+def test_a_weight_file_that_lacks_a_tensor_is_refused_rather_than_filled_with_random_numbers(
+    config_of, copied
+):
     tensors = load_file(copied / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EnvironmentFault, match=r"1 tensors are not in its weight files, model\.layers\.0\.mlp\.up_proj\.weight first"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"1 tensors are not in its weight files, model\.layers\.0\.mlp\.up_proj\.weight first",
+    ):
         load_base(config_of(name=copied), CPU)
 
 
@@ -213,7 +256,10 @@ def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type():
     with pytest.raises(EnvironmentFault) as caught:
         unsloth.import_first()
     assert caught.value.exit_class == ExitClass.ENVIRONMENT
-    assert str(caught.value) == "tuning.backend=unsloth: unsloth is not installed; on a GPU host run make install-unsloth, or set TUNING_BACKEND=bnb"
+    assert (
+        str(caught.value)
+        == "tuning.backend=unsloth: unsloth is not installed; on a GPU host run make install-unsloth, or set TUNING_BACKEND=bnb"
+    )
 
 
 # The loss
@@ -226,7 +272,11 @@ def naive_nll(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
         for scores, label in zip(row[:-1], answers[1:], strict=True):
             if label != IGNORE_INDEX:
                 highest = max(scores)
-                nats += highest + math.log(sum(math.exp(score - highest) for score in scores)) - scores[label]
+                nats += (
+                    highest
+                    + math.log(sum(math.exp(score - highest) for score in scores))
+                    - scores[label]
+                )
                 tokens += 1
     return nats, tokens
 
@@ -237,10 +287,14 @@ def test_summed_nll_is_the_sum_over_labelled_tokens():
     labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
     nats, tokens = naive_nll(logits, labels)
     assert labelled_tokens(labels).item() == tokens
-    assert summed_nll(logits, labels).item() == pytest.approx(nats, rel=1e-6)  # float32 sums 16 numbers
+    assert summed_nll(logits, labels).item() == pytest.approx(
+        nats, rel=1e-6
+    )  # float32 sums 16 numbers
     # logits in 16 bits are summed in float32 all the same: their own rounding is the only difference
     half = logits.bfloat16()
-    assert summed_nll(half, labels).item() == pytest.approx(naive_nll(half.float(), labels)[0], rel=1e-6)
+    assert summed_nll(half, labels).item() == pytest.approx(
+        naive_nll(half.float(), labels)[0], rel=1e-6
+    )
 
 
 def test_a_batch_without_labels_gives_zero_with_a_gradient_of_zero():

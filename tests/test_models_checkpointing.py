@@ -20,10 +20,25 @@ def tiny(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     base = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=LAYERS, num_attention_heads=4, use_cache=False, attention_dropout=dropout
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            use_cache=False,
+            attention_dropout=dropout,
         )
     )
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, lora_dropout=dropout))
+    model = get_peft_model(
+        base,
+        LoraConfig(
+            r=4,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+            lora_dropout=dropout,
+        ),
+    )
     return model.train()
 
 
@@ -71,7 +86,9 @@ def calls_of(model: nn.Module, layers: list[nn.Module]) -> list[int]:
 
         return count
 
-    handles = [layer.mlp.register_forward_pre_hook(counter(number)) for number, layer in enumerate(layers)]
+    handles = [
+        layer.mlp.register_forward_pre_hook(counter(number)) for number, layer in enumerate(layers)
+    ]
     gradients(model)
     for handle in handles:
         handle.remove()
@@ -119,7 +136,13 @@ def test_the_layers_are_the_longest_stack() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.vision = nn.ModuleList(
-                list(LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=2)).model.layers)
+                list(
+                    LlamaForCausalLM(
+                        LlamaConfig(
+                            vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=2
+                        )
+                    ).model.layers
+                )
             )
             self.language = tiny()
             self.heads = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
@@ -128,7 +151,9 @@ def test_the_layers_are_the_longest_stack() -> None:
     assert decoder_layers(model) == list(model.language.get_base_model().model.layers)
 
 
-def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Loop(GPT2LMHeadModel):
         """A model of an older make, whose layers are no GradientCheckpointingLayer."""
 

@@ -9,10 +9,14 @@ from sft_play.models.tokenizer import load_tokenizer
 
 
 def template(base, setting: str | None) -> str:
-    return load_tokenizer(Config.model_validate({"model": {"name": str(base), "chat_template": setting}})).chat_template
+    return load_tokenizer(
+        Config.model_validate({"model": {"name": str(base), "chat_template": setting}})
+    ).chat_template
 
 
-def test_the_template_is_the_tokenizers_the_built_in_one_or_that_of_a_file(tiny_base, tokenizer, tmp_path) -> None:
+def test_the_template_is_the_tokenizers_the_built_in_one_or_that_of_a_file(
+    tiny_base, tokenizer, tmp_path
+) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[0]['content'] }}")
     assert template(tiny_base, None) == tokenizer.chat_template
@@ -21,21 +25,27 @@ def test_the_template_is_the_tokenizers_the_built_in_one_or_that_of_a_file(tiny_
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b"\xff", "not UTF-8")])
-def test_a_template_that_cannot_be_read_is_named(tiny_base, tmp_path, content: bytes | None, reason: str) -> None:
+def test_a_template_that_cannot_be_read_is_named(
+    tiny_base, tmp_path, content: bytes | None, reason: str
+) -> None:
     if content:
         (tmp_path / "own.jinja").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"model.chat_template=.*own.jinja: {reason}"):
         template(tiny_base, str(tmp_path / "own.jinja"))
 
 
-def test_a_run_and_its_use_have_the_template_of_the_config_and_the_stamp_says_so(plan_run, run_worker, tmp_path) -> None:
+def test_a_run_and_its_use_have_the_template_of_the_config_and_the_stamp_says_so(
+    plan_run, run_worker, tmp_path
+) -> None:
     import json
 
     from sft_play.inference.use import load_run
 
     own = tmp_path / "own.jinja"
     own.write_text(DEFAULT_TEMPLATE.replace("### ", "## "))
-    folder = plan_run({"model.chat_template": own, "train.max_steps": 1, "train.predict_with_generate": False})
+    folder = plan_run(
+        {"model.chat_template": own, "train.max_steps": 1, "train.predict_with_generate": False}
+    )
     assert run_worker(folder) == 0
     assert json.loads((folder.weights("lora") / "stamp.json").read_text())["template"] == str(own)
     own.unlink()

@@ -21,7 +21,12 @@ def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
     """What Unsloth is fed is what transformers' model, told of no boundaries, makes of the joined row."""
 
     class Takes(nn.Module):
-        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_lengths: torch.Tensor | None = None) -> Any:
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            position_ids: torch.Tensor,
+            packed_seq_lengths: torch.Tensor | None = None,
+        ) -> Any:
             self.seen = input_ids, position_ids, packed_seq_lengths
             return SimpleNamespace(logits=input_ids[..., None] * torch.arange(3))
 
@@ -32,8 +37,17 @@ def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
     rows, width = labels.shape
     logits = model(**batch).logits
     ids, positions, lengths = model.seen
-    assert (ids.shape, positions.shape, lengths.dtype) == ((1, rows * width), (1, rows * width), torch.int32)
-    assert lengths.cumsum(0).tolist() == batch["cu_seq_lens_q"][1:].tolist() and lengths.sum() == rows * width
+    assert (ids.shape, positions.shape, lengths.dtype) == (
+        (1, rows * width),
+        (1, rows * width),
+        torch.int32,
+    )
+    assert (
+        lengths.cumsum(0).tolist() == batch["cu_seq_lens_q"][1:].tolist()
+        and lengths.sum() == rows * width
+    )
     assert torch.equal(logits, batch["input_ids"][..., None] * torch.arange(3))
     alone = {name: batch[name][:, :3] for name in ("input_ids", "position_ids")}
-    assert model(**alone).logits.shape == (rows, 3, 3) and model.seen[2] is None, "a batch without boundaries is none of its business"
+    assert model(**alone).logits.shape == (rows, 3, 3) and model.seen[2] is None, (
+        "a batch without boundaries is none of its business"
+    )

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from sft_play.config.schema import Config
 from sft_play.data import vocabulary_use
@@ -109,7 +115,9 @@ def test_an_id_that_the_embedding_has_no_row_for_is_refused_with_its_text(base, 
     with pytest.raises(EnvironmentFault) as caught:
         check(base, ids=(END, WORD, new), mode=mode)
     assert caught.value.exit_class == ExitClass.ENVIRONMENT
-    assert str(caught.value).startswith(f"model.name={base} embeds {new} tokens, and the rows hold <|tool|> (id {new}); get tokenizer and weights")
+    assert str(caught.value).startswith(
+        f"model.name={base} embeds {new} tokens, and the rows hold <|tool|> (id {new}); get tokenizer and weights"
+    )
     check(base, ids=(END, WORD), mode=mode)  # a token that no row holds needs no embedding
 
 
@@ -131,7 +139,9 @@ def test_the_tensor_says_how_many_rows_there_are_rather_than_the_config(base):
 
 
 @pytest.mark.parametrize("kind", ["absent", "bin"])
-def test_without_safetensors_the_config_says_how_many_rows_there_are_and_the_rest_is_logged(base, kind, caplog):
+def test_without_safetensors_the_config_says_how_many_rows_there_are_and_the_rest_is_logged(
+    base, kind, caplog
+):
     set_rows(base, {USER: 0.0})
     if kind == "bin":
         torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
@@ -161,7 +171,10 @@ def test_a_token_whose_row_is_zero_or_almost_is_refused_where_embeddings_are_fro
         with pytest.raises(EnvironmentFault) as caught:
             check(base, mode=mode)
         text = str(caught.value)
-        assert f"<|user|> (id {USER}), whose row of {EMBEDDING} is zero. tuning.mode={mode} leaves these rows as they are" in text
+        assert (
+            f"<|user|> (id {USER}), whose row of {EMBEDDING} is zero. tuning.mode={mode} leaves these rows as they are"
+            in text
+        )
         assert "<|assistant|>" not in text
         assert "set MODEL_NAME to the instruct model" in text and "TUNING_MODE=full" in text
 
@@ -187,13 +200,18 @@ def test_ordinary_tokens_are_not_looked_at(base):
 def test_a_copy_is_untrained_and_its_original_is_not(base):
     set_rows(base, {ASSISTANT: row_of(base, END)})
     check(base, ids=(END, USER, WORD))
-    with pytest.raises(EnvironmentFault, match=r"<\|assistant\|> \(id 4\), whose row of .* is that of <\|end\|>\. "):
+    with pytest.raises(
+        EnvironmentFault, match=r"<\|assistant\|> \(id 4\), whose row of .* is that of <\|end\|>\. "
+    ):
         check(base)
 
 
 def test_reserved_rows_that_are_all_alike_are_untrained(base):
     set_rows(base, dict.fromkeys((SYSTEM, USER, ASSISTANT), row_of(base, WORD)))
-    with pytest.raises(EnvironmentFault, match=r"<\|user\|> .* is that of <\|system\|>; <\|assistant\|> .* is that of <\|system\|>\. "):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"<\|user\|> .* is that of <\|system\|>; <\|assistant\|> .* is that of <\|system\|>\. ",
+    ):
         check(base)
 
 
@@ -248,11 +266,17 @@ def test_a_token_that_is_written_needs_a_row_of_the_head_and_one_that_is_only_re
     check(untied, ids=(END, SYSTEM, USER, WORD), trained=(WORD,))
     with pytest.raises(EnvironmentFault) as caught:
         check(untied, ids=(END, SYSTEM, USER, WORD), trained=(END, USER, WORD))
-    assert f"<|end|> (id {END}), whose row of lm_head.weight is zero; <|user|> (id {USER}), whose row of lm_head.weight is that of <|system|>" in str(
-        caught.value
+    assert (
+        f"<|end|> (id {END}), whose row of lm_head.weight is zero; <|user|> (id {USER}), whose row of lm_head.weight is that of <|system|>"
+        in str(caught.value)
     )
     assert "could not write them" in str(caught.value)
-    check(untied, ids=(END, USER, WORD), trained=(END, USER, WORD), target_modules=["q_proj", "lm_head"])
+    check(
+        untied,
+        ids=(END, USER, WORD),
+        trained=(END, USER, WORD),
+        target_modules=["q_proj", "lm_head"],
+    )
 
 
 # Where files lie
@@ -263,7 +287,10 @@ def test_sharded_files_are_read_through_their_index(untied):
     set_rows(untied, {END: 0.0}, "lm_head.weight")
     shard(untied)
     embedding, head = find_matrices(config_of(untied))
-    assert embedding.path != head.path and (embedding.name, head.name) == (EMBEDDING, "lm_head.weight")
+    assert embedding.path != head.path and (embedding.name, head.name) == (
+        EMBEDDING,
+        "lm_head.weight",
+    )
     with pytest.raises(EnvironmentFault, match=r"embed_tokens\.weight is zero"):
         check(untied)
     with pytest.raises(EnvironmentFault, match=r"lm_head\.weight is zero"):
@@ -284,25 +311,51 @@ def test_the_hubs_cache_is_looked_into_without_asking_the_hub(untied, tmp_path, 
     assert find_matrices(config_of("some/other")) == (None, None)
 
 
-@pytest.mark.parametrize(("name", "text"), [("model.safetensors", "broken"), ("model.safetensors.index.json", "{"), ("model.safetensors.index.json", "{}")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model.safetensors", "broken"),
+        ("model.safetensors.index.json", "{"),
+        ("model.safetensors.index.json", "{}"),
+    ],
+)
 def test_files_that_cannot_be_read_are_class_13(base, name, text):
     (base / "model.safetensors").unlink()
     (base / name).write_text(text)
-    with pytest.raises(EnvironmentFault, match=f"model.name={base}: its files cannot be read: .*; get the model again"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=f"model.name={base}: its files cannot be read: .*; get the model again",
+    ):
         check(base)
 
 
 def test_an_embedding_is_found_by_its_name_wherever_the_model_keeps_it(base):
     tensors = load_file(base / "model.safetensors")
-    for name in ("transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight", "language_model.model.embed_tokens.weight"):
-        others = {"model.layers.61.language_model.embed_tokens.weight": torch.ones(2, 2), "transformer.wpe.weight": torch.ones(2, 2)}
+    for name in (
+        "transformer.wte.weight",
+        "wte.weight",
+        "gpt_neox.embed_in.weight",
+        "language_model.model.embed_tokens.weight",
+    ):
+        others = {
+            "model.layers.61.language_model.embed_tokens.weight": torch.ones(2, 2),
+            "transformer.wpe.weight": torch.ones(2, 2),
+        }
         save_file({name: tensors[EMBEDDING], **others}, base / "model.safetensors")
         assert find_matrices(config_of(base))[0].name == name
 
 
 def test_a_matrix_is_read_row_by_row_and_never_as_a_whole(base, tokenizer):
     rows, features = 1 << 20, 2048  # 4 GiB in bfloat16, a hole on the disk
-    header = json.dumps({EMBEDDING: {"dtype": "BF16", "shape": [rows, features], "data_offsets": [0, rows * features * 2]}}).encode()
+    header = json.dumps(
+        {
+            EMBEDDING: {
+                "dtype": "BF16",
+                "shape": [rows, features],
+                "data_offsets": [0, rows * features * 2],
+            }
+        }
+    ).encode()
     with (base / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + rows * features * 2)
@@ -316,12 +369,18 @@ def test_a_matrix_is_read_row_by_row_and_never_as_a_whole(base, tokenizer):
 
 def test_the_mean_of_a_matrix_is_that_of_all_its_rows(base):
     embedding = find_matrices(config_of(base))[0]
-    assert torch.allclose(embedding.mean(), load_file(base / "model.safetensors")[EMBEDDING].mean(0), atol=1e-7)
+    assert torch.allclose(
+        embedding.mean(), load_file(base / "model.safetensors")[EMBEDDING].mean(0), atol=1e-7
+    )
 
 
 def test_quantised_embeddings_are_left_alone(base, tokenizer):
-    save_file({EMBEDDING: torch.zeros(len(tokenizer), 8, dtype=torch.int8)}, base / "model.safetensors")
-    assert untrained_tokens(find_matrices(config_of(base))[0], np.array([END, USER]), tokenizer) == {}
+    save_file(
+        {EMBEDDING: torch.zeros(len(tokenizer), 8, dtype=torch.int8)}, base / "model.safetensors"
+    )
+    assert (
+        untrained_tokens(find_matrices(config_of(base))[0], np.array([END, USER]), tokenizer) == {}
+    )
 
 
 # What the rows hold
@@ -340,8 +399,19 @@ def test_the_use_of_stores_is_what_any_of_them_holds_and_where_first(tmp_path):
     one = store_of(tmp_path / "one", ([3, 7, 900], [False, True, False]), ([3, 5], [False, True]))
     two = store_of(tmp_path / "two", ([1, 2, 3], [False, False, True]), ([1, 2000], [True, True]))
     used = used_in([one, two], [["a.jsonl"], ["b.jsonl"]])
-    assert (used.ids.tolist(), used.trained_ids.tolist(), used.largest_id) == ([1, 2, 3, 5, 7, 900, 2000], [3, 5, 7, 2000], 2000)
-    places = {3: "a.jsonl:1", 900: "a.jsonl:1", 5: "a.jsonl:2", 1: "b.jsonl:1", 2000: "b.jsonl:2", 4: None}
+    assert (used.ids.tolist(), used.trained_ids.tolist(), used.largest_id) == (
+        [1, 2, 3, 5, 7, 900, 2000],
+        [3, 5, 7, 2000],
+        2000,
+    )
+    places = {
+        3: "a.jsonl:1",
+        900: "a.jsonl:1",
+        5: "a.jsonl:2",
+        1: "b.jsonl:1",
+        2000: "b.jsonl:2",
+        4: None,
+    }
     assert {token: used.origin(token) for token in places} == places
     assert used_in([one]).origin(3) is None
     assert used_in([store_of(tmp_path / "none")]).largest_id == -1
@@ -354,16 +424,28 @@ def test_a_token_that_only_opens_samples_is_read_and_never_written(tmp_path):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 5])
 def test_the_use_of_a_store_is_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chunk_tokens):
-    store = store_of(tmp_path / "rows", ([9, 5, 9], [True, True, False]), ([8], [True]), ([5, 8, 7], [True, False, True]))
+    store = store_of(
+        tmp_path / "rows",
+        ([9, 5, 9], [True, True, False]),
+        ([8], [True]),
+        ([5, 8, 7], [True, False, True]),
+    )
     monkeypatch.setattr(vocabulary_use, "CHUNK_TOKENS", chunk_tokens)
     used = used_in([store], [["a.jsonl"]])
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([5, 7, 8, 9], [5, 7])
-    assert [used.origin(token) for token in (5, 7, 8, 9)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:2", "a.jsonl:1"]
+    assert [used.origin(token) for token in (5, 7, 8, 9)] == [
+        "a.jsonl:1",
+        "a.jsonl:3",
+        "a.jsonl:2",
+        "a.jsonl:1",
+    ]
 
 
 def test_a_refusal_names_the_row_where_the_token_is_met_first(base, tmp_path):
     set_rows(base, {USER: 0.0})
     store = store_of(tmp_path / "rows", ([900], [True]), ([USER, 900, END], [False, True, True]))
     config = config_of(base)
-    with pytest.raises(EnvironmentFault, match=r"hold: <\|user\|> \(id 3, first in chats.jsonl:2\), whose row"):
+    with pytest.raises(
+        EnvironmentFault, match=r"hold: <\|user\|> \(id 3, first in chats.jsonl:2\), whose row"
+    ):
         check_vocabulary(config, load_tokenizer(config), used_in([store], [["chats.jsonl"]]))

@@ -62,7 +62,10 @@ def test_gpu_info_describes_each_gpu_and_the_driver(plant):
 
 def test_gpu_info_draws_the_links_as_a_table(plant):
     ends = ["a switch"] * 18
-    plant(card("GPU-a", nvlinked=("GPU-b",), link_ends=ends, pcie=(5, 16, 16)), card("GPU-b", link_ends=ends, pcie=(5, 8, 16)))
+    plant(
+        card("GPU-a", nvlinked=("GPU-b",), link_ends=ends, pcie=(5, 16, 16)),
+        card("GPU-b", link_ends=ends, pcie=(5, 8, 16)),
+    )
     lines = gpu_info_lines({})
     begin = lines.index("links: NVLink between the two GPUs") + 1
     assert lines[begin : begin + 4] == [
@@ -75,7 +78,12 @@ def test_gpu_info_draws_the_links_as_a_table(plant):
 
 def test_links_between_a_pair_count_where_no_switch_is_between(plant):
     plant(
-        card("GPU-a", nvlinked=("GPU-b", "GPU-c"), link_ends=["GPU-b", "GPU-c", "GPU-b"], pcie=(3, 16, 16)),
+        card(
+            "GPU-a",
+            nvlinked=("GPU-b", "GPU-c"),
+            link_ends=["GPU-b", "GPU-c", "GPU-b"],
+            pcie=(3, 16, 16),
+        ),
         card("GPU-b", level=pynvml.NVML_TOPOLOGY_SINGLE),
         card("GPU-c", level=None),
     )
@@ -88,7 +96,9 @@ def test_links_between_a_pair_count_where_no_switch_is_between(plant):
 
 def test_one_gpu_has_its_slot_and_no_table(plant):
     plant(card(pcie=(4, 16, 16)))
-    assert [line for line in gpu_info_lines({}) if "lanes" in line or "link" in line] == ["cuda:0  generation 4, 16 lanes"]
+    assert [line for line in gpu_info_lines({}) if "lanes" in line or "link" in line] == [
+        "cuda:0  generation 4, 16 lanes"
+    ]
 
 
 def test_gpu_info_names_torch_and_what_it_computes_in_without_loading_it(plant, monkeypatch):
@@ -97,7 +107,9 @@ def test_gpu_info_names_torch_and_what_it_computes_in_without_loading_it(plant, 
     monkeypatch.setattr(gpus, "nccl", lambda: "2.28.9 (nvidia-nccl-cu13)")
     lines = gpu_info_lines({})
     assert "torch: 2.11.0+cu130, built for CUDA 13.0, NCCL 2.28.9 (nvidia-nccl-cu13)" in lines
-    assert "precision: float16, float32; NF4 weights under qlora" in lines, "the older card has no bfloat16"
+    assert "precision: float16, float32; NF4 weights under qlora" in lines, (
+        "the older card has no bfloat16"
+    )
     plant(card(capability=(5, 2)))
     assert "precision: float16, float32; no NF4, which needs capability 6.0" in gpu_info_lines({})
     monkeypatch.setattr(gpus, "torch_build", lambda: None)
@@ -130,14 +142,18 @@ def test_gpu_info_names_the_variable_that_hides_gpus(plant):
 def test_mixed_models_warn_of_cudas_own_order(plant):
     plant(card("GPU-a"), card("GPU-b", name="NVIDIA L4"))
     assert any("CUDA_DEVICE_ORDER=PCI_BUS_ID" in line for line in gpu_info_lines({}))
-    assert not any("CUDA_DEVICE_ORDER" in line for line in gpu_info_lines({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}))
+    assert not any(
+        "CUDA_DEVICE_ORDER" in line for line in gpu_info_lines({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    )
 
 
 # memory-check
 
 
 def test_memory_check_names_who_holds_gpu_memory(plant, tmp_path):
-    plant(card("GPU-a", processes={os.getpid(): 9 * GIB, 2**22 + 1: None}), card("GPU-b", busy=None))  # Linux has no pid over 2**22
+    plant(
+        card("GPU-a", processes={os.getpid(): 9 * GIB, 2**22 + 1: None}), card("GPU-b", busy=None)
+    )  # Linux has no pid over 2**22
     lines = memory_check_lines({}, tmp_path)
     assert lines[0] == "cuda:0 NVIDIA H200: 10.0 of 139.0 GiB used, 97 % busy"
     assert re.fullmatch(rf"  pid {os.getpid()} \S.*: 9\.0 GiB", lines[1])
@@ -150,7 +166,11 @@ def test_memory_check_of_a_cpu_host_lists_python_processes(plant, monkeypatch, t
     plant(**NO_DRIVER)
     monkeypatch.setattr(memory, "PROCESSES_SHOWN", 10_000)  # others on this host may be larger
     code = "import sys; block = bytearray(b'x') * (100 << 20); print('ready', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code, "--token", "hf_secret"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "--token", "hf_secret"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
         assert child.stdout.readline() == b"ready\n"
         lines = memory_check_lines({}, tmp_path)
         child.stdin.close()
@@ -175,8 +195,16 @@ def running(tmp_path):
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
         write_json(folder.path / "plan.json", {})
-        own = {"pid": os.getpid(), "launcher_pid": os.getpid(), "started_at": "2999-01-01T00:00:00+0000", "world_size": 1, "device": device}
-        folder.write_report({"status": "running", "peak_bytes": {"predicted": 43 * GIB}, **own, **facts})
+        own = {
+            "pid": os.getpid(),
+            "launcher_pid": os.getpid(),
+            "started_at": "2999-01-01T00:00:00+0000",
+            "world_size": 1,
+            "device": device,
+        }
+        folder.write_report(
+            {"status": "running", "peak_bytes": {"predicted": 43 * GIB}, **own, **facts}
+        )
         return tmp_path
 
     return write
@@ -187,12 +215,17 @@ def test_memory_check_shows_what_a_run_holds_beside_what_was_predicted(plant, ru
     running("over", "cuda", status="done")
     running("died", "cuda", pid=2**22 + 1)
     lines = memory_check_lines({}, running("now", "cuda"))
-    assert [line for line in lines if line.startswith("run ")] == [f"run now: predicted peak 43.0 GiB, 41.0 GiB in use on cuda:0 (pid {os.getpid()})"]
+    assert [line for line in lines if line.startswith("run ")] == [
+        f"run now: predicted peak 43.0 GiB, 41.0 GiB in use on cuda:0 (pid {os.getpid()})"
+    ]
 
 
 def test_memory_check_finds_all_ranks_of_a_run(plant, running):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        plant(card("GPU-a", processes={child.pid: 40 * GIB, os.getpid(): GIB}), card("GPU-b", processes={child.pid: None}))
+        plant(
+            card("GPU-a", processes={child.pid: 40 * GIB, os.getpid(): GIB}),
+            card("GPU-b", processes={child.pid: None}),
+        )
         lines = memory_check_lines({}, running("now", "cuda", world_size=2))
         child.communicate(b"\n")
     assert [line for line in lines if line.startswith("run ")] == [
@@ -203,14 +236,23 @@ def test_memory_check_finds_all_ranks_of_a_run(plant, running):
 
 def test_memory_check_says_when_nvml_hides_the_processes_of_a_run(plant, running):
     plant(card("GPU-a", processes={1: GIB}))
-    (line,) = [line for line in memory_check_lines({}, running("now", "cuda")) if line.startswith("run ")]
-    assert line == "run now: predicted peak 43.0 GiB; NVML lists none of its processes, as in a container: the GPUs above say what is in use"
+    (line,) = [
+        line for line in memory_check_lines({}, running("now", "cuda")) if line.startswith("run ")
+    ]
+    assert (
+        line
+        == "run now: predicted peak 43.0 GiB; NVML lists none of its processes, as in a container: the GPUs above say what is in use"
+    )
 
 
 def test_memory_check_of_a_run_on_a_cpu_shows_its_ram(plant, running):
     plant(**NO_DRIVER)
-    (line,) = [line for line in memory_check_lines({}, running("now", "cpu")) if line.startswith("run ")]
-    assert re.fullmatch(rf"run now: predicted peak 43\.0 GiB, \d+\.\d GiB of RAM in use \(pid {os.getpid()}\)", line)
+    (line,) = [
+        line for line in memory_check_lines({}, running("now", "cpu")) if line.startswith("run ")
+    ]
+    assert re.fullmatch(
+        rf"run now: predicted peak 43\.0 GiB, \d+\.\d GiB of RAM in use \(pid {os.getpid()}\)", line
+    )
 
 
 # doctor
@@ -233,14 +275,18 @@ def test_doctor_passes_a_host_that_has_its_pins(project, plant):
 def test_doctor_fails_when_a_pinned_package_is_missing(project):
     (project / "requirements.txt").write_text("no-such-package==1.0\n")
     findings = doctor.package_findings(project / "requirements.txt")
-    assert findings[1] == Finding("missing", "no-such-package", "not installed, the pin is ==1.0", "make -B install")
+    assert findings[1] == Finding(
+        "missing", "no-such-package", "not installed, the pin is ==1.0", "make -B install"
+    )
     assert doctor.exit_class(findings) == ExitClass.ENVIRONMENT == 13
 
 
 def test_another_version_than_the_pin_warns(project):
     (project / "requirements.txt").write_text("psutil==0.1\n")
     assert doctor.package_findings(project / "requirements.txt")[1:] == [
-        Finding("warn", "psutil", f"{metadata.version('psutil')}, the pin is ==0.1", "make -B install")
+        Finding(
+            "warn", "psutil", f"{metadata.version('psutil')}, the pin is ==0.1", "make -B install"
+        )
     ]
 
 
@@ -251,7 +297,9 @@ def test_requirements_may_hold_comments_options_markers_and_continuations(projec
         f"psutil=={psutil_version}  # why\nPyYAML>=6 \\\n  --hash=sha256:00\npywin32==1; sys_platform == 'win32'\n"
         "typer[all]>0 --no-binary typer\ntorch==0.1\n"
     )
-    assert doctor.package_findings(project / "requirements.txt") == [Finding("ok", "packages", "3 installed as requirements.txt pins them")]
+    assert doctor.package_findings(project / "requirements.txt") == [
+        Finding("ok", "packages", "3 installed as requirements.txt pins them")
+    ]
 
 
 def test_a_line_that_is_no_requirement_is_named_by_its_number(project):
@@ -261,7 +309,10 @@ def test_a_line_that_is_no_requirement_is_named_by_its_number(project):
 
 
 def test_without_requirements_txt_the_doctor_fails(tmp_path):
-    assert doctor.exit_class(doctor.package_findings(tmp_path / "requirements.txt")) == ExitClass.ENVIRONMENT
+    assert (
+        doctor.exit_class(doctor.package_findings(tmp_path / "requirements.txt"))
+        == ExitClass.ENVIRONMENT
+    )
 
 
 def test_the_unsloth_extra_is_optional(project):
@@ -269,12 +320,18 @@ def test_the_unsloth_extra_is_optional(project):
     assert doctor.optional_findings(extra, True) == []
     extra.write_text("-r requirements.txt\nno-such-package==1\n")
     (finding,) = doctor.optional_findings(extra, True)
-    assert (finding.level, finding.found) == ("ok", "not installed; optional, `make install-unsloth` adds it")
+    assert (finding.level, finding.found) == (
+        "ok",
+        "not installed; optional, `make install-unsloth` adds it",
+    )
     extra.write_text("psutil>0\nno-such-package==1\n")
     assert [finding.level for finding in doctor.optional_findings(extra, True)] == ["ok", "warn"]
 
 
-@pytest.mark.parametrize(("version", "level"), [((3, 10), "missing"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "warn")])
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [((3, 10), "missing"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "warn")],
+)
 def test_python_is_supported_from_3_11_to_3_12(version, level):
     assert doctor.python_finding(version).level == level
 
@@ -304,8 +361,16 @@ def test_missing_torch_fails_the_doctor():
 @pytest.mark.parametrize(
     ("text", "version", "build"),
     [
-        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", "2.13.0", TorchBuild("2.13.0+cpu", None)),
-        ("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n", "2.11.0", TorchBuild("2.11.0+cu130", (13, 0))),
+        (
+            "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n",
+            "2.13.0",
+            TorchBuild("2.13.0+cpu", None),
+        ),
+        (
+            "__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n",
+            "2.11.0",
+            TorchBuild("2.11.0+cu130", (13, 0)),
+        ),
         ("", "2.11.0+cu126", TorchBuild("2.11.0+cu126", (12, 6))),
         ("", "2.13.0", TorchBuild("2.13.0", None)),
     ],
@@ -330,7 +395,10 @@ def test_nvidia_hardware_that_cannot_be_used_warns(tmp_path):
 def test_links_over_pcie_alone_are_flagged(plant):
     plant(card("GPU-a"), card("GPU-b"))
     (finding,) = doctor.link_findings((*ONE_GPU, Gpu(1, "NVIDIA H200", GIB, GIB, (9, 0), "GPU-b")))
-    assert (finding.level, finding.found) == ("warn", "links: PCIe across CPU sockets (SYS) between the two GPUs")
+    assert (finding.level, finding.found) == (
+        "warn",
+        "links: PCIe across CPU sockets (SYS) between the two GPUs",
+    )
 
 
 @pytest.mark.parametrize(
@@ -351,19 +419,34 @@ def test_interfaces_are_selected_as_nccl_selects_them(value, selected):
 
 def test_an_interface_that_is_not_here_fails_the_doctor():
     here = socket.if_nameindex()[0][1]
-    good, bad = doctor.network_findings({"NCCL_SOCKET_IFNAME": here, "GLOO_SOCKET_IFNAME": "nosuch0"})
+    good, bad = doctor.network_findings(
+        {"NCCL_SOCKET_IFNAME": here, "GLOO_SOCKET_IFNAME": "nosuch0"}
+    )
     assert (good.level, bad.level) == ("ok", "missing")
     assert here in bad.fix
 
 
 def test_the_master_address_must_resolve():
-    assert [finding.level for finding in doctor.network_findings({"MASTER_ADDR": "127.0.0.1"})] == ["ok"]
-    assert [finding.level for finding in doctor.network_findings({"MASTER_ADDR": "m" * 64})] == ["missing"]
+    assert [finding.level for finding in doctor.network_findings({"MASTER_ADDR": "127.0.0.1"})] == [
+        "ok"
+    ]
+    assert [finding.level for finding in doctor.network_findings({"MASTER_ADDR": "m" * 64})] == [
+        "missing"
+    ]
 
 
 def test_secrets_are_never_shown():
-    environ = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "secret", "NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "secret", "HTTPS_PROXY": "secret"}
-    assert doctor.environment_finding(environ).found == "NCCL_DEBUG=INFO, HF_TOKEN is set, WANDB_API_KEY is set"
+    environ = {
+        "HF_TOKEN": "hf_secret",
+        "WANDB_API_KEY": "secret",
+        "NCCL_DEBUG": "INFO",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "HTTPS_PROXY": "secret",
+    }
+    assert (
+        doctor.environment_finding(environ).found
+        == "NCCL_DEBUG=INFO, HF_TOKEN is set, WANDB_API_KEY is set"
+    )
 
 
 def test_little_disk_space_warns(project, monkeypatch):
@@ -376,14 +459,19 @@ def test_little_disk_space_warns(project, monkeypatch):
 def test_compilers_are_looked_for_beside_python_and_on_path(tmp_path):
     (tmp_path / "bin").mkdir()
     environ, python = {"PATH": str(tmp_path)}, str(tmp_path / "bin" / "python")
-    assert [finding.level for finding in doctor.compiler_findings(environ, python)] == ["warn", "warn"]
+    assert [finding.level for finding in doctor.compiler_findings(environ, python)] == [
+        "warn",
+        "warn",
+    ]
     (tmp_path / "g++").touch(mode=0o755)
     (tmp_path / "bin" / "ninja").touch(mode=0o755)
     assert [finding.level for finding in doctor.compiler_findings(environ, python)] == ["ok", "ok"]
 
 
 def test_the_report_puts_each_fix_below_its_finding():
-    assert doctor.report_lines([Finding("ok", "gpu", "none"), Finding("missing", "torch", "not installed", "make install")]) == [
+    assert doctor.report_lines(
+        [Finding("ok", "gpu", "none"), Finding("missing", "torch", "not installed", "make install")]
+    ) == [
         "ok       gpu    none",
         "missing  torch  not installed",
         "                fix: make install",
@@ -403,7 +491,9 @@ def pid_file(tmp_path: Path):
 
 def _record(pid_file: Path, pid: int, started_at: float) -> None:
     pid_file.parent.mkdir(parents=True, exist_ok=True)
-    pid_file.write_text(json.dumps({"pid": pid, "port": 6006, "logdir": "/somewhere", "started_at": started_at}))
+    pid_file.write_text(
+        json.dumps({"pid": pid, "port": 6006, "logdir": "/somewhere", "started_at": started_at})
+    )
 
 
 def _interpreter(path: Path, script: str) -> Path:
@@ -445,7 +535,10 @@ def test_a_process_that_ignores_sigterm_is_killed(pid_file):
 
 def test_a_tensorboard_that_dies_at_once_is_an_environment_fault_with_its_words(pid_file, tmp_path):
     interpreter = _interpreter(tmp_path / "python", "echo No module named tensorboard >&2; exit 1")
-    with socket.create_server(("127.0.0.1", 0)) as busy, pytest.raises(EnvironmentFault, match="No module named tensorboard"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        pytest.raises(EnvironmentFault, match="No module named tensorboard"),
+    ):
         tensorboard.start(tmp_path, busy.getsockname()[1], str(interpreter), {}, pid_file)
     assert not pid_file.exists()
 
@@ -463,12 +556,18 @@ def test_a_port_that_is_none_is_a_config_error(pid_file, tmp_path, port):
 
 def test_no_free_port_is_an_environment_fault(pid_file, tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard, "PORTS_TRIED", 1)
-    with socket.create_server(("127.0.0.1", 0)) as busy, pytest.raises(EnvironmentFault, match="no free port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        pytest.raises(EnvironmentFault, match="no free port"),
+    ):
         tensorboard.start(tmp_path, busy.getsockname()[1], sys.executable, {}, pid_file)
 
 
 def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeypatch):
-    interpreter = _interpreter(tmp_path / "python", f"echo importing; echo $$ > {tmp_path}/pid; exec {shutil.which('tail')} -f /dev/null")
+    interpreter = _interpreter(
+        tmp_path / "python",
+        f"echo importing; echo $$ > {tmp_path}/pid; exec {shutil.which('tail')} -f /dev/null",
+    )
     monkeypatch.setattr(tensorboard, "START_SECONDS", 0.3)
     with pytest.raises(EnvironmentFault, match=r"did not answer on port (?s:.*)importing"):
         tensorboard.start(tmp_path, tensorboard._any_port(), str(interpreter), {}, pid_file)

@@ -48,25 +48,63 @@ def planned(plan_run):
 
 def changed(planned, **changes):
     config, plan, _ = planned
-    mode, rows, fullest = changes.pop("mode", "lora"), changes.pop("eval_rows", 4), changes.pop("fullest_step", None)
+    mode, rows, fullest = (
+        changes.pop("mode", "lora"),
+        changes.pop("eval_rows", 4),
+        changes.pop("fullest_step", None),
+    )
     batch = changes.get("per_device_batch_size", plan["per_device_batch_size"])
     changes["sequences"] = pack_into(fullest, batch, 1)[1] if fullest else batch
-    changes["choice"] = {**plan["choice"], "wanted": {**plan["choice"]["wanted"], "fullest_step": fullest}}
-    train, tuning = config.train.model_copy(update={"eval_batch_size": rows}), config.tuning.model_copy(update={"mode": mode})
+    changes["choice"] = {
+        **plan["choice"],
+        "wanted": {**plan["choice"]["wanted"], "fullest_step": fullest},
+    }
+    train, tuning = (
+        config.train.model_copy(update={"eval_batch_size": rows}),
+        config.tuning.model_copy(update={"mode": mode}),
+    )
     return config.model_copy(update={"train": train, "tuning": tuning}), {**plan, **changes}
 
 
 @pytest.mark.parametrize(
     ("phase", "changes", "expected"),
     [
-        ("backward", {"per_device_batch_size": 4, "grad_accum": 3}, {"train.batch_size": 2, "train.grad_accum": 6}),
-        ("forward", {"per_device_batch_size": 3, "grad_accum": 4}, {"train.batch_size": 1, "train.grad_accum": 12}),
-        ("forward", {"per_device_batch_size": 15, "grad_accum": 1}, {"train.batch_size": 5, "train.grad_accum": 3}),
-        ("forward", {"per_device_batch_size": 32, "grad_accum": 1, "fullest_step": 9}, {"train.batch_size": 4, "train.grad_accum": 8}),  # 9 sequences, then 3
+        (
+            "backward",
+            {"per_device_batch_size": 4, "grad_accum": 3},
+            {"train.batch_size": 2, "train.grad_accum": 6},
+        ),
+        (
+            "forward",
+            {"per_device_batch_size": 3, "grad_accum": 4},
+            {"train.batch_size": 1, "train.grad_accum": 12},
+        ),
+        (
+            "forward",
+            {"per_device_batch_size": 15, "grad_accum": 1},
+            {"train.batch_size": 5, "train.grad_accum": 3},
+        ),
+        (
+            "forward",
+            {"per_device_batch_size": 32, "grad_accum": 1, "fullest_step": 9},
+            {"train.batch_size": 4, "train.grad_accum": 8},
+        ),  # 9 sequences, then 3
         ("forward", {"per_device_batch_size": 1}, {"train.gradient_checkpointing": True}),
-        ("forward", {"per_device_batch_size": 32, "fullest_step": 1}, {"train.gradient_checkpointing": True}),
-        ("backward", {"per_device_batch_size": 1, "checkpointing": "selective"}, {"train.gradient_checkpointing": True}),
-        ("backward", {"per_device_batch_size": 1, "checkpointing": "full"}, {"model.max_seq_len": 128}),
+        (
+            "forward",
+            {"per_device_batch_size": 32, "fullest_step": 1},
+            {"train.gradient_checkpointing": True},
+        ),
+        (
+            "backward",
+            {"per_device_batch_size": 1, "checkpointing": "selective"},
+            {"train.gradient_checkpointing": True},
+        ),
+        (
+            "backward",
+            {"per_device_batch_size": 1, "checkpointing": "full"},
+            {"model.max_seq_len": 128},
+        ),
         ("evaluation", {"eval_rows": 4}, {"train.eval_batch_size": 2}),
         ("evaluation", {"eval_rows": 1}, {"model.max_seq_len": 128}),
         ("load", {}, {"tuning.mode": "qlora"}),
@@ -81,30 +119,67 @@ def test_the_setting_that_gives_way_is_that_of_the_phase(planned, phase, changes
 def test_the_next_command_keeps_every_setting_and_the_effective_batch(planned):
     config, plan, path = planned
     command = next_command(config, plan, path, "backward", has_checkpoint=False)
-    assert command == f"make train CONFIG={path}/config.yaml DEVICE=cpu TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=6"
+    assert (
+        command
+        == f"make train CONFIG={path}/config.yaml DEVICE=cpu TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=6"
+    )
     environ = {**os.environ, **dict(word.split("=", 1) for word in command.split()[2:])}
-    again, following = commands.make_plan(commands.Call(invocation.read(environ), environ, ()), distributed=False, use_deepspeed=False)
-    assert (following.chosen.batch_size, following.chosen.grad_accum, following.chosen.effective_batch) == (2, 6, plan["effective_batch"])
-    differing = {name for name in config.train.model_fields if getattr(config.train, name) != getattr(following.config.train, name)}
-    assert differing == {"batch_size", "grad_accum"} and following.config.model == config.model and following.config.data == config.data
+    again, following = commands.make_plan(
+        commands.Call(invocation.read(environ), environ, ()), distributed=False, use_deepspeed=False
+    )
+    assert (
+        following.chosen.batch_size,
+        following.chosen.grad_accum,
+        following.chosen.effective_batch,
+    ) == (2, 6, plan["effective_batch"])
+    differing = {
+        name
+        for name in config.train.model_fields
+        if getattr(config.train, name) != getattr(following.config.train, name)
+    }
+    assert (
+        differing == {"batch_size", "grad_accum"}
+        and following.config.model == config.model
+        and following.config.data == config.data
+    )
     assert again.source == path / "config.yaml"
 
 
 def test_the_next_command_starts_as_many_ranks_in_the_same_way(planned):
     config, plan, path = planned
-    several = {**plan, "strategy": "ddp", "device": "cuda", "world_size": 8, "used_before_bytes": [0] * 4}
+    several = {
+        **plan,
+        "strategy": "ddp",
+        "device": "cuda",
+        "world_size": 8,
+        "used_before_bytes": [0] * 4,
+    }
     words = next_command(config, several, path, "backward", has_checkpoint=True)
-    assert words.startswith(f"make train-distributed CONFIG={path}/config.yaml NUM_GPUS=4 NNODES=2 TRAIN_BATCH_SIZE=2")
+    assert words.startswith(
+        f"make train-distributed CONFIG={path}/config.yaml NUM_GPUS=4 NNODES=2 TRAIN_BATCH_SIZE=2"
+    )
     assert words.endswith(f"TRAIN_RESUME_FROM={path}")
-    zero = {**several, "strategy": "deepspeed", "deepspeed_source": str(ROOT / "configs" / "deepspeed_zero2.json"), "world_size": 4}
-    assert "make train-deepspeed" in (words := next_command(config, zero, path, "load", has_checkpoint=True))
-    assert words.endswith("NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero2.json TUNING_MODE=qlora"), "a checkpoint of another mode is no start"
+    zero = {
+        **several,
+        "strategy": "deepspeed",
+        "deepspeed_source": str(ROOT / "configs" / "deepspeed_zero2.json"),
+        "world_size": 4,
+    }
+    assert "make train-deepspeed" in (
+        words := next_command(config, zero, path, "load", has_checkpoint=True)
+    )
+    assert words.endswith(
+        "NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero2.json TUNING_MODE=qlora"
+    ), "a checkpoint of another mode is no start"
 
 
 def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned):
     config, plan = changed(planned, mode="full")
     words = next_command(config, plan, planned[2], "optimizer", has_checkpoint=True)
-    assert "make train-deepspeed " in words and "NUM_GPUS=2 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json" in words
+    assert (
+        "make train-deepspeed " in words
+        and "NUM_GPUS=2 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json" in words
+    )
     assert "TRAIN_RESUME_FROM" not in words
 
 
@@ -112,7 +187,12 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "free"), [(CUDA_WORDS, int(2.25 * GIB), 416 * 2**20), (CPU_WORDS, 4096, None), ("CUDA error: out of memory", None, None)]
+    ("words", "asked", "free"),
+    [
+        (CUDA_WORDS, int(2.25 * GIB), 416 * 2**20),
+        (CPU_WORDS, 4096, None),
+        ("CUDA error: out of memory", None, None),
+    ],
 )
 def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
     error = RuntimeError(words)
@@ -120,26 +200,63 @@ def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
 
 
 def test_the_table_has_a_line_a_component():
-    lines = table({"weights": {"predicted": 16 * GIB, "measured": 15 * GIB}, "context": {"predicted": GIB // 2, "measured": None}})
-    assert lines == ["GiB            predicted    measured", "weights            16.00       15.00", "context             0.50           -"]
+    lines = table(
+        {
+            "weights": {"predicted": 16 * GIB, "measured": 15 * GIB},
+            "context": {"predicted": GIB // 2, "measured": None},
+        }
+    )
+    assert lines == [
+        "GiB            predicted    measured",
+        "weights            16.00       15.00",
+        "context             0.50           -",
+    ]
 
 
 def test_what_a_probe_measured_beyond_the_plan_is_told_with_the_activations(planned):
     config, plan, path = planned
     process = Process(0, 0, 1, torch.device("cpu"))
     phase = plan["phases"]["backward"]
-    probed = {**plan, "phases": {**plan["phases"], "backward": {**phase, "measured_beyond": -GIB, "total": phase["total"] - GIB}}}
+    probed = {
+        **plan,
+        "phases": {
+            **plan["phases"],
+            "backward": {**phase, "measured_beyond": -GIB, "total": phase["total"] - GIB},
+        },
+    }
     watch = MemoryWatch(process)
     watch.enter("backward")
-    told = [Explanation(config, each, RunFolder(path), process, watch)(MemoryError("no"))[1]["components"] for each in (plan, probed)]
-    assert told[0].keys() == told[1].keys() == {"weights", "adapters", "gradients", "optimizer", "activations", "context"}
+    told = [
+        Explanation(config, each, RunFolder(path), process, watch)(MemoryError("no"))[1][
+            "components"
+        ]
+        for each in (plan, probed)
+    ]
+    assert (
+        told[0].keys()
+        == told[1].keys()
+        == {"weights", "adapters", "gradients", "optimizer", "activations", "context"}
+    )
     assert told[1]["activations"]["predicted"] == told[0]["activations"]["predicted"] - GIB
-    assert [sum(size["predicted"] for size in sizes.values()) for sizes in told] == [phase["total"], phase["total"] - GIB]
+    assert [sum(size["predicted"] for size in sizes.values()) for sizes in told] == [
+        phase["total"],
+        phase["total"] - GIB,
+    ]
 
 
-def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoint_with_what_it_says(plan_run, run_worker, monkeypatch, losses_of):
+def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoint_with_what_it_says(
+    plan_run, run_worker, monkeypatch, losses_of
+):
     saves = {"train.save_strategy": "steps", "train.save_steps": 2}
-    folder = plan_run({"train.batch_size": 4, "train.grad_accum": 1, "train.packing": False, "train.max_steps": 4, **saves})
+    folder = plan_run(
+        {
+            "train.batch_size": 4,
+            "train.grad_accum": 1,
+            "train.packing": False,
+            "train.max_steps": 4,
+            **saves,
+        }
+    )
     real = SftTrainer.compute_loss
 
     def fail_in_step_4(self, *arguments, **options):
@@ -152,16 +269,36 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
         assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     report = folder.read_report()
     found = report["out_of_memory"]
-    assert (found["rank"], found["device"], found["step"], found["phase"], found["asked_bytes"]) == (0, "the host", 4, "forward", TOO_MUCH)
-    assert report["cause"] == f"rank 0 ran out of memory on the host in forward at step 4; {TOO_MUCH / GIB:.2f} GiB more were asked for; try {found['next']}"
+    assert (
+        found["rank"],
+        found["device"],
+        found["step"],
+        found["phase"],
+        found["asked_bytes"],
+    ) == (0, "the host", 4, "forward", TOO_MUCH)
+    assert (
+        report["cause"]
+        == f"rank 0 ran out of memory on the host in forward at step 4; {TOO_MUCH / GIB:.2f} GiB more were asked for; try {found['next']}"
+    )
     weights, adapters = (found["components"][name] for name in ("weights", "adapters"))
     assert weights["measured"] == pytest.approx(weights["predicted"], rel=0.02)
     assert adapters["measured"] == pytest.approx(adapters["predicted"], rel=0.02)
-    assert found["components"]["optimizer"]["measured"] == pytest.approx(2 * adapters["measured"], rel=0.01), "Adam's two moments"
+    assert found["components"]["optimizer"]["measured"] == pytest.approx(
+        2 * adapters["measured"], rel=0.01
+    ), "Adam's two moments"
     assert "predicted    measured" in (folder.logs / "rank-0.log").read_text()
-    assert found["next"].endswith(f"TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=2 TRAIN_RESUME_FROM={folder.path}")
-    words = dict(word.split("=", 1) for word in found["next"].split()[3:] if word.startswith("TRAIN_"))
-    again = plan_run({"train.max_steps": 4, **{name.lower().replace("_", ".", 1): value for name, value in words.items()}})
+    assert found["next"].endswith(
+        f"TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=2 TRAIN_RESUME_FROM={folder.path}"
+    )
+    words = dict(
+        word.split("=", 1) for word in found["next"].split()[3:] if word.startswith("TRAIN_")
+    )
+    again = plan_run(
+        {
+            "train.max_steps": 4,
+            **{name.lower().replace("_", ".", 1): value for name, value in words.items()},
+        }
+    )
     assert run_worker(again) == 0
     assert len(losses_of(again)) == 4
     assert stamp.read(again.weights("lora"))["effective_batch"] == 4
@@ -174,7 +311,9 @@ def test_a_rank_that_runs_out_of_memory_while_it_loads_says_so(plan_run, run_wor
     monkeypatch.setattr(worker, "load_model", lambda *_: torch.empty(TOO_MUCH, dtype=torch.uint8))
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     found = folder.read_report()["out_of_memory"]
-    assert (found["phase"], found["step"]) == ("load", 0) and found["next"].endswith("TUNING_MODE=qlora")
+    assert (found["phase"], found["step"]) == ("load", 0) and found["next"].endswith(
+        "TUNING_MODE=qlora"
+    )
     assert found["components"]["weights"]["measured"] is None
     assert " in load before the first step; " in folder.read_report()["cause"]
 
@@ -189,7 +328,9 @@ def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, m
     monkeypatch.setattr(worker, "load_model", refuse)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     report = folder.read_report()
-    assert report["cause"] == "nothing fits; try TUNING_MODE=qlora" and "out_of_memory" not in report
+    assert (
+        report["cause"] == "nothing fits; try TUNING_MODE=qlora" and "out_of_memory" not in report
+    )
 
 
 # Several ranks
@@ -231,16 +372,44 @@ def faulty(tmp_path):
 
 def launched(folder, launcher: str, script: Path) -> str:
     """Run two ranks of a worker under a launcher, as a run starts it, until all have ended; return what they printed."""
-    ranks = Ranks("ddp" if launcher == "accelerate" else "deepspeed", "cpu", 2, 1, 0, "127.0.0.1", free_port(), (), 2)
+    ranks = Ranks(
+        "ddp" if launcher == "accelerate" else "deepspeed",
+        "cpu",
+        2,
+        1,
+        0,
+        "127.0.0.1",
+        free_port(),
+        (),
+        2,
+    )
     if launcher == "accelerate":
-        launch.write_accelerate_config(folder.path / "accelerate.yaml", launch.accelerate_config(ranks, "no"), "Of a test.")
+        launch.write_accelerate_config(
+            folder.path / "accelerate.yaml", launch.accelerate_config(ranks, "no"), "Of a test."
+        )
     command = launch.launch_command(ranks, folder.path, os.environ)
     argv = [str(script) if word == str(launch.WORKER) else word for word in command.argv]
     if launcher == "torchrun":
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(folder.path)]
+        argv = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            str(script),
+            str(folder.path),
+        ]
     output = folder.path / "output.txt"
     with output.open("w") as file:
-        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **command.env, **QUIET}, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env={**os.environ, **command.env, **QUIET},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
         try:
             assert process.wait(SECONDS) != 0
         finally:
@@ -254,17 +423,30 @@ def check_both_ended(folder, rank: int, output: str, place: str = "the host") ->
     report = folder.read_report()
     assert (report["status"], report["exit_class"]) == ("failed", 15), output[-3000:]
     assert report["out_of_memory"]["rank"] == rank and report["out_of_memory"]["step"] == 3
-    assert report["cause"].startswith(f"rank {rank} ran out of memory on {place} in forward at step 3; ") and "TRAIN_BATCH_SIZE=1" in report["cause"]
+    assert (
+        report["cause"].startswith(
+            f"rank {rank} ran out of memory on {place} in forward at step 3; "
+        )
+        and "TRAIN_BATCH_SIZE=1" in report["cause"]
+    )
     logs = [(folder.logs / f"rank-{number}.log").read_text() for number in (0, 1)]
     assert "exit class 15 (out_of_memory), rank" in logs[rank]
     assert f"exit class 15 (out_of_memory), rank {1 - rank} follows it" in logs[1 - rank]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder.path) in (p.info["cmdline"] or [])], "a rank was left behind"
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(folder.path) in (p.info["cmdline"] or [])
+    ], "a rank was left behind"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "rank"), [("accelerate", 1), ("torchrun", 0), ("deepspeed", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"), [("accelerate", 1), ("torchrun", 0), ("deepspeed", 1)]
+)
 def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, faulty, launcher, rank):
-    folder = plan_run(LONG, num_gpus=2, deepspeed_config=None if launcher == "accelerate" else "configs/deepspeed_zero2.json")
+    folder = plan_run(
+        LONG,
+        num_gpus=2,
+        deepspeed_config=None if launcher == "accelerate" else "configs/deepspeed_zero2.json",
+    )
     output = launched(folder, launcher, faulty(rank))
     check_both_ended(folder, rank, output)
     assert f"rank {rank} ran out of memory" in output, "the terminal says it, whichever rank it was"
@@ -272,9 +454,26 @@ def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, faulty
 
 def alone(folder, script: Path, rank: int, port: int) -> subprocess.Popen:
     """One rank of two without a launcher."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environ = {**os.environ, **QUIET, **{name: str(value) for name, value in place.items()}, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([sys.executable, str(script), str(folder.path)], cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    environ = {
+        **os.environ,
+        **QUIET,
+        **{name: str(value) for name, value in place.items()},
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder.path)],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 @pytest.mark.slow
@@ -293,7 +492,9 @@ def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(p
     both = [alone(folder, script, number, port) for number, folder in enumerate(folders)]
     assert [process.wait(SECONDS) for process in both] == [15, 15]
     first, second = (folder.read_report() for folder in folders)
-    assert first["cause"] == second["cause"] and first["cause"].startswith("rank 1 ran out of memory")
+    assert first["cause"] == second["cause"] and first["cause"].startswith(
+        "rank 1 ran out of memory"
+    )
     assert (first["status"], first["exit_class"]) == ("failed", 15) and "out_of_memory" not in first
 
 

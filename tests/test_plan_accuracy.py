@@ -20,14 +20,28 @@ H200 = "NVIDIA H200"
 def add(tmp_path):
     """A function that writes down a run below the test's folder: measured over predicted peak, and what else is given."""
 
-    def write(name: str, ratio: float | None, gpu: str | None = H200, status: str = "done", speed: float | None = None, **phases: float) -> Path:
-        plan = {"device": "cuda" if gpu else "cpu", "gpu": gpu, "speed": {"tokens_per_second": 1000.0} if speed else None}
+    def write(
+        name: str,
+        ratio: float | None,
+        gpu: str | None = H200,
+        status: str = "done",
+        speed: float | None = None,
+        **phases: float,
+    ) -> Path:
+        plan = {
+            "device": "cuda" if gpu else "cpu",
+            "gpu": gpu,
+            "speed": {"tokens_per_second": 1000.0} if speed else None,
+        }
         report = {
             "status": status,
             "tokens_per_second": speed and speed * 1000,
             "peak_bytes": {"predicted": 10 * GIB, "measured": ratio and int(ratio * 10 * GIB)},
         }
-        report["memory"] = {"predicted": dict.fromkeys(phases, GIB), "measured": {phase: int(value * GIB) for phase, value in phases.items()}}
+        report["memory"] = {
+            "predicted": dict.fromkeys(phases, GIB),
+            "measured": {phase: int(value * GIB) for phase, value in phases.items()},
+        }
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
         write_json(folder.path / "plan.json", plan)
@@ -60,10 +74,18 @@ def test_a_person_reads_them_in_two_lines(add):
 
 
 def test_one_run_has_one_number_and_none_no_line(add, tmp_path):
-    assert lines(of_runs(tmp_path / "nothing", "cuda", H200)) == lines(Accuracy(None, 0, None, {}, None)) == []
+    assert (
+        lines(of_runs(tmp_path / "nothing", "cuda", H200))
+        == lines(Accuracy(None, 0, None, {}, None))
+        == []
+    )
     output = add("cpu", 0.9, gpu=None)
-    assert lines(of_runs(output, "cpu", None)) == ["on this machine: 1 run on the CPU, peak -10.0 % of the prediction"]
-    assert of_runs(output, "cpu", None).as_json()["peak"] == pytest.approx({"count": 1, "least": 0.9, "median": 0.9, "most": 0.9})
+    assert lines(of_runs(output, "cpu", None)) == [
+        "on this machine: 1 run on the CPU, peak -10.0 % of the prediction"
+    ]
+    assert of_runs(output, "cpu", None).as_json()["peak"] == pytest.approx(
+        {"count": 1, "least": 0.9, "median": 0.9, "most": 0.9}
+    )
 
 
 def test_a_run_that_was_planned_and_never_began_does_not_count(add):
@@ -72,7 +94,12 @@ def test_a_run_that_was_planned_and_never_began_does_not_count(add):
     folder.path.mkdir()
     write_json(folder.path / "plan.json", {"device": "cuda", "gpu": H200})
     assert of_runs(output, "cuda", H200).runs == 1
-    folder.write_report({"status": "stopped", "cause": "stopped on request while rows were tokenised; nothing was trained"})
+    folder.write_report(
+        {
+            "status": "stopped",
+            "cause": "stopped on request while rows were tokenised; nothing was trained",
+        }
+    )
     assert of_runs(output, "cuda", H200).peak == Spread(1, 1.0, 1.0, 1.0)
 
 
@@ -85,14 +112,24 @@ def test_a_real_run_is_found_again(finished):
 
 def test_a_plan_says_what_others_hold_of_each_gpu(monkeypatch):
     monkeypatch.chdir(PROJECT_ROOT)
-    gpus = tuple(dataclasses.replace(gpu, free_bytes=gpu.total_bytes - (gpu.index + 1) * GIB) for gpu in parse("4xH200").gpus)
+    gpus = tuple(
+        dataclasses.replace(gpu, free_bytes=gpu.total_bytes - (gpu.index + 1) * GIB)
+        for gpu in parse("4xH200").gpus
+    )
     loaded = load("tests/fixtures/empty.yaml", {}, ())
 
     def facts(hardware: Hardware, distributed: bool, **environ: str) -> dict:
-        return resolve(loaded, invocation.read(environ), hardware, environ, distributed, use_deepspeed=False).as_json()
+        return resolve(
+            loaded, invocation.read(environ), hardware, environ, distributed, use_deepspeed=False
+        ).as_json()
 
-    all_of_them, one = (facts(Hardware("cuda", gpus, 8, 64 * GIB), distributed) for distributed in (True, False))
-    assert (all_of_them["gpu"], all_of_them["used_before_bytes"]) == ("NVIDIA H200", [GIB, 2 * GIB, 3 * GIB, 4 * GIB])
+    all_of_them, one = (
+        facts(Hardware("cuda", gpus, 8, 64 * GIB), distributed) for distributed in (True, False)
+    )
+    assert (all_of_them["gpu"], all_of_them["used_before_bytes"]) == (
+        "NVIDIA H200",
+        [GIB, 2 * GIB, 3 * GIB, 4 * GIB],
+    )
     assert one["used_before_bytes"] == [GIB]
     on_cpu = facts(Hardware("cpu", (), 8, 64 * GIB), True, NUM_GPUS="2")
     assert (on_cpu["gpu"], on_cpu["used_before_bytes"]) == (None, [0, 0])

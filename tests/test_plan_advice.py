@@ -20,7 +20,9 @@ def asked(words: str, model: str, *settings: str, **options: Any) -> Plan:
 def replanned(plan: Plan, words: str, change: advice.Change, model: str, *settings: str) -> Plan:
     """The plan once its advice is followed: what is typed, typed."""
     environ = dict(word.split("=", 1) for word in change.words.split() if "=" in word)
-    return asked(words, model, *settings, environ=environ, deepspeed="train-deepspeed" in change.words)
+    return asked(
+        words, model, *settings, environ=environ, deepspeed="train-deepspeed" in change.words
+    )
 
 
 SHORT = [
@@ -29,19 +31,41 @@ SHORT = [
     ("4x4090", "Qwen/Qwen2.5-32B-Instruct", ("tuning.mode=lora",)),
     ("8xH200", "meta-llama/Llama-3.1-70B-Instruct", ("tuning.mode=full",)),
     ("2xH100", "meta-llama/Llama-3.1-8B-Instruct", ("tuning.mode=full",)),
-    ("4xH200", "meta-llama/Llama-3.1-70B-Instruct", ("tuning.mode=qlora", "model.max_seq_len=4096", "train.batch_size=16", "train.grad_accum=2")),
-    ("1x4090", "meta-llama/Llama-3.1-8B-Instruct", ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpointing=false")),
+    (
+        "4xH200",
+        "meta-llama/Llama-3.1-70B-Instruct",
+        (
+            "tuning.mode=qlora",
+            "model.max_seq_len=4096",
+            "train.batch_size=16",
+            "train.grad_accum=2",
+        ),
+    ),
+    (
+        "1x4090",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpointing=false"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("words", "model", "settings"), SHORT)
-def test_whoever_types_what_is_advised_gets_a_run_that_fits(words: str, model: str, settings: tuple[str, ...]) -> None:
+def test_whoever_types_what_is_advised_gets_a_run_that_fits(
+    words: str, model: str, settings: tuple[str, ...]
+) -> None:
     plan = asked(words, model, *settings)
     assert not plan.fits and plan.changes
     for change in plan.changes:
-        kept = [setting for setting in settings if not any(_variable(setting) == word.split("=")[0] for word in change.words.split())]
+        kept = [
+            setting
+            for setting in settings
+            if not any(_variable(setting) == word.split("=")[0] for word in change.words.split())
+        ]
         after = replanned(plan, words, change, model, *kept)
-        assert after.fits and after.memory.predicted_peak == change.predicted_peak <= after.budget_bytes
+        assert (
+            after.fits
+            and after.memory.predicted_peak == change.predicted_peak <= after.budget_bytes
+        )
         if not change.costs:
             assert after.chosen.effective_batch == plan.chosen.effective_batch
 
@@ -52,18 +76,27 @@ def _variable(setting: str) -> str:
 
 
 @pytest.mark.parametrize(("words", "model", "settings"), SHORT)
-def test_no_advised_setting_could_be_left_out(words: str, model: str, settings: tuple[str, ...]) -> None:
+def test_no_advised_setting_could_be_left_out(
+    words: str, model: str, settings: tuple[str, ...]
+) -> None:
     plan = asked(words, model, *settings)
     sets = [frozenset(change.words.split()) for change in plan.changes]
     assert not any(one < other for one in sets for other in sets)
-    assert sum(not change.costs for change in plan.changes) or all(change.costs for change in plan.changes)
-    assert [bool(change.costs) for change in plan.changes] == sorted(bool(change.costs) for change in plan.changes)
+    assert sum(not change.costs for change in plan.changes) or all(
+        change.costs for change in plan.changes
+    )
+    assert [bool(change.costs) for change in plan.changes] == sorted(
+        bool(change.costs) for change in plan.changes
+    )
 
 
 def test_the_fastest_change_comes_first_among_those_that_train_the_same() -> None:
     for words, model, settings in SHORT:
         found = asked(words, model, *settings).changes
-        for group in ([change for change in found if not change.costs], [change for change in found if change.costs]):
+        for group in (
+            [change for change in found if not change.costs],
+            [change for change in found if change.costs],
+        ):
             speeds = [change.relative_speed for change in group]
             assert None not in speeds and speeds == sorted(speeds, reverse=True)
 
@@ -80,21 +113,38 @@ def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle() -> 
     model = "Qwen/Qwen2.5-32B-Instruct"
     idle = asked("4x4090", model, "tuning.mode=lora", distributed=False)
     assert idle.ranks.world_size == 1
-    assert any("make train-deepspeed NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json" in change.words for change in idle.changes)
-    assert not any("deepspeed" in change.words for change in asked("1x4090", model, "tuning.mode=lora").changes)
+    assert any(
+        "make train-deepspeed NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json"
+        in change.words
+        for change in idle.changes
+    )
+    assert not any(
+        "deepspeed" in change.words for change in asked("1x4090", model, "tuning.mode=lora").changes
+    )
 
 
 def test_the_zero_that_is_advised_offloads_nothing(tmp_path: Path) -> None:
     """The JSON that ships does not, whatever the one that is used does."""
     used = tmp_path / "offload.json"
     used.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
-    words, model, settings = "4x4090", "Qwen/Qwen2.5-32B-Instruct", ("tuning.mode=lora", "train.batch_size=2")
+    words, model, settings = (
+        "4x4090",
+        "Qwen/Qwen2.5-32B-Instruct",
+        ("tuning.mode=lora", "train.batch_size=2"),
+    )
     plan = asked(words, model, *settings, environ={"DEEPSPEED_CONFIG": str(used)}, deepspeed=True)
     advised = [change for change in plan.changes if "train-deepspeed" in change.words]
     assert plan.setup.offload and advised
     for change in advised:
-        kept = [setting for setting in settings if not any(_variable(setting) == word.split("=")[0] for word in change.words.split())]
-        assert replanned(plan, words, change, model, *kept).memory.predicted_peak == change.predicted_peak
+        kept = [
+            setting
+            for setting in settings
+            if not any(_variable(setting) == word.split("=")[0] for word in change.words.split())
+        ]
+        assert (
+            replanned(plan, words, change, model, *kept).memory.predicted_peak
+            == change.predicted_peak
+        )
 
 
 def test_a_run_that_nothing_makes_fit_says_so() -> None:
@@ -106,7 +156,9 @@ def test_a_run_that_nothing_makes_fit_says_so() -> None:
 def test_the_error_names_three_ways_and_where_more_are() -> None:
     plan = asked("1xH200", "meta-llama/Llama-3.1-8B-Instruct", "tuning.mode=full")
     text = str(short_of_memory(plan))
-    assert text.startswith(plan.shortage) and all(change.words in text for change in plan.changes[:3])
+    assert text.startswith(plan.shortage) and all(
+        change.words in text for change in plan.changes[:3]
+    )
     assert ("make plan lists more" in text) == (len(plan.changes) > 3)
 
 

@@ -39,16 +39,29 @@ def test_a_known_shape_has_the_parameters_that_its_maker_publishes(name: str) ->
 
 def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
     assert len(known_shapes()) > 2 * len(PUBLISHED)
-    assert len({name.lower() for name in known_shapes()}) == len(known_shapes())  # no name stands for two shapes
+    assert len({name.lower() for name in known_shapes()}) == len(
+        known_shapes()
+    )  # no name stands for two shapes
     eight = load_shape("meta-llama/Llama-3.1-8B", None, {})
-    for name in ("meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/llama-3.1-8b", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"):
+    for name in (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "META-LLAMA/llama-3.1-8b",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    ):
         assert load_shape(name, None, {}) == eight
     assert known_config("meta-llama/Llama-3.1-9B") is None
-    assert "also" not in known_config("meta-llama/Llama-3.1-8B")  # a key of the file, not of a config
+    assert "also" not in known_config(
+        "meta-llama/Llama-3.1-8B"
+    )  # a key of the file, not of a config
 
 
 def test_the_nearest_known_names_are_told_where_the_hub_gives_nothing() -> None:
-    with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to the folder; known without the hub: meta-llama/Llama-3.2-1B-Instruct, "):
-        load_shape("a/b/llama-3.2-1b-instruct", None, {})  # no name that the hub could have, so that nothing is asked
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"set MODEL_NAME to the folder; known without the hub: meta-llama/Llama-3.2-1B-Instruct, ",
+    ):
+        load_shape(
+            "a/b/llama-3.2-1b-instruct", None, {}
+        )  # no name that the hub could have, so that nothing is asked
     with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to the folder$"):
         load_shape("a/b/zzz", None, {})

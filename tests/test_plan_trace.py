@@ -29,14 +29,32 @@ from sft_play.models.fast.loss import fused_nll
 from sft_play.models.fast.norms import LLAMA
 from sft_play.models.live_bytes import LiveBytes, storage_bytes
 from sft_play.models.load import Placement, load_model
-from sft_play.models.trace import OPTIMIZERS, Step, _Run, adapter_tensors, build, claim, measure, state_bytes, step_of, table, trace, weight_tensors
+from sft_play.models.trace import (
+    OPTIMIZERS,
+    Step,
+    _Run,
+    adapter_tensors,
+    build,
+    claim,
+    measure,
+    state_bytes,
+    step_of,
+    table,
+    trace,
+    weight_tensors,
+)
 from sft_play.plan import memory
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import Plan, resolve
 
 NO_CONFIG = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
-SIZES = {**SMALL, "hidden_size": 64, "intermediate_size": 200, "head_dim": 16}  # 4-bit blocks that are full, and some that are not
+SIZES = {
+    **SMALL,
+    "hidden_size": 64,
+    "intermediate_size": 200,
+    "head_dim": 16,
+}  # 4-bit blocks that are full, and some that are not
 CPU = torch.device("cpu")
 
 
@@ -56,7 +74,15 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-def step_for(folder: Path, mode: str = "lora", layers: int = 0, accumulates: bool = True, attn: str = "auto", dropout: float = 0.0, **train: Any) -> Step:
+def step_for(
+    folder: Path,
+    mode: str = "lora",
+    layers: int = 0,
+    accumulates: bool = True,
+    attn: str = "auto",
+    dropout: float = 0.0,
+    **train: Any,
+) -> Step:
     config = Config.model_validate(
         {
             "model": {"name": str(folder), "max_seq_len": 24, "attn_implementation": attn},
@@ -76,7 +102,14 @@ def loaded(step: Step) -> Any:
 # Against real models
 
 
-@pytest.mark.parametrize("mode", ["lora", pytest.param("qlora", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "lora",
+        pytest.param("qlora", marks=pytest.mark.slow),
+        pytest.param("full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_step_without_data_has_the_bytes_of_the_real_one(name: str, mode: str, folder_of) -> None:
     step = step_for(folder_of(name), mode)
@@ -102,7 +135,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("changes", STEPS.values(), ids=STEPS)
-def test_however_a_step_is_computed_its_trace_has_its_bytes(changes: dict[str, Any], folder_of) -> None:
+def test_however_a_step_is_computed_its_trace_has_its_bytes(
+    changes: dict[str, Any], folder_of
+) -> None:
     step = step_for(folder_of("llama"), **changes)
     assert trace(step) == measure(loaded(step), step)
 
@@ -115,8 +150,14 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode: str,
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "quant_state"):
             parts = parameter.quant_state.as_dict(packed=False)
-            tensors |= {f"{name}.{part}": value for part, value in parts.items() if isinstance(value, Tensor)}
-            if parameter.quant_state.nested:  # which as_dict holds as a number, and the model as a tensor
+            tensors |= {
+                f"{name}.{part}": value
+                for part, value in parts.items()
+                if isinstance(value, Tensor)
+            }
+            if (
+                parameter.quant_state.nested
+            ):  # which as_dict holds as a number, and the model as a tensor
                 tensors[f"{name}.offset"] = parameter.quant_state.offset
     assert len(tensors) > len(dict(model.named_parameters())) or mode == "lora"
     adapters = sum(tensor.nbytes for name, tensor in tensors.items() if "lora_" in name)
@@ -130,7 +171,9 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode: str,
     ("optim", "mode"),
     [*((optim, "lora") for optim in OPTIMIZERS), ("adamw_torch", "full"), ("adamw_8bit", "full")],
 )
-def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(optim: str, mode: str, plan_run, build_trainer) -> None:
+def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
+    optim: str, mode: str, plan_run, build_trainer
+) -> None:
     folder = plan_run({"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32})
     trainer, _ = build_trainer(folder)
     optimizer = trainer.create_optimizer()
@@ -145,7 +188,10 @@ def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(optim: 
 
 def saved_bytes(model: torch.nn.Module) -> int:
     """Bytes that a forward pass saves for backward, less those of parameters, buffers and constants."""
-    held = {tensor.untyped_storage()._cdata for tensor in (*weight_tensors(model), *adapter_tensors(model), *model.buffers())}
+    held = {
+        tensor.untyped_storage()._cdata
+        for tensor in (*weight_tensors(model), *adapter_tensors(model), *model.buffers())
+    }
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -160,7 +206,9 @@ def saved_bytes(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(name: str, mode: str, folder_of) -> None:
+def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
+    name: str, mode: str, folder_of
+) -> None:
     step = step_for(folder_of(name), mode)
     real = saved_bytes(loaded(step))
     model = build(step)
@@ -203,15 +251,25 @@ def test_live_bytes_count_a_storage_once_and_while_it_lives() -> None:
 # What stands in for a GPU's kernels
 
 
-def kept_and_made(function: Any, *inputs: Tensor) -> tuple[int, list[tuple[torch.Size, torch.dtype]]]:
+def kept_and_made(
+    function: Any, *inputs: Tensor
+) -> tuple[int, list[tuple[torch.Size, torch.dtype]]]:
     """Bytes that a function saves beyond its inputs, and the outputs."""
     known, saved = {tensor.untyped_storage()._cdata for tensor in inputs}, []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()) or tensor, lambda tensor: tensor):
+    with saved_tensors_hooks(
+        lambda tensor: saved.append(tensor.detach()) or tensor, lambda tensor: tensor
+    ):
         outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    gradients = torch.autograd.grad([output.sum() for output in outputs], [tensor for tensor in inputs if tensor.requires_grad])
+    gradients = torch.autograd.grad(
+        [output.sum() for output in outputs], [tensor for tensor in inputs if tensor.requires_grad]
+    )
     made = [(tensor.shape, tensor.dtype) for tensor in (*outputs, *gradients)]
-    return storage_bytes(tensor for tensor in saved if tensor.untyped_storage()._cdata not in known and tensor.numel() > 1), made
+    return storage_bytes(
+        tensor
+        for tensor in saved
+        if tensor.untyped_storage()._cdata not in known and tensor.numel() > 1
+    ), made
 
 
 def random(*shape: int, trained: bool = True) -> Tensor:
@@ -222,7 +280,10 @@ def random(*shape: int, trained: bool = True) -> Tensor:
 def test_flash_attention_keeps_what_torchs_does(keys: int) -> None:
     inputs = (random(2, 4, 32, 16), random(2, keys, 32, 16), random(2, keys, 32, 16))
     if keys == 4:  # torch's on a CPU repeats grouped keys; a GPU's does not
-        real = kept_and_made(lambda *tensors: functional.scaled_dot_product_attention(*tensors, is_causal=True), *inputs)
+        real = kept_and_made(
+            lambda *tensors: functional.scaled_dot_product_attention(*tensors, is_causal=True),
+            *inputs,
+        )
         assert kept_and_made(stand_ins.scaled_dot_product_attention, *inputs) == real
     kept, made = kept_and_made(stand_ins.scaled_dot_product_attention, *inputs)
     assert kept == 4 * 2 * 4 * 32 * (16 + 1)
@@ -232,31 +293,60 @@ def test_flash_attention_keeps_what_torchs_does(keys: int) -> None:
 def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
     x, residual_x, weight = random(2, 8, 16), random(2, 8, 16), random(16, trained=False)
     gate, up = random(8, 24), random(8, 24)
-    joined, activated = (lambda *tensors: residual.AddNormFunction.apply(*tensors, 1e-6, LLAMA)), (lambda *tensors: gated.gated(*tensors, "silu"))
+    joined, activated = (
+        (lambda *tensors: residual.AddNormFunction.apply(*tensors, 1e-6, LLAMA)),
+        (lambda *tensors: gated.gated(*tensors, "silu")),
+    )
     real = kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)
     with stand_ins.standing_in(is_gpu=True):
-        assert (kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)) == real
+        assert (
+            kept_and_made(joined, x, residual_x, weight),
+            kept_and_made(activated, gate, up),
+        ) == real
 
 
 def test_standing_in_leaves_nothing_behind() -> None:
-    before = attention.rotate, gated.gated_forward, functional.scaled_dot_product_attention, torch.is_autocast_enabled
+    before = (
+        attention.rotate,
+        gated.gated_forward,
+        functional.scaled_dot_product_attention,
+        torch.is_autocast_enabled,
+    )
     with pytest.raises(KeyError), stand_ins.standing_in(is_gpu=True):
         assert attention.rotate != before[0]
         raise KeyError
-    assert (attention.rotate, gated.gated_forward, functional.scaled_dot_product_attention, torch.is_autocast_enabled) == before
+    assert (
+        attention.rotate,
+        gated.gated_forward,
+        functional.scaled_dot_product_attention,
+        torch.is_autocast_enabled,
+    ) == before
 
 
 # Against the closed form
 
 
 def planned(*settings: str, hardware: str = "1xH200", deepspeed: bool = False) -> Plan:
-    return resolve(load(NO_CONFIG, {}, settings), invocation.read({}), parse(hardware), {}, True, deepspeed)
+    return resolve(
+        load(NO_CONFIG, {}, settings), invocation.read({}), parse(hardware), {}, True, deepspeed
+    )
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-14B-Instruct"])
-def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(name: str, mode: str) -> None:
-    plan = planned(f"model.name={name}", f"tuning.mode={mode}", "train.bf16=false", "train.batch_size=1")  # no copies by autocast
+@pytest.mark.parametrize(
+    "name",
+    [
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Qwen/Qwen2.5-14B-Instruct",
+    ],
+)
+def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
+    name: str, mode: str
+) -> None:
+    plan = planned(
+        f"model.name={name}", f"tuning.mode={mode}", "train.bf16=false", "train.batch_size=1"
+    )  # no copies by autocast
     model = build(step_of(plan))
     weights, adapters = storage_bytes(weight_tensors(model)), storage_bytes(adapter_tensors(model))
     assert plan.memory.phases["load"].weights == pytest.approx(weights, rel=1e-3)
@@ -264,30 +354,47 @@ def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(n
 
 
 def test_the_closed_form_is_near_the_trace_where_it_was_fitted() -> None:
-    plan = planned("model.name=meta-llama/Llama-3.2-1B-Instruct", "train.batch_size=4", "train.grad_accum=2")
+    plan = planned(
+        "model.name=meta-llama/Llama-3.2-1B-Instruct", "train.batch_size=4", "train.grad_accum=2"
+    )
     exact = trace(step_of(plan)).phases(plan.memory)
     for name in ("load", "forward", "backward", "optimizer"):
-        assert plan.memory.phases[name].total == pytest.approx(exact.phases[name].total, rel=0.03), name
+        assert plan.memory.phases[name].total == pytest.approx(
+            exact.phases[name].total, rel=0.03
+        ), name
     assert exact.peak_phase == "backward"
 
 
 def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
-    plan = planned("model.name=meta-llama/Llama-3.1-8B-Instruct", "train.batch_size=4", "train.predict_with_generate=false")
+    plan = planned(
+        "model.name=meta-llama/Llama-3.1-8B-Instruct",
+        "train.batch_size=4",
+        "train.predict_with_generate=false",
+    )
     step, phase = step_of(plan), plan.memory.phases["evaluation"]
     model = build(step)
     with FakeTensorMode(allow_non_fake_inputs=True), stand_ins.standing_in(True), torch.no_grad():
         claim(model, step)
         make_fast(model, step.config, Placement(torch.device("cuda"), step.compute_dtype, 0))
         passing = _Run(model.eval(), step).forward(plan.config.train.eval_batch_size)
-    assert passing.most > passing.kept + passing.logits, "the loss needs less than a layer before it"
-    assert phase.activations + phase.logits == pytest.approx(passing.most, rel=0.06)  # copies of the adapters in 16 bits are left out
+    assert passing.most > passing.kept + passing.logits, (
+        "the loss needs less than a layer before it"
+    )
+    assert phase.activations + phase.logits == pytest.approx(
+        passing.most, rel=0.06
+    )  # copies of the adapters in 16 bits are left out
 
 
 # What is shown
 
 
 def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
-    plan = planned(f"model.name={folder_of('llama')}", "model.max_seq_len=24", "train.batch_size=3", "train.generation_max_new_tokens=4")
+    plan = planned(
+        f"model.name={folder_of('llama')}",
+        "model.max_seq_len=24",
+        "train.batch_size=3",
+        "train.generation_max_new_tokens=4",
+    )
     return plan.memory, trace(step_of(plan)).phases(plan.memory)
 
 
@@ -304,12 +411,27 @@ def test_phases_are_the_sums_of_their_parts(folder_of) -> None:
     _, exact = closed_and_exact(folder_of)
     for name, phase in exact.phases.items():
         assert all(value >= 0 for value in phase.as_json().values()), name
-    assert exact.phases["load"].total < exact.phases["forward"].total <= exact.phases[exact.peak_phase].total
+    assert (
+        exact.phases["load"].total
+        < exact.phases["forward"].total
+        <= exact.phases[exact.peak_phase].total
+    )
 
 
 def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
     monkeypatch.chdir(PROJECT_ROOT)
-    words = ["plan", "--gpus", "1xH200", "--config", NO_CONFIG, "--set", f"model.name={folder_of('llama')}", "--set", "train.batch_size=2", "--json"]
+    words = [
+        "plan",
+        "--gpus",
+        "1xH200",
+        "--config",
+        NO_CONFIG,
+        "--set",
+        f"model.name={folder_of('llama')}",
+        "--set",
+        "train.batch_size=2",
+        "--json",
+    ]
     plain, exact = (CliRunner().invoke(cli.app, [*words, *option]) for option in ([], ["--exact"]))
     assert (plain.exit_code, exact.exit_code) == (0, 0), exact.output
     by_variable = CliRunner().invoke(cli.app, words, env={"EXACT": "1"})
@@ -322,13 +444,26 @@ def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
 
 
 def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
-    plan = planned(f"model.name={folder_of('llama')}", "tuning.mode=full", "train.batch_size=2", hardware="2xH200", deepspeed=True)
+    plan = planned(
+        f"model.name={folder_of('llama')}",
+        "tuning.mode=full",
+        "train.batch_size=2",
+        hardware="2xH200",
+        deepspeed=True,
+    )
     traced = trace(step_of(plan))
     assert (plan.zero_stage, traced.optimizer) == (2, None)
     for name, phase in traced.phases(plan.memory).phases.items():
         estimated = plan.memory.phases[name]
-        assert replace(phase, activations=0, logits=0) == replace(estimated, activations=0, logits=0), name
-    assert traced.phases(plan.memory).phases["forward"].activations == traced.forward - traced.logits >= traced.activations > 0
+        assert replace(phase, activations=0, logits=0) == replace(
+            estimated, activations=0, logits=0
+        ), name
+    assert (
+        traced.phases(plan.memory).phases["forward"].activations
+        == traced.forward - traced.logits
+        >= traced.activations
+        > 0
+    )
 
 
 def test_unsloth_cannot_be_traced(folder_of) -> None:
@@ -344,9 +479,24 @@ def test_unsloth_cannot_be_traced(folder_of) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "layers"), itertools.product(["lora", "qlora", "full"], [0, 2]))
 def test_a_gpu_allocates_what_was_traced(mode: str, layers: int, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
-    plan = planned(f"model.name={tmp_path}", f"tuning.mode={mode}", "model.max_seq_len=1024", "train.batch_size=4", "train.grad_accum=2")
+    sizes = {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(
+        tmp_path
+    )
+    plan = planned(
+        f"model.name={tmp_path}",
+        f"tuning.mode={mode}",
+        "model.max_seq_len=1024",
+        "train.batch_size=4",
+        "train.grad_accum=2",
+    )
     step = Step(plan.config, "cuda", layers, zero_stage=0, accumulates=True)
     model = load_model(step.config, Placement(torch.device("cuda"), step.compute_dtype, 0))
     checkpoint_layers(model, layers)
@@ -359,7 +509,13 @@ def test_a_gpu_allocates_what_was_traced(mode: str, layers: int, tmp_path: Path)
     begun = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.autocast("cuda", step.compute_dtype):
-        loss = fused_nll(model, model, {"input_ids": ids}, ids[:, 1:].flatten(), ids[:, 1:].flatten())
-    assert torch.cuda.memory_allocated() - begun == pytest.approx(exact.activations + exact.logits_kept, rel=0.02)
+        loss = fused_nll(
+            model, model, {"input_ids": ids}, ids[:, 1:].flatten(), ids[:, 1:].flatten()
+        )
+    assert torch.cuda.memory_allocated() - begun == pytest.approx(
+        exact.activations + exact.logits_kept, rel=0.02
+    )
     loss.backward()
-    assert torch.cuda.max_memory_allocated() - begun == pytest.approx(max(exact.forward, exact.backward), rel=0.05)
+    assert torch.cuda.max_memory_allocated() - begun == pytest.approx(
+        max(exact.forward, exact.backward), rel=0.05
+    )

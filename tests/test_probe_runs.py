@@ -22,9 +22,26 @@ from sft_play.training.rehearsal import Rehearsal, digest, step_without_change
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-STEPS = {"train.max_steps": None, "train.epochs": 2, "train.learning_rate": 1e-3}  # of 8 of 10 rows: 4, the second and the last with 2 rows and 6 fillers
-SAME = {**STEPS, "train.probe": True, "tuning.lora.dropout": 0.1, "train.weight_decay": 0.1, "train.batch_size": 2}
-FREE = {**STEPS, "train.probe": True, "train.batch_size": "auto", "train.grad_accum": "auto", "train.effective_batch_size": 8, "train.packing": False}
+STEPS = {
+    "train.max_steps": None,
+    "train.epochs": 2,
+    "train.learning_rate": 1e-3,
+}  # of 8 of 10 rows: 4, the second and the last with 2 rows and 6 fillers
+SAME = {
+    **STEPS,
+    "train.probe": True,
+    "tuning.lora.dropout": 0.1,
+    "train.weight_decay": 0.1,
+    "train.batch_size": 2,
+}
+FREE = {
+    **STEPS,
+    "train.probe": True,
+    "train.batch_size": "auto",
+    "train.grad_accum": "auto",
+    "train.effective_batch_size": 8,
+    "train.packing": False,
+}
 SECONDS = 240
 
 
@@ -37,23 +54,38 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     """Assert that two runs logged the same losses and scores and saved the same weights, to the bit."""
     reports = one.read_report(), other.read_report()
     assert len(reports[0]["loss"]) == 4 and reports[0]["loss"] == reports[1]["loss"]
-    assert [report["metrics"]["after"]["eval_loss"] for report in reports] == [reports[0]["metrics"]["after"]["eval_loss"]] * 2
+    assert [report["metrics"]["after"]["eval_loss"] for report in reports] == [
+        reports[0]["metrics"]["after"]["eval_loss"]
+    ] * 2
     before, after = trained(one), trained(other)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, mode: str) -> None:
-    probed, plain = (plan_run({**SAME, "tuning.mode": mode, "train.grad_accum": 4, "train.probe": is_probed}) for is_probed in (True, False))
+    probed, plain = (
+        plan_run({**SAME, "tuning.mode": mode, "train.grad_accum": 4, "train.probe": is_probed})
+        for is_probed in (True, False)
+    )
     assert run_worker(probed) == run_worker(plain) == 0
     check_same(probed, plain)
     facts = probed.read_report()["probe"]
-    assert facts["points"][0]["phases"].keys() == {"forward", "backward", "optimizer"} and not facts["changed"]
+    assert (
+        facts["points"][0]["phases"].keys() == {"forward", "backward", "optimizer"}
+        and not facts["changed"]
+    )
     assert probed.read_plan()["probe"] == facts and "probe" not in plain.read_report()
 
 
 def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker) -> None:
-    settings = {**SAME, "train.grad_accum": 4, "train.save_strategy": "steps", "train.save_steps": 2}
+    settings = {
+        **SAME,
+        "train.grad_accum": 4,
+        "train.save_strategy": "steps",
+        "train.save_steps": 2,
+    }
     whole = plan_run(settings)
     assert run_worker(whole) == 0
     resumed = plan_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
@@ -79,20 +111,41 @@ def test_a_rehearsal_leaves_nothing_behind(trainer) -> None:
         first = next(trainer.model.parameters())
         first.view(-1)[::3] = -0.0  # a negative zero survives as itself
     before, random = digest(trainer.model), torch.get_rng_state()
-    optimizer, modes = trainer.optimizer.optimizer, [module.training for module in trainer.model.modules()]
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer, modes = (
+        trainer.optimizer.optimizer,
+        [module.training for module in trainer.model.modules()],
+    )
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     with Rehearsal(trainer, FakeGpu(9), steps_optimizer=True) as rehearsal:
         point = rehearsal.measure(2, 64, 0, accumulates=True)
         assert point.tokens == 2 * 64
     assert digest(trainer.model) == before and torch.equal(torch.get_rng_state(), random)
-    assert not optimizer.state and all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert groups == [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    assert modes == [module.training for module in trainer.model.modules()] and trainer.accelerator.sync_gradients
+    assert not optimizer.state and all(
+        parameter.grad is None for parameter in trainer.model.parameters()
+    )
+    assert groups == [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    assert (
+        modes == [module.training for module in trainer.model.modules()]
+        and trainer.accelerator.sync_gradients
+    )
 
 
 def test_a_weight_that_changed_is_an_error(trainer) -> None:
     changing = Rehearsal(trainer, FakeGpu(9), steps_optimizer=True)
-    with pytest.raises(EnvironmentFault, match=r"1 tensors are not as they were before the probe, .*embed_tokens"), changing, torch.no_grad():
+    with (
+        pytest.raises(
+            EnvironmentFault,
+            match=r"1 tensors are not as they were before the probe, .*embed_tokens",
+        ),
+        changing,
+        torch.no_grad(),
+    ):
         trainer.model.get_input_embeddings().weight[0, 0] += 1e-7
 
 
@@ -105,13 +158,23 @@ def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer) 
             assert rehearsal.measure(1, 256, 0, accumulates=True) is None
     finally:
         handle.remove()
-    assert gpu.failures == 1 and digest(trainer.model) == before and not trainer.optimizer.optimizer.state
+    assert (
+        gpu.failures == 1
+        and digest(trainer.model) == before
+        and not trainer.optimizer.optimizer.state
+    )
 
 
 def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, monkeypatch) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     shape = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=16, rope_parameters=rope
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        rope_parameters=rope,
     )
     model = LlamaForCausalLM(shape)
     was = model.model.rotary_emb.inv_freq.clone()
@@ -119,18 +182,36 @@ def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, mo
     monkeypatch.setattr(trainer, "model_wrapped", model)
     with Rehearsal(trainer, FakeGpu(9), steps_optimizer=False):
         model(ids)
-        assert not torch.equal(model.model.rotary_emb.inv_freq, was) and model.model.rotary_emb.max_seq_len_cached == 64
-    assert torch.equal(model.model.rotary_emb.inv_freq, was) and model.model.rotary_emb.max_seq_len_cached == 16
+        assert (
+            not torch.equal(model.model.rotary_emb.inv_freq, was)
+            and model.model.rotary_emb.max_seq_len_cached == 64
+        )
+    assert (
+        torch.equal(model.model.rotary_emb.inv_freq, was)
+        and model.model.rotary_emb.max_seq_len_cached == 16
+    )
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda groups: torch.optim.AdamW(groups, fused=True), lambda groups: torch.optim.SGD(groups, lr=0.1)])
-def test_an_optimizer_that_steps_without_change_changes_no_bit(make: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda groups: torch.optim.AdamW(groups, fused=True),
+        lambda groups: torch.optim.SGD(groups, lr=0.1),
+    ],
+)
+def test_an_optimizer_that_steps_without_change_changes_no_bit(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     weight = nn.Parameter(torch.tensor([0.0, -0.0, 1.0, -1e-40, 3e38, torch.finfo().tiny]))
     weight.grad = torch.full_like(weight, float("nan"))
     before = weight.detach().view(torch.int32).clone()
     optimizer = make([{"params": [weight], "weight_decay": 0.3}])
     step_without_change(optimizer)
-    assert torch.equal(weight.detach().view(torch.int32), before) and optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert (
+        torch.equal(weight.detach().view(torch.int32), before)
+        and optimizer.param_groups[0]["weight_decay"] == 0.3
+    )
 
 
 # Choosing
@@ -160,11 +241,15 @@ def step_of(folder: RunFolder) -> tuple[int, int, int]:
         plan["grad_accum"],
         plan["checkpointed_layers"] > 0,
     )
-    assert plan["checkpointing"] == folder.read_report()["checkpointing"] and isinstance(train.eval_batch_size, int)
+    assert plan["checkpointing"] == folder.read_report()["checkpointing"] and isinstance(
+        train.eval_batch_size, int
+    )
     return plan["per_device_batch_size"], plan["grad_accum"], plan["checkpointed_layers"]
 
 
-def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(plan_run, run_worker, on_fake) -> None:
+def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
+    plan_run, run_worker, on_fake
+) -> None:
     plain = plan_run({**FREE, "train.probe": False})
     assert step_of_plan(plain) == (8, 1, 0) and run_worker(plain) == 0
     folder, gpu = plan_run(FREE), on_fake(1.7)
@@ -172,11 +257,17 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(plan_run, run_
     # 0.5 GiB and 0.25 a row and layer: 2 rows take 1.5, 4 with a layer checkpointed 1.6, 8 with both 0.9
     assert step_of(folder) == (2, 4, 0) and gpu.failures == 0
     report, other = folder.read_report(), plain.read_report()
-    assert [entry["loss"] for entry in report["loss"]] == pytest.approx([entry["loss"] for entry in other["loss"]], abs=1e-5)
+    assert [entry["loss"] for entry in report["loss"]] == pytest.approx(
+        [entry["loss"] for entry in other["loss"]], abs=1e-5
+    )
     facts = report["probe"]
     assert facts["changed"] and len(facts["points"]) == 3
     assert facts["verified_bytes"] == pytest.approx(facts["predicted_after"]["forward"], rel=1e-3)
-    assert report["peak_bytes"]["predicted"] == folder.read_plan()["memory"]["predicted_peak"] == max(facts["predicted_after"].values())
+    assert (
+        report["peak_bytes"]["predicted"]
+        == folder.read_plan()["memory"]["predicted_peak"]
+        == max(facts["predicted_after"].values())
+    )
 
 
 def step_of_plan(folder: RunFolder) -> tuple[int, int, int]:
@@ -184,42 +275,60 @@ def step_of_plan(folder: RunFolder) -> tuple[int, int, int]:
     return plan["per_device_batch_size"], plan["grad_accum"], plan["checkpointed_layers"]
 
 
-def test_the_second_run_measures_nothing_and_chooses_the_same(plan_run, run_worker, on_fake, tmp_path) -> None:
+def test_the_second_run_measures_nothing_and_chooses_the_same(
+    plan_run, run_worker, on_fake, tmp_path
+) -> None:
     folders = [plan_run({**FREE, "data.cache_dir": tmp_path}) for _ in range(2)]
     on_fake(1.7)
     for folder in folders:
         assert run_worker(folder) == 0
     assert step_of(folders[0]) == step_of(folders[1]) == (2, 4, 0)
     facts = [folder.read_report()["probe"] for folder in folders]
-    assert [fact["cached"] for fact in facts] == [False, True] and facts[0]["points"] == facts[1]["points"]
+    assert [fact["cached"] for fact in facts] == [False, True] and facts[0]["points"] == facts[1][
+        "points"
+    ]
     assert folders[0].read_report()["loss"] == folders[1].read_report()["loss"]
     on_fake(1.2)  # less memory than then: what is remembered holds, the choice does not
     folder = plan_run({**FREE, "data.cache_dir": tmp_path})
     assert run_worker(folder) == 0 and step_of(folder) == (1, 8, 0)
 
 
-def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(plan_run, run_worker, on_fake) -> None:
+def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(
+    plan_run, run_worker, on_fake
+) -> None:
     gpu, folder = on_fake(1.7, cliff=512), plan_run(FREE)
     assert run_worker(folder) == 0
-    assert step_of(folder) == (2, 4, 1) and gpu.failures == 1  # 2 rows were expected to take 1.5 and take 2.5 GiB, 1.6 with a layer checkpointed
+    assert (
+        step_of(folder) == (2, 4, 1) and gpu.failures == 1
+    )  # 2 rows were expected to take 1.5 and take 2.5 GiB, 1.6 with a layer checkpointed
 
 
 def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake) -> None:
-    plain, folder = (plan_run({**FREE, "model.max_seq_len": 64, "train.packing": True, "train.probe": is_probed}) for is_probed in (False, True))
+    plain, folder = (
+        plan_run({**FREE, "model.max_seq_len": 64, "train.packing": True, "train.probe": is_probed})
+        for is_probed in (False, True)
+    )
     assert run_worker(plain) == 0
     on_fake(0.7)
     assert run_worker(folder) == 0
     plan = folder.read_plan()
-    assert step_of(folder) != step_of_plan(plain) and plan["micro_batches"] > plain.read_plan()["micro_batches"]
+    assert (
+        step_of(folder) != step_of_plan(plain)
+        and plan["micro_batches"] > plain.read_plan()["micro_batches"]
+    )
     assert folder.read_data()["padding"] == folder.read_report()["padding"]
     losses = [[entry["loss"] for entry in run.read_report()["loss"]] for run in (folder, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_a_packed_run_needs_room_for_what_its_fullest_step_takes_and_no_more(plan_run, run_worker, on_fake) -> None:
+def test_a_packed_run_needs_room_for_what_its_fullest_step_takes_and_no_more(
+    plan_run, run_worker, on_fake
+) -> None:
     folder = plan_run({**FREE, "train.packing": True})
     before = folder.read_plan()
-    assert (before["sequences"], before["micro_batches"]) == (1, 1), "all 8 short rows of a step share one sequence"
+    assert (before["sequences"], before["micro_batches"]) == (1, 1), (
+        "all 8 short rows of a step share one sequence"
+    )
     on_fake(1.7)  # where 8 sequences would not fit, nor 4
     assert run_worker(folder) == 0 and step_of(folder) == (8, 1, 0)
     assert max(point["tokens"] for point in folder.read_report()["probe"]["points"]) == 256
@@ -241,11 +350,15 @@ def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker
     assert report["cause"].startswith(cause) and "TRAIN_BATCH_SIZE=" in report["cause"]
 
 
-def test_where_one_row_does_not_fit_the_run_ends_before_training(plan_run, run_worker, on_fake) -> None:
+def test_where_one_row_does_not_fit_the_run_ends_before_training(
+    plan_run, run_worker, on_fake
+) -> None:
     folder = plan_run(FREE)
     on_fake(0.51)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
-    assert folder.read_report()["cause"].startswith("model.max_seq_len=256: out of memory when one row was tried before training")
+    assert folder.read_report()["cause"].startswith(
+        "model.max_seq_len=256: out of memory when one row was tried before training"
+    )
 
 
 # Two ranks
@@ -254,11 +367,30 @@ def test_where_one_row_does_not_fit_the_run_ends_before_training(plan_run, run_w
 def run_on(folder: RunFolder, **memory: list[float]) -> int:
     """Run two ranks, each on memory of its own where any is given; return the exit class that run.json has."""
     script = str(ROOT / "tests" / "fake_gpu.py"), str(folder.path), json.dumps(memory)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *script,
+    ]
     uses_deepspeed = folder.read_plan()["deepspeed"] is not None
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": PYTHONPATH, "DS_ACCELERATOR": "cpu"}
-    env |= {"ACCELERATE_USE_CPU": str(not uses_deepspeed).lower(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": PYTHONPATH,
+        "DS_ACCELERATOR": "cpu",
+    }
+    env |= {
+        "ACCELERATE_USE_CPU": str(not uses_deepspeed).lower(),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS
+    )
     report = folder.read_report()
     assert report["exit_class"] is not None, done.stdout[-2000:] + done.stderr[-3000:]
     return report["exit_class"]
@@ -270,8 +402,14 @@ ENGINES = [("ddp", "lora"), (2, "lora"), (3, "full")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "mode"), ENGINES)
 def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> None:
-    changes, path = {**SAME, "tuning.mode": mode, "train.grad_accum": 2}, None if engine == "ddp" else f"configs/deepspeed_zero{engine}.json"
-    folders = [plan_run({**changes, "train.probe": is_probed}, num_gpus=2, deepspeed_config=path) for is_probed in (True, False)]
+    changes, path = (
+        {**SAME, "tuning.mode": mode, "train.grad_accum": 2},
+        None if engine == "ddp" else f"configs/deepspeed_zero{engine}.json",
+    )
+    folders = [
+        plan_run({**changes, "train.probe": is_probed}, num_gpus=2, deepspeed_config=path)
+        for is_probed in (True, False)
+    ]
     assert [run_on(folder) for folder in folders] == [0, 0]
     check_same(*folders)
     assert folders[0].read_report()["probe"]["points"]
@@ -282,18 +420,29 @@ def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> Non
     ("memory", "step"),
     [
         ({"allocatable": [2.6, 1.7]}, (2, 2, 0)),  # 4 rows would fit on the first rank
-        ({"allocatable": [1.7, 1.7], "cliff": [10**9, 512]}, (2, 2, 1)),  # the second runs out of memory on what both were to run
+        (
+            {"allocatable": [1.7, 1.7], "cliff": [10**9, 512]},
+            (2, 2, 1),
+        ),  # the second runs out of memory on what both were to run
     ],
     ids=["unequal", "one-runs-out"],
 )
-def test_ranks_of_unlike_memory_choose_alike(plan_run, memory: dict[str, list[float]], step: tuple[int, int, int]) -> None:
+def test_ranks_of_unlike_memory_choose_alike(
+    plan_run, memory: dict[str, list[float]], step: tuple[int, int, int]
+) -> None:
     folder = plan_run(FREE, num_gpus=2)
     assert step_of_plan(folder) == (4, 1, 0)
     assert run_on(folder, **memory) == 0
     assert step_of(folder) == step
     log = (folder.logs / "rank-0.log").read_text()
-    assert f" batch {step[0]} x 2 x {step[1]} = 8 (was 4 x 2 x 1) checkpointing=" in log and f":{step[2]}/2 in " in log
-    assert f"probe chose batch={step[0]} accum={step[1]} checkpointed_layers={step[2]}" in (folder.logs / "rank-1.log").read_text()
+    assert (
+        f" batch {step[0]} x 2 x {step[1]} = 8 (was 4 x 2 x 1) checkpointing=" in log
+        and f":{step[2]}/2 in " in log
+    )
+    assert (
+        f"probe chose batch={step[0]} accum={step[1]} checkpointed_layers={step[2]}"
+        in (folder.logs / "rank-1.log").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -301,4 +450,7 @@ def test_where_nothing_fits_both_ranks_end_as_out_of_memory(plan_run) -> None:
     folder = plan_run(FREE, num_gpus=2)
     assert run_on(folder, allocatable=[2.6, 0.51]) == ExitClass.OUT_OF_MEMORY
     for rank in (0, 1):
-        assert f"exit class 15 (out_of_memory), rank {rank}" in (folder.logs / f"rank-{rank}.log").read_text()
+        assert (
+            f"exit class 15 (out_of_memory), rank {rank}"
+            in (folder.logs / f"rank-{rank}.log").read_text()
+        )

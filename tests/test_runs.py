@@ -38,7 +38,9 @@ def test_a_file_holds_the_text_and_nothing_else_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["half a surrogate pair", "rename", "fsync"])
-def test_a_failing_write_leaves_the_old_file_and_no_temporary(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_write_leaves_the_old_file_and_no_temporary(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.json"
     write_text(path, "old")
     text = "new"
@@ -64,12 +66,17 @@ def test_who_may_read_a_file_is_the_umasks_to_say(tmp_path: Path) -> None:
         write_text(tmp_path / "shared", "x")
     finally:
         os.umask(before)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("private", "shared")] == [0o600, 0o644]
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("private", "shared")] == [
+        0o600,
+        0o644,
+    ]
 
 
 def test_json_is_sorted_indented_and_utf8(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"b": 1, "a": ["ä"]})
-    assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n  "a": [\n    "ä"\n  ],\n  "b": 1\n}\n'
+    assert (tmp_path / "a.json").read_text(
+        encoding="utf-8"
+    ) == '{\n  "a": [\n    "ä"\n  ],\n  "b": 1\n}\n'
     assert read_json(tmp_path / "a.json") == {"a": ["ä"], "b": 1}
 
 
@@ -87,17 +94,26 @@ def test_a_name_that_is_taken_is_refused_with_what_to_type(tmp_path: Path) -> No
     folders.create(tmp_path, "a", "tiny")
     with pytest.raises(ConfigError) as error:
         folders.create(tmp_path, "a", "tiny")
-    assert str(error.value) == f"RUN=a: {tmp_path / 'a'} exists already; choose another name, or go on from it with TRAIN_RESUME_FROM={tmp_path / 'a'}"
+    assert (
+        str(error.value)
+        == f"RUN=a: {tmp_path / 'a'} exists already; choose another name, or go on from it with TRAIN_RESUME_FROM={tmp_path / 'a'}"
+    )
 
 
-def test_runs_of_one_second_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_second_get_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folders.time, "strftime", lambda _: "20260102-030405")
     names = [folders.create(tmp_path, None, "tiny").name for _ in range(3)]
     assert names == ["tiny-20260102-030405", "tiny-20260102-030405-2", "tiny-20260102-030405-3"]
 
 
-@pytest.mark.parametrize("name", ["../out", "a/b", "/tmp/a", ".hidden", "-x", "a b", "a;b", "a\n", "x" * 129])
-def test_a_name_that_is_no_folders_name_is_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["../out", "a/b", "/tmp/a", ".hidden", "-x", "a b", "a;b", "a\n", "x" * 129]
+)
+def test_a_name_that_is_no_folders_name_is_refused_before_anything_is_made(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="letters, digits, dots, dashes or underscores"):
         folders.create(tmp_path / "outputs", name, "tiny")
     assert os.listdir(tmp_path) == []
@@ -116,7 +132,9 @@ def test_find_takes_a_name_a_path_or_the_latest(tmp_path: Path) -> None:
 def test_find_says_what_to_type_when_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="holds no run yet; `make train` makes one"):
         folders.find(tmp_path, None)
-    with pytest.raises(EnvironmentFault, match=r"RUN=x: no such run in .*; `make runs` lists the runs"):
+    with pytest.raises(
+        EnvironmentFault, match=r"RUN=x: no such run in .*; `make runs` lists the runs"
+    ):
         folders.find(tmp_path, "x")
 
 
@@ -128,12 +146,26 @@ ODD_TEXTS = [
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_the_worker_reads_the_config_that_was_written(text: str, tmp_path: Path) -> None:
-    written = config(data={"system_prompt": text, "train_path": text}, tuning={"lora": {"target_modules": [text or "x", "no"]}}, model={"revision": text})
+    written = config(
+        data={"system_prompt": text, "train_path": text},
+        tuning={"lora": {"target_modules": [text or "x", "no"]}},
+        model={"revision": text},
+    )
     assert filled(tmp_path, "a", written).read_config() == written
 
 
 def test_numbers_survive_the_run_folder(tmp_path: Path) -> None:
-    written = config(train={"learning_rate": 1e-7, "adam_epsilon": 1e-30, "epochs": 1e20, "seed": 10**18, "warmup_steps": 0.1, "bf16": True, "max_steps": None})
+    written = config(
+        train={
+            "learning_rate": 1e-7,
+            "adam_epsilon": 1e-30,
+            "epochs": 1e20,
+            "seed": 10**18,
+            "warmup_steps": 0.1,
+            "bf16": True,
+            "max_steps": None,
+        }
+    )
     assert filled(tmp_path, "a", written).read_config() == written
 
 
@@ -141,8 +173,17 @@ def test_fill_writes_the_whole_input_of_the_worker(tmp_path: Path) -> None:
     folder = filled(tmp_path, "a")
     assert sorted(os.listdir(folder.path)) == ["config.yaml", "plan.json", "run.json"]
     assert folder.read_plan() == PLAN
-    assert folder.read_report() == {"status": "planned", "exit_class": None, "cause": None, "run": "a"}
-    assert (folder.weights("lora").name, folder.weights("qlora").name, folder.weights("full").name) == ("adapter", "adapter", "model")
+    assert folder.read_report() == {
+        "status": "planned",
+        "exit_class": None,
+        "cause": None,
+        "run": "a",
+    }
+    assert (
+        folder.weights("lora").name,
+        folder.weights("qlora").name,
+        folder.weights("full").name,
+    ) == ("adapter", "adapter", "model")
 
 
 def test_a_report_is_empty_before_there_is_one(tmp_path: Path) -> None:
@@ -160,13 +201,19 @@ def test_a_folder_that_is_no_run_says_so(read: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("config.yaml", "train: {batch_size: 0}", r"config.yaml: train.batch_size.*greater than or equal to 1"),
+        (
+            "config.yaml",
+            "train: {batch_size: 0}",
+            r"config.yaml: train.batch_size.*greater than or equal to 1",
+        ),
         ("config.yaml", "train: {gone_setting: 1}", "train.gone_setting: .*another version"),
         ("config.yaml", "a: [", "config.yaml: while parsing"),
         ("plan.json", "{", "plan.json: cannot be read"),
     ],
 )
-def test_a_run_of_another_version_is_named_not_traced(name: str, text: str, words: str, tmp_path: Path) -> None:
+def test_a_run_of_another_version_is_named_not_traced(
+    name: str, text: str, words: str, tmp_path: Path
+) -> None:
     folder = filled(tmp_path, "a")
     (folder.path / name).write_text(text)
     with pytest.raises(EnvironmentFault, match=words):
@@ -182,14 +229,22 @@ def stamped(folder: Path, **facts: Any) -> Path:
 
 
 def test_an_equal_run_may_go_on(tmp_path: Path) -> None:
-    assert stamp.refuse_mismatch(stamped(tmp_path / "c"), stamp.wanted(Config()))["backend"] == "bnb"
+    assert (
+        stamp.refuse_mismatch(stamped(tmp_path / "c"), stamp.wanted(Config()))["backend"] == "bnb"
+    )
 
 
 @pytest.mark.parametrize(("old", "new"), [("bnb", "unsloth"), ("unsloth", "bnb")])
-def test_a_checkpoint_of_another_backend_is_refused_both_ways(old: str, new: str, tmp_path: Path) -> None:
-    folder = stamped(tmp_path / "c", **stamp.wanted(config(tuning={"backend": old, "mode": "qlora"})))
+def test_a_checkpoint_of_another_backend_is_refused_both_ways(
+    old: str, new: str, tmp_path: Path
+) -> None:
+    folder = stamped(
+        tmp_path / "c", **stamp.wanted(config(tuning={"backend": old, "mode": "qlora"}))
+    )
     with pytest.raises(CheckpointError) as error:
-        stamp.refuse_mismatch(folder, stamp.wanted(config(tuning={"backend": new, "mode": "qlora"})))
+        stamp.refuse_mismatch(
+            folder, stamp.wanted(config(tuning={"backend": new, "mode": "qlora"}))
+        )
     assert str(error.value) == (
         f"{folder} cannot be resumed by this run:\n"
         f"  backend: the checkpoint has {old}, this run {new}\n"
@@ -204,9 +259,15 @@ def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path: Path
     other = stamp.wanted(config(tuning={"backend": "unsloth"}))
     assert stamp.refuse_mismatch(folder, other, allow_backend_change=True)["backend"] == "bnb"
     with pytest.raises(CheckpointError, match="mode: the checkpoint has lora, this run qlora"):
-        stamp.refuse_mismatch(folder, stamp.wanted(config(tuning={"backend": "unsloth", "mode": "qlora"})), allow_backend_change=True)
+        stamp.refuse_mismatch(
+            folder,
+            stamp.wanted(config(tuning={"backend": "unsloth", "mode": "qlora"})),
+            allow_backend_change=True,
+        )
     with pytest.raises(CheckpointError, match="adapter: "):
-        stamp.refuse_mismatch(folder, stamp.wanted(config(tuning={"lora": {"r": 8}})), allow_backend_change=True)
+        stamp.refuse_mismatch(
+            folder, stamp.wanted(config(tuning={"lora": {"r": 8}})), allow_backend_change=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,25 +283,42 @@ def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path: Path
         ({"model": {"revision": "v2"}}, "base_revision"),
     ],
 )
-def test_what_would_train_something_else_is_a_difference(sections: dict[str, Any], name: str) -> None:
+def test_what_would_train_something_else_is_a_difference(
+    sections: dict[str, Any], name: str
+) -> None:
     differing = stamp.differences(stamp.wanted(Config()), stamp.wanted(config(**sections)))
     assert any(line.startswith(f"{name}: the checkpoint has ") for line in differing)
 
 
-@pytest.mark.parametrize("section", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}])
+@pytest.mark.parametrize(
+    "section", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}]
+)
 def test_another_quantisation_is_a_difference_under_qlora_alone(section: dict[str, Any]) -> None:
-    assert stamp.differences(stamp.wanted(config(tuning={"mode": "qlora"})), stamp.wanted(config(tuning={"mode": "qlora", **section})))
+    assert stamp.differences(
+        stamp.wanted(config(tuning={"mode": "qlora"})),
+        stamp.wanted(config(tuning={"mode": "qlora", **section})),
+    )
     assert not stamp.differences(stamp.wanted(Config()), stamp.wanted(config(tuning=section)))
 
 
 def test_what_a_resume_may_change_is_no_difference() -> None:
-    changed = config(train={"learning_rate": 1.0, "batch_size": 3, "seed": 7, "data_seed": 8}, tuning={"lora": {"alpha": 32.0}})
+    changed = config(
+        train={"learning_rate": 1.0, "batch_size": 3, "seed": 7, "data_seed": 8},
+        tuning={"lora": {"alpha": 32.0}},
+    )
     assert stamp.differences(stamp.wanted(Config()), stamp.wanted(changed)) == []
 
 
 def test_facts_that_one_side_lacks_are_no_difference() -> None:
-    assert stamp.differences({"backend": "bnb", "template_digest": "a"}, {"backend": "bnb", "mode": "lora"}) == []
-    assert stamp.differences({"template_digest": "a"}, {"template_digest": "b"}) == ["template_digest: the checkpoint has a, this run b"]
+    assert (
+        stamp.differences(
+            {"backend": "bnb", "template_digest": "a"}, {"backend": "bnb", "mode": "lora"}
+        )
+        == []
+    )
+    assert stamp.differences({"template_digest": "a"}, {"template_digest": "b"}) == [
+        "template_digest: the checkpoint has a, this run b"
+    ]
 
 
 def test_a_stamp_survives_its_file(tmp_path: Path) -> None:

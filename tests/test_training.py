@@ -13,10 +13,15 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
 from sft_play.training.trainer import token_mean_loss
 
-EPOCHS = {"train.max_steps": None, "train.epochs": 2}  # 10 rows, 4 a step: 3 steps an epoch, the last of 2 rows and 2 fillers
+EPOCHS = {
+    "train.max_steps": None,
+    "train.epochs": 2,
+}  # 10 rows, 4 a step: 3 steps an epoch, the last of 2 rows and 2 fillers
 
 
-def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(plan_run, build_trainer):
+def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(
+    plan_run, build_trainer
+):
     trainer, data = build_trainer(plan_run({}))
     collate, rows = trainer.data_collator, [trainer.train_dataset[i] for i in range(6)]
     counts = [data.train[i].trained_tokens for i in range(6)]
@@ -29,9 +34,15 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(pl
             batch = collate(part)
             labels = batch.pop("labels")
             token_mean_loss(trainer.model(**batch), labels, labelled).backward()
-        return [parameter.grad.clone() for parameter in trainer.model.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad.clone()
+            for parameter in trainer.model.parameters()
+            if parameter.grad is not None
+        ]
 
-    torch.nn.init.normal_(next(p for n, p in trainer.model.named_parameters() if "lora_B" in n), std=0.1)
+    torch.nn.init.normal_(
+        next(p for n, p in trainer.model.named_parameters() if "lora_B" in n), std=0.1
+    )
     whole, cut = gradients([rows]), gradients([rows[:1], rows[1:3], rows[3:]])
     largest = max(gradient.abs().max() for gradient in whole)
     assert largest > 1e-3
@@ -39,16 +50,32 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(pl
     assert all((a - b).abs().max() <= 1e-6 * largest for a, b in zip(whole, cut, strict=True))
 
 
-def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(plan_run, run_worker, build_trainer, losses_of):
+def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(
+    plan_run, run_worker, build_trainer, losses_of
+):
     folder = plan_run({"train.max_steps": 1})
     trainer, data = build_trainer(folder)
-    rows = [index for batch in list(trainer.order)[: trainer.order.layout.micro_batches] for sequence in batch for index in sequence]
+    rows = [
+        index
+        for batch in list(trainer.order)[: trainer.order.layout.micro_batches]
+        for sequence in batch
+        for index in sequence
+    ]
     nats = tokens = 0
     trainer.model.eval()
     for row in (data.train[index] for index in rows):
         with torch.no_grad():
-            scores = trainer.model(input_ids=torch.tensor(row.ids[None])).logits[0].double().log_softmax(-1)
-        nats -= sum(scores[t, label].item() for t, label in enumerate(row.labels[1:]) if label != IGNORE_INDEX)
+            scores = (
+                trainer.model(input_ids=torch.tensor(row.ids[None]))
+                .logits[0]
+                .double()
+                .log_softmax(-1)
+            )
+        nats -= sum(
+            scores[t, label].item()
+            for t, label in enumerate(row.labels[1:])
+            if label != IGNORE_INDEX
+        )
         tokens += row.trained_tokens
     run_worker(folder)
     assert losses_of(folder) == pytest.approx([nats / tokens], rel=1e-6)  # float32 logits
@@ -58,11 +85,15 @@ def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(plan_r
 def test_a_step_may_be_cut_into_micro_batches_in_any_way(plan_run, run_worker, cut, losses_of):
     curves = []
     for batch_size, grad_accum in ((2, 2), cut):
-        folder = plan_run({**EPOCHS, "train.batch_size": batch_size, "train.grad_accum": grad_accum})
+        folder = plan_run(
+            {**EPOCHS, "train.batch_size": batch_size, "train.grad_accum": grad_accum}
+        )
         assert run_worker(folder) == 0
         curves.append(losses_of(folder))
     assert len(curves[0]) == 6
-    assert curves[1] == pytest.approx(curves[0], abs=1e-5)  # six Adam steps on gradients that differ in the last bits
+    assert curves[1] == pytest.approx(
+        curves[0], abs=1e-5
+    )  # six Adam steps on gradients that differ in the last bits
 
 
 def test_padding_and_fillers_are_not_counted_as_tokens_of_the_throughput(plan_run, build_trainer):
@@ -75,14 +106,36 @@ def test_padding_and_fillers_are_not_counted_as_tokens_of_the_throughput(plan_ru
 def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     folder = finished(mode)
     report = folder.read_report()
-    assert (report["status"], report["exit_class"], report["cause"], report["global_step"]) == ("done", 0, None, 3)
-    assert (report["world_size"], report["strategy"], report["device"], report["backend"], report["mode"]) == (1, "single", "cpu", "bnb", mode)
+    assert (report["status"], report["exit_class"], report["cause"], report["global_step"]) == (
+        "done",
+        0,
+        None,
+        3,
+    )
+    assert (
+        report["world_size"],
+        report["strategy"],
+        report["device"],
+        report["backend"],
+        report["mode"],
+    ) == (1, "single", "cpu", "bnb", mode)
     before, after = report["metrics"]["before"], report["metrics"]["after"]
     assert after["eval_loss"] < before["eval_loss"] and 0 <= after["rougeL"] <= 1
     assert report["tokens_per_second"] > 0 and report["peak_bytes"]["measured"] > 2**20
-    assert report["seconds"].keys() >= {"data", "load", "train", "training", "evaluate", "save", "total", "first_step"}
+    assert report["seconds"].keys() >= {
+        "data",
+        "load",
+        "train",
+        "training",
+        "evaluate",
+        "save",
+        "total",
+        "first_step",
+    }
     assert [entry["step"] for entry in report["loss"]] == [1, 2, 3]
-    answers = [json.loads(line) for line in (folder.evaluation / "after.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (folder.evaluation / "after.jsonl").read_text().splitlines()
+    ]
     assert len(answers) == 4 and answers[0].keys() == {"origin", "prompt", "expected", "answer"}
     assert {"torch", "transformers", "peft"} <= report["versions"].keys()
 
@@ -92,13 +145,26 @@ def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, los
     assert run_worker(folder) == 0
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
-    assert {"train/loss", "train/learning_rate", "eval/loss", "eval/rougeL"} <= set(events.Tags()["scalars"])
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses_of(folder), rel=1e-6)  # float32 on disk
+    assert {"train/loss", "train/learning_rate", "eval/loss", "eval/rougeL"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
+        losses_of(folder), rel=1e-6
+    )  # float32 on disk
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("steps", [2, 4, 6]), ("epoch", [3, 6])])
-def test_evaluations_during_training_happen_when_they_should_and_change_no_step(plan_run, run_worker, strategy, steps, losses_of):
-    watched = plan_run({**EPOCHS, "train.eval_strategy": strategy, "train.eval_steps": 2, "tuning.lora.dropout": 0.1})
+def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
+    plan_run, run_worker, strategy, steps, losses_of
+):
+    watched = plan_run(
+        {
+            **EPOCHS,
+            "train.eval_strategy": strategy,
+            "train.eval_steps": 2,
+            "tuning.lora.dropout": 0.1,
+        }
+    )
     plain = plan_run({**EPOCHS, "tuning.lora.dropout": 0.1})
     assert run_worker(watched) == run_worker(plain) == 0
     assert losses_of(watched) == losses_of(plain)
@@ -111,25 +177,46 @@ def test_a_loss_that_is_no_number_ends_the_run_as_diverged(plan_run, run_worker)
     assert run_worker(folder) == ExitClass.DIVERGED
     report = folder.read_report()
     assert (report["status"], report["exit_class"]) == ("failed", 14)
-    assert report["cause"].startswith("loss=nan at step 2: the run has diverged; try TRAIN_LEARNING_RATE=1e+29")
+    assert report["cause"].startswith(
+        "loss=nan at step 2: the run has diverged; try TRAIN_LEARNING_RATE=1e+29"
+    )
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("strategy", ["no", "steps"])
-def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pass(plan_run, run_worker, mode, strategy):
-    folder = plan_run({"tuning.mode": mode, "train.learning_rate": 1e30, "train.logging_steps": 10, "train.save_strategy": strategy, "train.save_steps": 1})
+def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pass(
+    plan_run, run_worker, mode, strategy
+):
+    folder = plan_run(
+        {
+            "tuning.mode": mode,
+            "train.learning_rate": 1e30,
+            "train.logging_steps": 10,
+            "train.save_strategy": strategy,
+            "train.save_steps": 1,
+        }
+    )
     assert run_worker(folder) == ExitClass.DIVERGED
     assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 14)
     for stamped in folder.path.rglob("stamp.json"):
-        tensors = [tensor for file in stamped.parent.glob("*.safetensors") for tensor in load_file(file).values()]
+        tensors = [
+            tensor
+            for file in stamped.parent.glob("*.safetensors")
+            for tensor in load_file(file).values()
+        ]
         assert tensors and all(torch.isfinite(tensor).all() for tensor in tensors), stamped
 
 
-def test_a_base_model_with_nan_in_it_ends_the_run_before_the_first_step(plan_run, run_worker, tiny_base, tmp_path):
+def test_a_base_model_with_nan_in_it_ends_the_run_before_the_first_step(
+    plan_run, run_worker, tiny_base, tmp_path
+):
     broken = shutil.copytree(tiny_base, tmp_path / "model")
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][0] = math.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     folder = plan_run({"model.name": broken})
     assert run_worker(folder) == ExitClass.DIVERGED
-    assert "eval_loss=nan" in folder.read_report()["cause"] and folder.read_report()["global_step"] == 0
+    assert (
+        "eval_loss=nan" in folder.read_report()["cause"]
+        and folder.read_report()["global_step"] == 0
+    )

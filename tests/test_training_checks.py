@@ -12,7 +12,9 @@ from sft_play.training import check
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(plan_run, mode, tmp_path, build_trainer):
+def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(
+    plan_run, mode, tmp_path, build_trainer
+):
     trainer, _ = build_trainer(plan_run({"tuning.mode": mode}))
     trainer.train()
     trainer.save_model(str(tmp_path))
@@ -23,11 +25,15 @@ def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(plan_r
     name = sorted(good)[-1]
 
     def saved_with(changes: dict[str, torch.Tensor | None]) -> None:
-        tensors = {key: value.clone() for key, value in {**good, **changes}.items() if value is not None}
+        tensors = {
+            key: value.clone() for key, value in {**good, **changes}.items() if value is not None
+        }
         save_file(tensors, file, metadata={"format": "pt"})
 
     saved_with({name: good[name] + 1e-6})
-    with pytest.raises(CheckpointError, match=f"1 tensors on disk are not those that were trained, {name} first"):
+    with pytest.raises(
+        CheckpointError, match=f"1 tensors on disk are not those that were trained, {name} first"
+    ):
         checked(tmp_path, trainer.model, 0)
     saved_with({name: good[name] * math.nan})
     with pytest.raises(DivergedError, match=f"1 tensors hold NaN or infinity, {name} first"):
@@ -48,11 +54,16 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(plan_run, tmp_path, build_tra
     trainer.save_model(str(tmp_path))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(dict(sorted(tensors.items())[1:]), tmp_path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{len(tensors) - 1} tensors were saved and {len(tensors)} were trained"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{len(tensors) - 1} tensors were saved and {len(tensors)} were trained",
+    ):
         check.check_saved_adapter(tmp_path, trainer.model, 0)
 
 
-def test_an_adapter_that_never_moved_is_refused_unless_the_run_was_stopped(plan_run, tmp_path, build_trainer):
+def test_an_adapter_that_never_moved_is_refused_unless_the_run_was_stopped(
+    plan_run, tmp_path, build_trainer
+):
     trainer, _ = build_trainer(plan_run({}))
     trainer.save_model(str(tmp_path))
     check.check_saved_adapter(tmp_path, trainer.model, 0, is_complete=False)
@@ -67,13 +78,24 @@ def test_saved_weights_use_their_cache_as_the_base_does(finished):
 
 def test_an_engine_is_what_its_strategy_calls_for(tmp_path):
     plain = torch.nn.Linear(2, 2)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(plain)
     finally:
         torch.distributed.destroy_process_group()
     check.check_engine(plain, "single")
     check.check_engine(wrapped, "ddp")
-    for model, strategy in ((plain, "ddp"), (plain, "deepspeed"), (wrapped, "single"), (wrapped, "deepspeed"), (torch.nn.DataParallel(plain), "single")):
-        with pytest.raises(EnvironmentFault, match=f"strategy={strategy} was planned, and the model is wrapped in {type(model).__name__}"):
+    for model, strategy in (
+        (plain, "ddp"),
+        (plain, "deepspeed"),
+        (wrapped, "single"),
+        (wrapped, "deepspeed"),
+        (torch.nn.DataParallel(plain), "single"),
+    ):
+        with pytest.raises(
+            EnvironmentFault,
+            match=f"strategy={strategy} was planned, and the model is wrapped in {type(model).__name__}",
+        ):
             check.check_engine(model, strategy)

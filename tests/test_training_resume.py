@@ -20,13 +20,24 @@ from sft_play.training import check
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
-EPOCHS = {"train.max_steps": None, "train.epochs": 2}  # 10 rows, 4 a step: 3 steps an epoch, the last of 2 rows and 2 fillers
+EPOCHS = {
+    "train.max_steps": None,
+    "train.epochs": 2,
+}  # 10 rows, 4 a step: 3 steps an epoch, the last of 2 rows and 2 fillers
 
 
 @pytest.fixture(scope="module")
 def whole(plan_run, run_worker):
     """Six steps over two epochs in one go, with dropout, and a checkpoint at each."""
-    folder = plan_run({**EPOCHS, "tuning.lora.dropout": 0.1, "train.save_strategy": "steps", "train.save_steps": 1, "train.save_total_limit": None})
+    folder = plan_run(
+        {
+            **EPOCHS,
+            "tuning.lora.dropout": 0.1,
+            "train.save_strategy": "steps",
+            "train.save_steps": 1,
+            "train.save_total_limit": None,
+        }
+    )
     assert run_worker(folder) == 0
     return folder
 
@@ -36,7 +47,9 @@ def resumed(plan_run, whole):
     """A function that plans a run which goes on from a checkpoint of `whole`."""
 
     def plan(checkpoint: Path, **changes) -> RunFolder:
-        return plan_run({**EPOCHS, "tuning.lora.dropout": 0.1, "train.resume_from": checkpoint, **changes})
+        return plan_run(
+            {**EPOCHS, "tuning.lora.dropout": 0.1, "train.resume_from": checkpoint, **changes}
+        )
 
     return plan
 
@@ -46,7 +59,10 @@ def test_every_checkpoint_has_a_stamp_and_none_has_the_arguments_with_the_hub_to
     assert found == [f"checkpoint-{step}" for step in range(1, 7)]
     for name in found:
         stamp = json.loads((whole.checkpoints / name / "stamp.json").read_text())
-        assert stamp["global_step"] == int(name.removeprefix("checkpoint-")) and stamp["mode"] == "lora"
+        assert (
+            stamp["global_step"] == int(name.removeprefix("checkpoint-"))
+            and stamp["mode"] == "lora"
+        )
         assert stamp.keys() >= {
             "backend",
             "base_model",
@@ -62,9 +78,14 @@ def test_every_checkpoint_has_a_stamp_and_none_has_the_arguments_with_the_hub_to
 
 
 def test_old_checkpoints_go_and_those_that_stay_are_complete(plan_run, run_worker):
-    folder = plan_run({"train.save_strategy": "steps", "train.save_steps": 1, "train.save_total_limit": 2})
+    folder = plan_run(
+        {"train.save_strategy": "steps", "train.save_steps": 1, "train.save_total_limit": 2}
+    )
     assert run_worker(folder) == 0
-    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
     assert all((path / "stamp.json").is_file() for path in folder.checkpoints.iterdir())
 
 
@@ -73,16 +94,29 @@ def test_a_resumed_run_takes_the_steps_that_were_left(whole, resumed, run_worker
     folder = resumed(whole.checkpoints / f"checkpoint-{step}")
     assert run_worker(folder) == 0
     assert len(losses_of(folder)) == 6
-    assert losses_of(folder) == pytest.approx(losses_of(whole), abs=1e-6)  # dropout too: the random state is in the checkpoint
-    assert folder.read_report()["metrics"]["after"]["eval_loss"] == pytest.approx(whole.read_report()["metrics"]["after"]["eval_loss"], abs=1e-6)
-    before, after = load_file(whole.weights("lora") / "adapter_model.safetensors"), load_file(folder.weights("lora") / "adapter_model.safetensors")
+    assert losses_of(folder) == pytest.approx(
+        losses_of(whole), abs=1e-6
+    )  # dropout too: the random state is in the checkpoint
+    assert folder.read_report()["metrics"]["after"]["eval_loss"] == pytest.approx(
+        whole.read_report()["metrics"]["after"]["eval_loss"], abs=1e-6
+    )
+    before, after = (
+        load_file(whole.weights("lora") / "adapter_model.safetensors"),
+        load_file(folder.weights("lora") / "adapter_model.safetensors"),
+    )
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
 
 
 def test_a_resumed_run_logs_and_saves_as_its_own_settings_say(whole, resumed, run_worker):
-    folder = resumed(whole.checkpoints / "checkpoint-2", **{"train.logging_steps": 4, "train.save_strategy": "steps", "train.save_steps": 3})
+    folder = resumed(
+        whole.checkpoints / "checkpoint-2",
+        **{"train.logging_steps": 4, "train.save_strategy": "steps", "train.save_steps": 3},
+    )
     assert run_worker(folder) == 0
-    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "checkpoint-3",
+        "checkpoint-6",
+    ]
     assert [entry["step"] for entry in folder.read_report()["loss"]] == [1, 2, 4]
 
 
@@ -90,11 +124,16 @@ def test_a_run_that_had_finished_resumes_to_nothing_left_to_do(whole, resumed, r
     folder = resumed(whole.path)
     assert run_worker(folder) == 0
     assert (folder.read_report()["status"], folder.read_report()["global_step"]) == ("done", 6)
-    assert folder.read_report()["metrics"]["after"]["eval_loss"] == whole.read_report()["metrics"]["after"]["eval_loss"]
+    assert (
+        folder.read_report()["metrics"]["after"]["eval_loss"]
+        == whole.read_report()["metrics"]["after"]["eval_loss"]
+    )
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_a_new_one(whole, resumed, run_worker, tmp_path, name):
+def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_a_new_one(
+    whole, resumed, run_worker, tmp_path, name
+):
     copy = shutil.copytree(whole.checkpoints / "checkpoint-2", tmp_path / "checkpoint-2")
     (copy / name).unlink()
     folder = resumed(copy)
@@ -112,11 +151,15 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
 )
 def test_an_optimizer_that_was_split_otherwise_is_refused(whole, was, now, advice):
     with pytest.raises(CheckpointError, match=advice):
-        check.check_resumable(whole.checkpoints / "checkpoint-2", {"strategy": was[0], "world_size": was[1]}, *now)
+        check.check_resumable(
+            whole.checkpoints / "checkpoint-2", {"strategy": was[0], "world_size": was[1]}, *now
+        )
 
 
 def test_one_process_may_go_on_with_a_ddp_run_of_two(whole):
-    check.check_resumable(whole.checkpoints / "checkpoint-2", {"strategy": "ddp", "world_size": 2}, "single", 1)
+    check.check_resumable(
+        whole.checkpoints / "checkpoint-2", {"strategy": "ddp", "world_size": 2}, "single", 1
+    )
 
 
 def test_rows_that_changed_since_are_named_in_the_log(whole, resumed, run_worker, rows, tmp_path):
@@ -144,32 +187,71 @@ def test_the_worker_refuses_a_checkpoint_of_another_backend(resumed, run_worker,
     assert "backend: the checkpoint has unsloth, this run bnb" in report["cause"]
 
 
-def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_there_is_a_run(whole, of_unsloth, resumed, settings_of, tmp_path):
-    plan = commands.make_plan(planned_call(settings_of, tmp_path, of_unsloth), distributed=False, use_deepspeed=False)[1]
+def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_there_is_a_run(
+    whole, of_unsloth, resumed, settings_of, tmp_path
+):
+    plan = commands.make_plan(
+        planned_call(settings_of, tmp_path, of_unsloth), distributed=False, use_deepspeed=False
+    )[1]
     with pytest.raises(CheckpointError, match="backend: the checkpoint has unsloth, this run bnb"):
         commands.check_resume(plan)
-    plan = commands.make_plan(planned_call(settings_of, tmp_path, whole.path), distributed=False, use_deepspeed=False)[1]
+    plan = commands.make_plan(
+        planned_call(settings_of, tmp_path, whole.path), distributed=False, use_deepspeed=False
+    )[1]
     tuning = plan.config.tuning.model_copy(update={"backend": "unsloth"})
-    with pytest.raises(CheckpointError, match="backend: the checkpoint has bnb, this run unsloth") as caught:
-        commands.check_resume(replace(plan, config=plan.config.model_copy(update={"tuning": tuning})))
+    with pytest.raises(
+        CheckpointError, match="backend: the checkpoint has bnb, this run unsloth"
+    ) as caught:
+        commands.check_resume(
+            replace(plan, config=plan.config.model_copy(update={"tuning": tuning}))
+        )
     assert caught.value.exit_class == 12
     assert not (tmp_path / "out").exists()
 
 
 def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> commands.Call:
-    settings = settings_of({"train.output_dir": tmp_path / "out", "train.resume_from": checkpoint, "tuning.lora.dropout": 0.1, **EPOCHS})
-    words = tuple(f"{name}={'null' if value is None else value}" for name, value in settings.items())
-    return commands.Call(commands.invocations.read({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words)
+    settings = settings_of(
+        {
+            "train.output_dir": tmp_path / "out",
+            "train.resume_from": checkpoint,
+            "tuning.lora.dropout": 0.1,
+            **EPOCHS,
+        }
+    )
+    words = tuple(
+        f"{name}={'null' if value is None else value}" for name, value in settings.items()
+    )
+    return commands.Call(
+        commands.invocations.read({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words
+    )
 
 
-def test_the_refusal_on_the_command_line_takes_no_torch_and_leaves_no_run(settings_of, tmp_path, of_unsloth):
-    words = [word for setting in planned_call(settings_of, tmp_path, of_unsloth).overrides for word in ("--set", setting)]
+def test_the_refusal_on_the_command_line_takes_no_torch_and_leaves_no_run(
+    settings_of, tmp_path, of_unsloth
+):
+    words = [
+        word
+        for setting in planned_call(settings_of, tmp_path, of_unsloth).overrides
+        for word in ("--set", setting)
+    ]
     command = [sys.executable, "-X", "importtime", "-m", "sft_play", "train", *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "DEVICE": "cpu", "CONFIG": str(NO_CONFIG)},
+        capture_output=True,
+        text=True,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == ExitClass.CHECKPOINT
     assert "exit class 12 (checkpoint)" in done.stderr
-    assert not any(line.split("|")[-1].strip() == "torch" for line in done.stderr.splitlines() if line.startswith("import time"))
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # seconds of computing: waiting for others does not count
+    assert not any(
+        line.split("|")[-1].strip() == "torch"
+        for line in done.stderr.splitlines()
+        if line.startswith("import time")
+    )
+    assert (
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
+    )  # seconds of computing: waiting for others does not count
     assert not (tmp_path / "out").exists()

@@ -12,9 +12,16 @@ def arguments_of(plan_run):
 
     def arguments(device="cpu", **changes):
         folder = plan_run({})
-        planned = {"device": device, "micro_batches": changes.get("grad_accum", 2)}  # equal to it where nothing is packed
+        planned = {
+            "device": device,
+            "micro_batches": changes.get("grad_accum", 2),
+        }  # equal to it where nothing is packed
         config, plan = folder.read_config(), {**folder.read_plan(), **planned}
-        return training_arguments(config.model_copy(update={"train": config.train.model_copy(update=changes)}), plan, folder)
+        return training_arguments(
+            config.model_copy(update={"train": config.train.model_copy(update=changes)}),
+            plan,
+            folder,
+        )
 
     return arguments
 
@@ -81,7 +88,9 @@ def test_every_train_setting_is_mapped_or_known_to_be_handled_elsewhere():
 def test_a_train_setting_reaches_transformers(arguments_of, name):
     value, expected = MAPPED[name]
     assert value != TrainSection.model_fields[name].default, "a default value would prove nothing"
-    device = "cuda" if name == "dataloader_pin_memory" else "cpu"  # for a CPU transformers unpins memory itself
+    device = (
+        "cuda" if name == "dataloader_pin_memory" else "cpu"
+    )  # for a CPU transformers unpins memory itself
     arguments = arguments_of(device, **{name: value})
     assert {attribute: getattr(arguments, attribute) for attribute in expected} == expected
 
@@ -95,7 +104,11 @@ def test_eval_and_save_steps_count_under_their_strategies_alone(arguments_of):
 
 def test_nothing_is_reported_to_others_and_nan_is_not_filtered(arguments_of):
     arguments = arguments_of()
-    assert (arguments.report_to, arguments.logging_nan_inf_filter, arguments.push_to_hub) == ([], False, False)
+    assert (arguments.report_to, arguments.logging_nan_inf_filter, arguments.push_to_hub) == (
+        [],
+        False,
+        False,
+    )
     assert arguments.average_tokens_across_devices, "the loss counts the tokens of all ranks"
 
 
@@ -106,4 +119,6 @@ def test_worker_processes_and_pinned_memory_reach_the_data_loader(plan_run, buil
     assert (loader.num_workers, loader.pin_memory, loader.persistent_workers) == (2, True, True)
     plain = build_trainer(plan_run({}))[0].get_train_dataloader()
     assert (plain.num_workers, plain.pin_memory) == (0, False)
-    assert [batch["labels"].tolist() for batch in loader] == [batch["labels"].tolist() for batch in plain]
+    assert [batch["labels"].tolist() for batch in loader] == [
+        batch["labels"].tolist() for batch in plain
+    ]

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed_training import ALONE, CPU, EPOCHS, SAMPLES, documents, free_port, llama, losses_of, trainer_of  # noqa: F401
+from test_packed_training import (
+    ALONE,
+    CPU,
+    documents,
+    llama,
+    losses_of,
+    trainer_of,
+)
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -21,8 +28,17 @@ from sft_play.training.trainer import POSITIONS, REAL_TOKENS, TARGETS, SftTraine
 STEPS = 6
 
 
-def fused_trainer(folder: Path, batch: int, packed: bool, process: Process = ALONE, is_full: bool = False, **arguments: Any) -> SftTrainer:
-    trainer = trainer_of(folder, batch, packed, process, model=llama(is_lora=not is_full), **arguments)
+def fused_trainer(
+    folder: Path,
+    batch: int,
+    packed: bool,
+    process: Process = ALONE,
+    is_full: bool = False,
+    **arguments: Any,
+) -> SftTrainer:
+    trainer = trainer_of(
+        folder, batch, packed, process, model=llama(is_lora=not is_full), **arguments
+    )
     fuse_loss(trainer.model)
     assert is_loss_fused(trainer.model)
     return trainer
@@ -30,21 +46,35 @@ def fused_trainer(folder: Path, batch: int, packed: bool, process: Process = ALO
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
 @pytest.mark.parametrize(("batch", "packed"), [(2, False), (1, True)])
-def test_runs_have_the_same_losses_with_the_fused_loss(tmp_path: Path, is_full: bool, batch: int, packed: bool) -> None:
+def test_runs_have_the_same_losses_with_the_fused_loss(
+    tmp_path: Path, is_full: bool, batch: int, packed: bool
+) -> None:
     plain = losses_of(trainer_of(tmp_path, batch, packed, model=llama(is_lora=not is_full)))
     fused = losses_of(fused_trainer(tmp_path, batch, packed, is_full=is_full))
     assert len(fused) == STEPS and fused[0] - fused[-1] > 0.01
-    assert fused == pytest.approx(plain, abs=1e-5)  # six Adam steps on gradients that differ in the last bits
+    assert fused == pytest.approx(
+        plain, abs=1e-5
+    )  # six Adam steps on gradients that differ in the last bits
 
 
 @pytest.mark.parametrize("collate", [PadCollator(0), PackCollator(0, max_seq_len=64)])
-def test_a_batch_brings_what_would_be_counted_on_the_gpu(collate: PadCollator | PackCollator) -> None:
+def test_a_batch_brings_what_would_be_counted_on_the_gpu(
+    collate: PadCollator | PackCollator,
+) -> None:
     rows = TrainRows(documents(4))
     batch = for_a_step(collate, [rows[0], rows[~1], rows[2]])
     positions, targets = batch[POSITIONS], batch[TARGETS]
-    assert batch[REAL_TOKENS] == len(rows.samples[0].ids) + len(rows.samples[2].ids), "fillers are not real"
-    assert len(targets) == sum(label != IGNORE_INDEX for sample in (rows.samples[0], rows.samples[2]) for label in sample.labels)
-    assert torch.equal(batch["input_ids"].flatten()[positions + 1], targets) and torch.equal(batch["labels"].flatten()[positions + 1], targets)
+    assert batch[REAL_TOKENS] == len(rows.samples[0].ids) + len(rows.samples[2].ids), (
+        "fillers are not real"
+    )
+    assert len(targets) == sum(
+        label != IGNORE_INDEX
+        for sample in (rows.samples[0], rows.samples[2])
+        for label in sample.labels
+    )
+    assert torch.equal(batch["input_ids"].flatten()[positions + 1], targets) and torch.equal(
+        batch["labels"].flatten()[positions + 1], targets
+    )
 
 
 def test_a_first_token_is_never_predicted() -> None:
@@ -54,19 +84,36 @@ def test_a_first_token_is_never_predicted() -> None:
 
 def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> None:
     """Be one of two processes of a run; leave losses, sums of gradients that were sent, and what they were about."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    trainer = fused_trainer(folder / f"rank-{rank}", 1, True, Process(rank, rank, 2, CPU), **options)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    trainer = fused_trainer(
+        folder / f"rank-{rank}", 1, True, Process(rank, rank, 2, CPU), **options
+    )
     sent: list[int] = []
 
     def count(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent.append(trainer.state.global_step)
         return allreduce_hook(None, bucket)
 
-    trainer.add_callback(BeforeFirstStep(lambda: trainer.model_wrapped.register_comm_hook(None, count)))
+    trainer.add_callback(
+        BeforeFirstStep(lambda: trainer.model_wrapped.register_comm_hook(None, count))
+    )
     losses = losses_of(trainer)
     wrapped = trainer.model_wrapped
     total = sum_over_ranks(10**12 + rank, trainer.args.ddp_timeout_delta)
-    facts = {"losses": losses, "sent": sent, "view": wrapped.gradient_as_bucket_view, "total": total, "micro": trainer.order.layout.micro_batches}
+    facts = {
+        "losses": losses,
+        "sent": sent,
+        "view": wrapped.gradient_as_bucket_view,
+        "total": total,
+        "micro": trainer.order.layout.micro_batches,
+    }
     torch.save(facts, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -74,7 +121,9 @@ def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
 @pytest.mark.parametrize("looks_for_unused", [False, True])
-def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(tmp_path: Path, free_port: int, is_full: bool, looks_for_unused: bool) -> None:  # noqa: F811
+def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
+    tmp_path: Path, free_port: int, is_full: bool, looks_for_unused: bool
+) -> None:
     one = losses_of(trainer_of(tmp_path, 2, packed=False, model=llama(is_lora=not is_full)))
     options = {"is_full": is_full, "ddp_find_unused_parameters": looks_for_unused}
     torch.multiprocessing.spawn(be_one_rank, (free_port, tmp_path, options), nprocs=2)

@@ -36,13 +36,17 @@ def stop():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_evaluation(stop, number):
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_evaluation(
+    stop, number
+):
     control, state = TrainerControl(should_evaluate=True), TrainerState(global_step=3, max_steps=10)
     stop.on_step_end(None, state, control)
     assert not (stop.requested or stop.stopped or control.should_training_stop)
     signal.raise_signal(number)
     stop.on_step_end(None, state, control)
-    assert stop.stopped and control.should_training_stop and control.should_save and control.should_log
+    assert (
+        stop.stopped and control.should_training_stop and control.should_save and control.should_log
+    )
     assert not control.should_evaluate
     control.should_save = control.should_evaluate = True  # as Trainer sets them where an epoch ends
     stop.on_epoch_end(None, state, control)
@@ -56,7 +60,9 @@ def test_a_signal_at_the_last_step_lets_the_run_finish(stop):
     assert not stop.stopped and not control.should_training_stop
 
 
-def test_a_launcher_that_passes_the_signal_on_does_not_end_the_run_at_once_and_a_later_signal_does(stop):
+def test_a_launcher_that_passes_the_signal_on_does_not_end_the_run_at_once_and_a_later_signal_does(
+    stop,
+):
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)  # this process would be gone
     assert stop.requested
@@ -86,21 +92,32 @@ def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
 
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy, losses_of):
-    folder = plan_run({"train.max_steps": 300, "train.save_strategy": strategy, "train.eval_strategy": strategy})
+    folder = plan_run(
+        {"train.max_steps": 300, "train.save_strategy": strategy, "train.eval_strategy": strategy}
+    )
     thread = send_at(folder, "step 2/", signal.SIGTERM)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
     report, step = folder.read_report(), folder.read_report()["global_step"]
     assert (report["status"], report["exit_class"]) == ("stopped", 75) and 2 <= step < 300
-    assert report["cause"] == f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}"
-    assert "after" not in report["metrics"] and [entry["step"] for entry in report["loss"]] == list(range(1, step + 1))
+    assert (
+        report["cause"]
+        == f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}"
+    )
+    assert "after" not in report["metrics"] and [entry["step"] for entry in report["loss"]] == list(
+        range(1, step + 1)
+    )
     again = plan_run({"train.max_steps": step + 2, "train.resume_from": folder.path})
     assert run_worker(again) == 0
     assert losses_of(again)[:step] == losses_of(folder) and len(losses_of(again)) == step + 2
 
 
-def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged(plan_run, run_worker):
-    folder = plan_run({"train.max_steps": 300, "train.learning_rate": 1e-60})  # as in a long warm-up: float32 weights do not move
+def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged(
+    plan_run, run_worker
+):
+    folder = plan_run(
+        {"train.max_steps": 300, "train.learning_rate": 1e-60}
+    )  # as in a long warm-up: float32 weights do not move
     thread = send_at(folder, "step 1/", signal.SIGINT)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
@@ -149,11 +166,33 @@ def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so
 @pytest.mark.slow
 def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_of, tmp_path):
     secret = "hf_thisTokenIsNobodysAndMustNotBeSaved"
-    settings = {"train.output_dir": tmp_path, "train.max_steps": 5000, "train.save_strategy": "steps", "train.save_steps": 1}
-    words = [f"{name.upper().replace('.', '_')}={value}" for name, value in settings_of(settings).items()]
-    command = ["make", "train", "CONFIG=tests/fixtures/empty.yaml", "DEVICE=cpu", "RUN=run", f"PY={sys.executable}", *words]
-    environ = {**os.environ, "HF_TOKEN": secret, "HUGGING_FACE_HUB_TOKEN": secret, "WANDB_API_KEY": secret}
-    make = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    settings = {
+        "train.output_dir": tmp_path,
+        "train.max_steps": 5000,
+        "train.save_strategy": "steps",
+        "train.save_steps": 1,
+    }
+    words = [
+        f"{name.upper().replace('.', '_')}={value}" for name, value in settings_of(settings).items()
+    ]
+    command = [
+        "make",
+        "train",
+        "CONFIG=tests/fixtures/empty.yaml",
+        "DEVICE=cpu",
+        "RUN=run",
+        f"PY={sys.executable}",
+        *words,
+    ]
+    environ = {
+        **os.environ,
+        "HF_TOKEN": secret,
+        "HUGGING_FACE_HUB_TOKEN": secret,
+        "WANDB_API_KEY": secret,
+    }
+    make = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     shown = []
     for line in make.stdout:
         shown.append(line)
@@ -168,23 +207,32 @@ def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_o
     assert secret not in "".join(shown)
 
 
-def test_a_model_that_is_removed_behind_the_plan_is_class_13(plan_run, run_worker, tiny_base, tmp_path):
+def test_a_model_that_is_removed_behind_the_plan_is_class_13(
+    plan_run, run_worker, tiny_base, tmp_path
+):
     copy = shutil.copytree(tiny_base, tmp_path / "model")
     folder = plan_run({"model.name": copy})
     shutil.rmtree(copy)
     assert run_worker(folder) == ExitClass.ENVIRONMENT
     report = folder.read_report()
-    assert (report["status"], report["exit_class"]) == ("failed", 13) and f"model.name={copy}" in report["cause"]
+    assert (report["status"], report["exit_class"]) == (
+        "failed",
+        13,
+    ) and f"model.name={copy}" in report["cause"]
 
 
-def test_a_run_trains_on_the_rows_that_were_tokenised_and_not_on_what_became_of_the_file(plan_run, run_worker, rows, tmp_path):
+def test_a_run_trains_on_the_rows_that_were_tokenised_and_not_on_what_became_of_the_file(
+    plan_run, run_worker, rows, tmp_path
+):
     copy = shutil.copy(rows["train"], tmp_path / "train.jsonl")
     folder = plan_run({"data.train_path": copy})
     Path(copy).unlink()
     assert run_worker(folder) == 0
 
 
-def test_tokenised_rows_that_are_removed_behind_the_plan_are_class_11(plan_run, run_worker, tmp_path):
+def test_tokenised_rows_that_are_removed_behind_the_plan_are_class_11(
+    plan_run, run_worker, tmp_path
+):
     folder = plan_run({"data.cache_dir": tmp_path / "samples"})
     shutil.rmtree(tmp_path / "samples")
     assert run_worker(folder) == ExitClass.DATA
@@ -196,7 +244,10 @@ def test_a_run_of_two_that_is_started_as_one_is_class_13(plan_run, run_worker):
     assert run_worker(folder) == ExitClass.ENVIRONMENT
     report = folder.read_report()
     assert (report["status"], report["exit_class"]) == ("failed", 13)
-    assert report["cause"] == "the launcher started 1 processes, planned were 2; start runs with make, or run again with NUM_GPUS=1"
+    assert (
+        report["cause"]
+        == "the launcher started 1 processes, planned were 2; start runs with make, or run again with NUM_GPUS=1"
+    )
 
 
 def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys):
@@ -208,15 +259,33 @@ def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys)
     ("error", "expected"),
     [
         (DataError("row 3"), ExitClass.DATA),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ExitClass.OUT_OF_MEMORY),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), ExitClass.OUT_OF_MEMORY),
-        (OSError(28, "No space left on device", "/x/model.safetensors"), ExitClass.DISK_FULL),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), ExitClass.DISK_FULL),
         (
-            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52622: Connection reset by peer"),
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            ExitClass.OUT_OF_MEMORY,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+            ),
+            ExitClass.OUT_OF_MEMORY,
+        ),
+        (OSError(28, "No space left on device", "/x/model.safetensors"), ExitClass.DISK_FULL),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+            ExitClass.DISK_FULL,
+        ),
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52622: Connection reset by peer"
+            ),
             ExitClass.PEER_LOST,
         ),
-        (torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"), ExitClass.PEER_LOST),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"
+            ),
+            ExitClass.PEER_LOST,
+        ),
         (KeyboardInterrupt(), ExitClass.STOPPED),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), ExitClass.UNEXPECTED),
         (ValueError("a bug"), ExitClass.UNEXPECTED),
@@ -245,7 +314,11 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(reports, capsys):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     report = folder.read_report()
     assert seen == ["failed"]
-    assert (report["status"], report["exit_class"], report["cause"]) == ("failed", 11, "rank 1 read a bad row")
+    assert (report["status"], report["exit_class"], report["cause"]) == (
+        "failed",
+        11,
+        "rank 1 read a bad row",
+    )
     assert (main_rank.exit_class, other.exit_class) == (ExitClass.PEER_LOST, ExitClass.DATA)
     assert capsys.readouterr().err == "rank 1: rank 1 read a bad row\n"
 

@@ -25,7 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def answering(plan_run, run_worker, taught_base):
     """A lora run on a base that answers: `Count to 6.` and its like."""
-    folder = plan_run({"model.name": taught_base, "train.learning_rate": 1e-4, "train.generation_max_new_tokens": 24})
+    folder = plan_run(
+        {
+            "model.name": taught_base,
+            "train.learning_rate": 1e-4,
+            "train.generation_max_new_tokens": 24,
+        }
+    )
     assert run_worker(folder) == 0
     return folder
 
@@ -58,9 +64,14 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     after = folder.read_report()["metrics"]["after"]
     (line,) = use.evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())
-    assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)  # the same float32 sums
+    assert again["eval_loss"] == pytest.approx(
+        after["eval_loss"], abs=1e-6
+    )  # the same float32 sums
     assert again["rougeL"] == after["rougeL"]
-    assert line == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.4f} answers=4 rows=6"
+    assert (
+        line
+        == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.4f} answers=4 rows=6"
+    )
 
 
 def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
@@ -82,7 +93,9 @@ def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
 
 
 def test_each_prompt_is_answered_by_itself(answering):
-    assert list(use.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])) == ["1 2 3", "1 2 3 4 5 6", "1 2 3"]
+    assert list(
+        use.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])
+    ) == ["1 2 3", "1 2 3 4 5 6", "1 2 3"]
 
 
 def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
@@ -90,7 +103,11 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     really = use.answer
     monkeypatch.setattr("builtins.input", standing_in("Count to 3.", "Count to 6."))
     said = lambda messages: [{"role": turn.role, "content": turn.content} for turn in messages]  # noqa: E731
-    monkeypatch.setattr(use, "answer", lambda loaded, messages: asked.append(said(messages)) or really(loaded, messages))
+    monkeypatch.setattr(
+        use,
+        "answer",
+        lambda loaded, messages: asked.append(said(messages)) or really(loaded, messages),
+    )
     use.chat_with(answering, "cpu")
     first = {"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}
     assert asked == [[first[0]], [*first, {"role": "user", "content": "Count to 6."}]]
@@ -115,7 +132,10 @@ def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_w
     list(use.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
     use.chat_with(folder, "cpu")
     system = Message("system", "Be brief.")
-    assert asked[:2] == [[system, Message("user", "Count to 3.")], [system, Message("user", "And that?")]]
+    assert asked[:2] == [
+        [system, Message("user", "Count to 3.")],
+        [system, Message("user", "And that?")],
+    ]
     assert asked[2][:2] == [system, Message("user", "And this?")]
 
 
@@ -124,7 +144,12 @@ def command(answering, monkeypatch):
     """A function that runs a command on that run, with lines typed and variables set, and returns what it shows."""
 
     def run(name: str, typed: str = "", **variables: str) -> str:
-        result = CliRunner().invoke(cli.app, [name], input=typed, env={"RUN": str(answering.path), "DEVICE": "cpu", **variables})
+        result = CliRunner().invoke(
+            cli.app,
+            [name],
+            input=typed,
+            env={"RUN": str(answering.path), "DEVICE": "cpu", **variables},
+        )
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -143,7 +168,12 @@ def test_chat_takes_turns_from_standard_input(command):
 
 @pytest.mark.slow
 def test_make_infer_shows_the_answer_and_nothing_else(answering):
-    words = {"RUN": str(answering.path), "DEVICE": "cpu", "PY": sys.executable, "PROMPT": "Count to 3."}
+    words = {
+        "RUN": str(answering.path),
+        "DEVICE": "cpu",
+        "PY": sys.executable,
+        "PROMPT": "Count to 3.",
+    }
     command = ["make", "infer", *(f"{name}={value}" for name, value in words.items())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 2 3\n", "")
@@ -154,7 +184,10 @@ def test_make_infer_shows_the_answer_and_nothing_else(answering):
 
 def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
     folder = plan_run({})
-    with pytest.raises(CheckpointError, match="has no adapter/: the run's status is planned; choose a finished one with RUN="):
+    with pytest.raises(
+        CheckpointError,
+        match="has no adapter/: the run's status is planned; choose a finished one with RUN=",
+    ):
         use.load_run(folder, "cpu")
     with pytest.raises(CheckpointError, match="has no adapter/ to merge"):
         merge_run(folder)
@@ -208,7 +241,9 @@ def test_a_merged_model_computes_what_the_adapter_does(finished, ids):
         base = logits(adapted, ids)
     expected = logits(adapted, ids)
     assert (expected - base).abs().max() > 0.1, "an adapter that does nothing proves nothing"
-    assert (logits(merged, ids) - expected).abs().max() < 1e-5  # (W + BA)x for Wx + B(Ax), in float32
+    assert (
+        logits(merged, ids) - expected
+    ).abs().max() < 1e-5  # (W + BA)x for Wx + B(Ax), in float32
 
 
 def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(finished, tokenizer):
@@ -221,22 +256,32 @@ def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(fini
     assert stamp["merged"] is True and stamp["mode"] == "lora" and stamp["global_step"] == 3
     assert not list(target.glob("adapter*"))
     weights = load_file(target / "model.safetensors")
-    assert weights.keys() == load_file(Path(folder.read_config().model.name) / "model.safetensors").keys()
+    assert (
+        weights.keys()
+        == load_file(Path(folder.read_config().model.name) / "model.safetensors").keys()
+    )
 
 
-def test_a_base_in_bfloat16_is_merged_in_float32_and_stored_in_bfloat16(plan_run, run_worker, tiny_base, tmp_path):
+def test_a_base_in_bfloat16_is_merged_in_float32_and_stored_in_bfloat16(
+    plan_run, run_worker, tiny_base, tmp_path
+):
     base = shutil.copytree(tiny_base, tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     folder = plan_run({"model.name": base, "train.predict_with_generate": False})
     assert run_worker(folder) == 0
     merge_run(folder)
-    before, after = load_file(base / "model.safetensors"), load_file(folder.path / "merged" / "model.safetensors")
+    before, after = (
+        load_file(base / "model.safetensors"),
+        load_file(folder.path / "merged" / "model.safetensors"),
+    )
     adapter = load_file(folder.weights("lora") / "adapter_model.safetensors")
     name, scale = "model.layers.1.mlp.up_proj", 32 / 16  # alpha / r
     a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     # one rounding, of the sum: torch.equal allows no second one
-    assert torch.equal(after[f"{name}.weight"], (before[f"{name}.weight"].float() + scale * (b @ a)).bfloat16())
+    assert torch.equal(
+        after[f"{name}.weight"], (before[f"{name}.weight"].float() + scale * (b @ a)).bfloat16()
+    )
     assert not torch.equal(after[f"{name}.weight"], before[f"{name}.weight"])
 
 
@@ -246,9 +291,14 @@ def test_a_4_bit_adapter_is_merged_into_the_unquantised_base(finished, tiny_base
     merged = load_file(folder.path / "merged" / "model.safetensors")
     base = load_file(tiny_base / "model.safetensors")
     adapter = load_file(folder.weights("qlora") / "adapter_model.safetensors")
-    a, b = (adapter[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"] for part in "AB")
+    a, b = (
+        adapter[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"]
+        for part in "AB"
+    )
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.allclose(merged[name], base[name] + 2 * (b @ a), atol=1e-7)  # float32, weights of 0.02
+    assert torch.allclose(
+        merged[name], base[name] + 2 * (b @ a), atol=1e-7
+    )  # float32, weights of 0.02
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
@@ -256,6 +306,10 @@ def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tiny_bas
     folder = finished("full")
     with pytest.raises(ConfigError, match="is a plain model already"):
         merge_run(folder)
-    trained, base = (load_file(path / "model.safetensors") for path in (folder.weights("full"), tiny_base))
-    assert trained.keys() == base.keys() and not any(torch.equal(trained[name], base[name]) for name in base)
+    trained, base = (
+        load_file(path / "model.safetensors") for path in (folder.weights("full"), tiny_base)
+    )
+    assert trained.keys() == base.keys() and not any(
+        torch.equal(trained[name], base[name]) for name in base
+    )
     assert AutoTokenizer.from_pretrained(folder.weights("full")).chat_template

@@ -37,20 +37,60 @@ GIB = 2**30
 def arguments() -> argparse.Namespace:
     """Return what is asked for by options, or by the variables of `make bench-plan`."""
     asked = os.environ.get
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--works", nargs="+", metavar="WORK", default=asked("WORKS", "").split())
-    for part, told in ((ACCURACY, "the short runs"), (SWEEP, "the choice beside every other"), (LONG, "the long run")):
-        parser.add_argument(f"--{part}", action="append_const", dest="parts", const=part, help=f"{told}; without such an option all parts")
-    parser.add_argument("--seconds", type=float, default=float(asked("SECONDS", "0")), help="time limit of one run or sweep; 0 is 240, 1800 on a CPU")
+    for part, told in (
+        (ACCURACY, "the short runs"),
+        (SWEEP, "the choice beside every other"),
+        (LONG, "the long run"),
+    ):
+        parser.add_argument(
+            f"--{part}",
+            action="append_const",
+            dest="parts",
+            const=part,
+            help=f"{told}; without such an option all parts",
+        )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float(asked("SECONDS", "0")),
+        help="time limit of one run or sweep; 0 is 240, 1800 on a CPU",
+    )
     parser.add_argument("--exact", action="store_true", help="ask for the trace's prediction, too")
     parser.add_argument("--toy", action="store_true", help="the tiny model, on the CPU")
-    parser.add_argument("--keep", action="store_true", help="leave out what has a result that counts")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave out what has a result that counts"
+    )
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="run nothing: tables of results that are there")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmarks" / "planner", help="of models and rows; models take much room")
-    parser.add_argument("--runs", type=Path, help="folder of the runs, with the weights that they save (default runs in --folder)")
-    parser.add_argument("--results", type=Path, help="JSON file, which is added to (default benchmarks/results/planner-CARD.json)")
-    parser.add_argument("--docs", type=Path, help="folder that gets the tables (.md); by default that of the results")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="run nothing: tables of results that are there"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "outputs" / "benchmarks" / "planner",
+        help="of models and rows; models take much room",
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        help="folder of the runs, with the weights that they save (default runs in --folder)",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="JSON file, which is added to (default benchmarks/results/planner-CARD.json)",
+    )
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        help="folder that gets the tables (.md); by default that of the results",
+    )
     args = parser.parse_args()
     if unknown := [name for name in args.works if name not in WORKS and name not in SWEEPS]:
         parser.error(f"no work is called {', '.join(unknown)}; see --list")
@@ -60,8 +100,16 @@ def arguments() -> argparse.Namespace:
 def names(args: argparse.Namespace) -> list[str]:
     """Return the works and sweeps that are asked for, in the order of their tables."""
     parts = args.parts or (ACCURACY, SWEEP, LONG)
-    runs = [work.name for work in WORKS.values() if work.part in parts and not work.is_extra and work.name.startswith(TOY) == args.toy]
-    sweeps = [sweep.name for sweep in SWEEPS.values() if SWEEP in parts and (sweep.shape == TOY) == args.toy]
+    runs = [
+        work.name
+        for work in WORKS.values()
+        if work.part in parts and not work.is_extra and work.name.startswith(TOY) == args.toy
+    ]
+    sweeps = [
+        sweep.name
+        for sweep in SWEEPS.values()
+        if SWEEP in parts and (sweep.shape == TOY) == args.toy
+    ]
     return args.works or [*runs, *sweeps]
 
 
@@ -74,11 +122,15 @@ def main() -> None:
     if args.report:
         tell(Results.there(args.report), args.docs)
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exit ends the run that goes on; it would hold the GPU
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # an exit ends the run that goes on; it would hold the GPU
     results = Results.to_be_measured_here(args.results, on_cpu=args.toy, kind="planner")
     folder = args.folder.resolve()
     seconds = args.seconds or SECONDS["cpu" if args.toy else "gpu"]
-    place = Place(folder, args.runs.resolve() if args.runs else folder / "runs", seconds, on_cpu=args.toy)
+    place = Place(
+        folder, args.runs.resolve() if args.runs else folder / "runs", seconds, on_cpu=args.toy
+    )
     for name in names(args):
         there = results.facts.setdefault("sweeps", {}) if name in SWEEPS else results.facts["works"]
         if args.keep and name in there and not there[name]["why_not"]:
@@ -107,11 +159,29 @@ def swept(sweep: Sweep, place: Place) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     job, found, log = (out / name for name in ("job.json", "found.json", "log"))
     found.unlink(missing_ok=True)
-    write_json(job, {"sweep_name": sweep.name, "folder": str(place.folder), "out": str(found), "on_cpu": place.on_cpu})
-    status = limited([sys.executable, "-m", "benchmarks.planner.sweep", str(job)], log, place.seconds, ROOT, place.environ)
+    write_json(
+        job,
+        {
+            "sweep_name": sweep.name,
+            "folder": str(place.folder),
+            "out": str(found),
+            "on_cpu": place.on_cpu,
+        },
+    )
+    status = limited(
+        [sys.executable, "-m", "benchmarks.planner.sweep", str(job)],
+        log,
+        place.seconds,
+        ROOT,
+        place.environ,
+    )
     if found.exists():
         return read_json(found) | {"why_not": []}
-    cause = f"not done within {place.seconds:.0f} s" if status is None else f"ended with {status}: {last_lines(log)}"
+    cause = (
+        f"not done within {place.seconds:.0f} s"
+        if status is None
+        else f"ended with {status}: {last_lines(log)}"
+    )
     return {"status": "failed", "cause": cause, "why_not": [cause]}
 
 
@@ -120,7 +190,11 @@ def line(name: str, facts: dict[str, Any]) -> str:
     verdict = f" DOES NOT COUNT: {'; '.join(facts['why_not'])}" if facts["why_not"] else ""
     if name in SWEEPS:
         return f"{name:<17} {facts['status']}{verdict}"
-    peaks = " ".join(f"{kind}={facts[kind]['peak'] / GIB:.2f}GiB" for kind in ("predicted", "traced", "probed", "measured") if facts[kind]["peak"])
+    peaks = " ".join(
+        f"{kind}={facts[kind]['peak'] / GIB:.2f}GiB"
+        for kind in ("predicted", "traced", "probed", "measured")
+        if facts[kind]["peak"]
+    )
     speed = facts["measured"]["tokens_per_second"]
     return f"{name:<17} {facts['status']} steps={facts['steps']} {peaks} tokens/s={speed or 0:.0f} in {facts.get('wall_seconds', 0):.0f} s{verdict}"
 

@@ -45,11 +45,16 @@ class Card:
         """Let this process take no more than `limit_bytes` in all; None takes the limit away."""
         if self.is_gpu:
             total = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(1.0 if limit_bytes is None else (limit_bytes - self.watch.context_bytes()) / total)
+            torch.cuda.set_per_process_memory_fraction(
+                1.0 if limit_bytes is None else (limit_bytes - self.watch.context_bytes()) / total
+            )
             return
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         held = psutil.Process().memory_info()
-        resource.setrlimit(resource.RLIMIT_DATA, (hard if limit_bytes is None else held.data + max(0, limit_bytes - held.rss), hard))
+        resource.setrlimit(
+            resource.RLIMIT_DATA,
+            (hard if limit_bytes is None else held.data + max(0, limit_bytes - held.rss), hard),
+        )
 
     def reset(self) -> None:
         """Give back what nobody uses, and forget the peak."""
@@ -60,7 +65,9 @@ class Card:
 
     def peak_bytes(self) -> int | None:
         """Return the most that was reserved since `reset`, with what lies outside the allocator; None without a GPU."""
-        return torch.cuda.max_memory_reserved() + self.watch.context_bytes() if self.is_gpu else None
+        return (
+            torch.cuda.max_memory_reserved() + self.watch.context_bytes() if self.is_gpu else None
+        )
 
     def wait(self) -> None:
         if self.is_gpu:
@@ -71,7 +78,9 @@ class Bed:
     """A model in its trainer. After `warm_up`, gradients and the optimizer's state are there, as in the middle of a run."""
 
     def __init__(self, plan: Plan, folder: Path):
-        self.process = Process(0, 0, 1, torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu"))
+        self.process = Process(
+            0, 0, 1, torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
+        )
         self.card = Card(self.process, plan.used_before_bytes[0])
         config, facts, dtype = plan.config, plan.as_json(), compute_dtype(plan.config)
         runtime.seed_everything(config.train.seed)
@@ -79,7 +88,9 @@ class Bed:
         tokenizer, data = load_tokenizer(config), preparation.prepared(config)
         arguments = training_arguments(config, facts, RunFolder(folder))
         self.model = load_model(config, Placement(self.process.device, dtype, zero_stage=0))
-        self.trainer = build_trainer(config, facts, self.process, tokenizer, data, self.model, arguments, {})
+        self.trainer = build_trainer(
+            config, facts, self.process, tokenizer, data, self.model, arguments, {}
+        )
         self.trainer.create_optimizer()
         wrapped = self.trainer.accelerator.prepare(self.trainer.model, self.trainer.optimizer)
         self.trainer.model_wrapped, self.trainer.optimizer = wrapped
@@ -137,7 +148,11 @@ class Bed:
         def run() -> tuple[float, int | None]:
             self.micro_steps(batch, 1)
             one = self.micro_steps(batch, 1)
-            seconds = one if one >= TIMED_SECONDS else self.micro_steps(batch, int(TIMED_SECONDS / one) + 1)
+            seconds = (
+                one
+                if one >= TIMED_SECONDS
+                else self.micro_steps(batch, int(TIMED_SECONDS / one) + 1)
+            )
             return seconds, self.card.peak_bytes()
 
         return self._unless_out_of_memory(run, layers)
@@ -166,5 +181,7 @@ class Bed:
             return None
         finally:
             self.card.hold(None)
-            self.trainer.optimizer.zero_grad(set_to_none=False)  # they stay, as between the micro-batches of a step
+            self.trainer.optimizer.zero_grad(
+                set_to_none=False
+            )  # they stay, as between the micro-batches of a step
             self.card.reset()

@@ -18,7 +18,13 @@ def cut(tokens: int, max_seq_len: int) -> tuple[int, int]:
     return rows, tokens // rows
 
 
-def largest(fits: Callable[[int], bool], start: int, most: int, granule: int = GRANULE, precision: float = 0.0) -> int:
+def largest(
+    fits: Callable[[int], bool],
+    start: int,
+    most: int,
+    granule: int = GRANULE,
+    precision: float = 0.0,
+) -> int:
     """Return the largest number of tokens up to `most` that fits, to a granule or that fraction; 0 where not even a granule does.
 
     `fits` falls once from True to False. It is asked near `start` first, and seldom, since it may cost seconds.
@@ -39,15 +45,23 @@ def largest(fits: Callable[[int], bool], start: int, most: int, granule: int = G
     return low
 
 
-def step_speed(combination: Mapping[str, Any], rows_per_step: int, max_seq_len: int, optimizer_seconds: float) -> float | None:
+def step_speed(
+    combination: Mapping[str, Any], rows_per_step: int, max_seq_len: int, optimizer_seconds: float
+) -> float | None:
     """Return tokens per second of whole optimizer steps: `rows_per_step` rows in equal micro-batches, then the optimizer. None: out of memory."""
     if combination["micro_seconds"] is None:
         return None
-    seconds = rows_per_step / combination["batch_size"] * combination["micro_seconds"] + optimizer_seconds
+    seconds = (
+        rows_per_step / combination["batch_size"] * combination["micro_seconds"] + optimizer_seconds
+    )
     return rows_per_step * max_seq_len / seconds
 
 
-def fastest_that_fits(combinations: Iterable[Mapping[str, Any]], fits: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
+def fastest_that_fits(
+    combinations: Iterable[Mapping[str, Any]], fits: Callable[[Mapping[str, Any]], bool]
+) -> Mapping[str, Any] | None:
     """Return the combination with the highest `tokens_per_second` that fits; faster ones were asked and do not."""
     timed = [combination for combination in combinations if combination["tokens_per_second"]]
-    return next(filter(fits, sorted(timed, key=lambda combination: -combination["tokens_per_second"])), None)
+    return next(
+        filter(fits, sorted(timed, key=lambda combination: -combination["tokens_per_second"])), None
+    )

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.planner.runs import Place, settings
-from benchmarks.planner.search import GRANULE, PRECISION, cut, fastest_that_fits, largest, step_speed
+from benchmarks.planner.search import (
+    GRANULE,
+    PRECISION,
+    cut,
+    fastest_that_fits,
+    largest,
+    step_speed,
+)
 from benchmarks.planner.works import SWEEPS, Sweep, Work
 from sft_play import commands
 from sft_play.plan import devices, launch
@@ -62,23 +69,47 @@ class Budget:
     def choices(self) -> dict[str, tuple[int, int]]:
         """(rows of a micro-batch, checkpointed layers) by who chose it."""
         by = {"plan": self.plan.chosen, **({"probe": self.outcome.chosen} if self.outcome else {})}
-        return {name: (chosen.batch_size, chosen.checkpointed_layers) for name, chosen in by.items()}
+        return {
+            name: (chosen.batch_size, chosen.checkpointed_layers) for name, chosen in by.items()
+        }
 
 
 def planner(job: Job) -> Callable[[int | None], Plan]:
     """Return what plans the sweep's run for a card of so many bytes, None for what is free now."""
     sweep = job.sweep
-    work = Work(sweep.name, sweep.shape, sweep.mode, "auto", steps=1, max_seq_len=sweep.max_seq_len, rows_per_step=sweep.rows_per_step)
+    work = Work(
+        sweep.name,
+        sweep.shape,
+        sweep.mode,
+        "auto",
+        steps=1,
+        max_seq_len=sweep.max_seq_len,
+        rows_per_step=sweep.rows_per_step,
+    )
     words = settings(work, Place(job.folder, job.folder / "runs", 0, job.on_cpu))
-    called = commands.call("configs/base.yaml", [f"{name}={value}" for name, value in words.items()])
-    loaded, here = commands.load_config(called), devices.detect("cpu" if job.on_cpu else "cuda", called.environ)
+    called = commands.call(
+        "configs/base.yaml", [f"{name}={value}" for name, value in words.items()]
+    )
+    loaded, here = (
+        commands.load_config(called),
+        devices.detect("cpu" if job.on_cpu else "cuda", called.environ),
+    )
 
     def plan(card_bytes: int | None) -> Plan:
         hardware = here
         if card_bytes is not None:
-            cards = tuple(replace(gpu, total_bytes=card_bytes, free_bytes=card_bytes) for gpu in here.gpus)
+            cards = tuple(
+                replace(gpu, total_bytes=card_bytes, free_bytes=card_bytes) for gpu in here.gpus
+            )
             hardware = replace(here, gpus=cards, ram_available_bytes=card_bytes)
-        return resolve(loaded, called.invocation, hardware, called.environ, distributed=False, use_deepspeed=False)
+        return resolve(
+            loaded,
+            called.invocation,
+            hardware,
+            called.environ,
+            distributed=False,
+            use_deepspeed=False,
+        )
 
     return plan
 
@@ -86,15 +117,24 @@ def planner(job: Job) -> Callable[[int | None], Plan]:
 def run(job: Job) -> dict[str, Any]:
     """Return every combination with its speed, and for each budget the choices, the best and the largest micro-batches that fit."""
     sweep, plan = job.sweep, planner(job)
-    whole, cards = plan(None), [None if gib is None else int(gib * GIB) for gib in sweep.budgets_gib]
+    whole, cards = (
+        plan(None),
+        [None if gib is None else int(gib * GIB) for gib in sweep.budgets_gib],
+    )
     plans = [plan(card_bytes) for card_bytes in cards]
     os.environ |= launch.launch_command(whole.ranks, job.folder, os.environ).env  # as a run has it
     from benchmarks.planner.bed import Bed
 
     bed = Bed(whole, job.folder / sweep.name)
-    budgets = [Budget(card_bytes, planned, bed.probed(planned, card_bytes)) for card_bytes, planned in zip(cards, plans, strict=True)]
+    budgets = [
+        Budget(card_bytes, planned, bed.probed(planned, card_bytes))
+        for card_bytes, planned in zip(cards, plans, strict=True)
+    ]
     optimizer_seconds = bed.warm_up(OPTIMIZER_STEPS)
-    layers, layers_of_largest = (sorted({round(share * whole.setup.shape.layers) for share in shares}) for shares in (sweep.checkpointed, sweep.of_largest))
+    layers, layers_of_largest = (
+        sorted({round(share * whole.setup.shape.layers) for share in shares})
+        for shares in (sweep.checkpointed, sweep.of_largest)
+    )
     chosen = [pair for budget in budgets for pair in budget.choices.values()]
     pairs = dict.fromkeys([*itertools.product(sweep.batch_sizes, layers), *chosen])
     tried = {pair: combination(bed, whole, sweep, *pair, optimizer_seconds) for pair in pairs}
@@ -107,7 +147,9 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def combination(bed: "Bed", plan: Plan, sweep: Sweep, batch_size: int, layers: int, optimizer_seconds: float) -> dict[str, Any]:
+def combination(
+    bed: "Bed", plan: Plan, sweep: Sweep, batch_size: int, layers: int, optimizer_seconds: float
+) -> dict[str, Any]:
     """Return what one combination takes in seconds and bytes, and what was predicted for it."""
     seconds, peak = bed.timed(batch_size, sweep.max_seq_len, layers) or (None, None)
     facts = {
@@ -118,7 +160,10 @@ def combination(bed: "Bed", plan: Plan, sweep: Sweep, batch_size: int, layers: i
         "predicted_bytes": predicted(plan, batch_size, sweep.max_seq_len, layers),
     }
     speed = step_speed(facts, sweep.rows_per_step, sweep.max_seq_len, optimizer_seconds)
-    say(sweep, f"batch={batch_size} layers={layers} {f'{speed:.0f} tokens/s' if speed else 'out of memory'}")
+    say(
+        sweep,
+        f"batch={batch_size} layers={layers} {f'{speed:.0f} tokens/s' if speed else 'out of memory'}",
+    )
     return {**facts, "tokens_per_second": speed}
 
 
@@ -128,17 +173,28 @@ def predicted(plan: Plan, rows: int, width: int, layers: int) -> int:
     return step_bytes(plan.setup.shape, step).predicted_peak
 
 
-def of_budget(bed: "Bed", budget: Budget, sweep: Sweep, layers: list[int], tried: Mapping[tuple[int, int], dict[str, Any]]) -> dict[str, Any]:
+def of_budget(
+    bed: "Bed",
+    budget: Budget,
+    sweep: Sweep,
+    layers: list[int],
+    tried: Mapping[tuple[int, int], dict[str, Any]],
+) -> dict[str, Any]:
     """Return what was chosen for a card, what is best there, and how large micro-batches may be."""
 
     def fits(found: Mapping[str, Any]) -> bool:
-        return budget.card_bytes is None or bed.fits(found["batch_size"], sweep.max_seq_len, found["checkpointed_layers"], budget.card_bytes)
+        return budget.card_bytes is None or bed.fits(
+            found["batch_size"], sweep.max_seq_len, found["checkpointed_layers"], budget.card_bytes
+        )
 
     chosen = {by: tried[pair] for by, pair in budget.choices.items()}
     return {
         "gib": budget.card_bytes / GIB if budget.card_bytes else None,
         "plan_fits": budget.plan.fits,
-        "choices": {by: {**found, "fits": bool(found["tokens_per_second"]) and fits(found)} for by, found in chosen.items()},
+        "choices": {
+            by: {**found, "fits": bool(found["tokens_per_second"]) and fits(found)}
+            for by, found in chosen.items()
+        },
         "best": fastest_that_fits(tried.values(), fits),
         "largest": [found for count in layers if (found := largest_of(bed, budget, sweep, count))],
     }
@@ -148,7 +204,10 @@ def largest_of(bed: "Bed", budget: Budget, sweep: Sweep, layers: int) -> dict[st
     """Return the most tokens of a micro-batch that plan and probe take to fit, and that do; None where they are more than are tried."""
 
     def is_planned_to_fit(tokens: int) -> bool:
-        return predicted(budget.plan, *cut(tokens, sweep.max_seq_len), layers) <= budget.plan.budget_bytes
+        return (
+            predicted(budget.plan, *cut(tokens, sweep.max_seq_len), layers)
+            <= budget.plan.budget_bytes
+        )
 
     def does_fit(tokens: int) -> bool:
         return bed.fits(*cut(tokens, sweep.max_seq_len), layers, budget.card_bytes)
@@ -159,16 +218,29 @@ def largest_of(bed: "Bed", budget: Budget, sweep: Sweep, layers: int) -> dict[st
         return None
     probed = None
     if budget.outcome and budget.outcome.fit:
-        probed = largest(lambda tokens: probed_peak(budget.outcome, tokens, layers) <= budget.outcome.budget_bytes, sweep.max_seq_len, most)
+        probed = largest(
+            lambda tokens: (
+                probed_peak(budget.outcome, tokens, layers) <= budget.outcome.budget_bytes
+            ),
+            sweep.max_seq_len,
+            most,
+        )
     found = largest(does_fit, max(probed or planned, GRANULE), most, precision=PRECISION)
-    say(sweep, f"card={budget.card_bytes or 0:.3g} layers={layers} plan={planned} probe={probed} true={found} tokens")
+    say(
+        sweep,
+        f"card={budget.card_bytes or 0:.3g} layers={layers} plan={planned} probe={probed} true={found} tokens",
+    )
     return {"checkpointed_layers": layers, "plan": planned, "probe": probed, "true": found}
 
 
 def probed_peak(outcome: "Outcome", tokens: int, layers: int) -> int:
     """Return the peak by the probe's fit, in bytes, of micro-batches of any number of tokens, which it counts in rows."""
     fit = outcome.fit
-    choice = replace(fit.choice, step=replace(fit.choice.step, seq_len=GRANULE), wanted=replace(fit.choice.wanted, effective_batch=MANY_ROWS))
+    choice = replace(
+        fit.choice,
+        step=replace(fit.choice.step, seq_len=GRANULE),
+        wanted=replace(fit.choice.wanted, effective_batch=MANY_ROWS),
+    )
     return replace(fit, choice=choice).peak(max(1, tokens // GRANULE), layers)
 
 

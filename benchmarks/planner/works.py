@@ -29,7 +29,9 @@ class Work:
 
 
 def _pair(size: str, shape: str, mode: str, steps: int, dtype: str = "auto") -> tuple[Work, Work]:
-    return Work(f"{size}-{mode}", shape, mode, "false", steps, dtype), Work(f"{size}-{mode}-ckpt", shape, mode, "true", steps, dtype)
+    return Work(f"{size}-{mode}", shape, mode, "false", steps, dtype), Work(
+        f"{size}-{mode}-ckpt", shape, mode, "true", steps, dtype
+    )
 
 
 WORKS = {
@@ -44,7 +46,9 @@ WORKS = {
         *_pair("14b", FOURTEEN, "lora", 6),
         *_pair("14b", FOURTEEN, "qlora", 6),
         Work("14b-full-float32", FOURTEEN, "full", "true", 6, "float32", fits=False),
-        Work("14b-full-ckpt", FOURTEEN, "full", "true", 6, "bfloat16", is_extra=True),  # saves 28 GiB
+        Work(
+            "14b-full-ckpt", FOURTEEN, "full", "true", 6, "bfloat16", is_extra=True
+        ),  # saves 28 GiB
         Work("1b-long", ONE, "lora", "auto", 200, is_ragged=True, rows_per_step=32, part=LONG),
         Work("toy-lora", TOY, "lora", "false", 4, max_seq_len=64),
         Work("toy-full-ckpt", TOY, "full", "true", 4, max_seq_len=64),
@@ -75,6 +79,17 @@ SWEEPS = {
     for sweep in (
         Sweep("sweep-1b-lora", ONE, "lora", (24, 48, 80, None), most_tokens=131072),
         Sweep("sweep-8b-qlora", EIGHT, "qlora", (24, 48, 80, None), most_tokens=40960),
-        Sweep("sweep-toy", TOY, "lora", (1.1, None), (4,), (0, 1), (0,), max_seq_len=64, rows_per_step=4, most_tokens=4096),
+        Sweep(
+            "sweep-toy",
+            TOY,
+            "lora",
+            (1.1, None),
+            (4,),
+            (0, 1),
+            (0,),
+            max_seq_len=64,
+            rows_per_step=4,
+            most_tokens=4096,
+        ),
     )
 }

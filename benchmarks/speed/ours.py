@@ -14,8 +14,24 @@ from benchmarks.speed.works import LORA_ALPHA, LORA_RANK, SEED, WARM_UP, Arm, Wo
 from sft_play.errors import ExitClass
 
 GIB = 2**30
-SECTIONS = ("MODEL_", "TUNING_", "TRAIN_", "DATA_")  # settings of SFT-Play: those of the caller's shell stay out
-OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "WORKS", "ARMS", "STEPS", "SECONDS", "CONFIG", "RUN")
+SECTIONS = (
+    "MODEL_",
+    "TUNING_",
+    "TRAIN_",
+    "DATA_",
+)  # settings of SFT-Play: those of the caller's shell stay out
+OF_MAKE = (
+    "MAKEFLAGS",
+    "MAKELEVEL",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "WORKS",
+    "ARMS",
+    "STEPS",
+    "SECONDS",
+    "CONFIG",
+    "RUN",
+)
 
 
 def command(work: Work, arm: Arm, inputs: Inputs, out: Path, steps: int, on_cpu: bool) -> list[str]:
@@ -45,18 +61,35 @@ def command(work: Work, arm: Arm, inputs: Inputs, out: Path, steps: int, on_cpu:
         **({"MODEL_DTYPE": "bfloat16"} if work.mode == "full" and not on_cpu else {}),
         **({"DEVICE": "cpu"} if on_cpu else {}),
     }
-    return ["make", arm.program.replace("ours", "train"), *(f"{name}={value}" for name, value in settings.items())]
+    return [
+        "make",
+        arm.program.replace("ours", "train"),
+        *(f"{name}={value}" for name, value in settings.items()),
+    ]
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the caller's environment without settings of SFT-Play and without what this make tells its own."""
-    return {name: value for name, value in environ.items() if not name.startswith(SECTIONS) and name not in OF_MAKE}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(SECTIONS) and name not in OF_MAKE
+    }
 
 
-def limited(command: list[str], log: Path, seconds: float, cwd: Path, environ: Mapping[str, str]) -> int | None:
+def limited(
+    command: list[str], log: Path, seconds: float, cwd: Path, environ: Mapping[str, str]
+) -> int | None:
     """Run a command with its output in `log`; return its status, None when it was ended, with all its children, after `seconds`."""
     with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(command, cwd=cwd, env=dict(environ), stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=dict(environ),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -70,10 +103,17 @@ def limited(command: list[str], log: Path, seconds: float, cwd: Path, environ: M
 def read(work: Work, out: Path, samples: Path, steps: int, started: float) -> dict[str, Any]:
     """Return what a run of ours measured, from run.json, tb/ and the weights that it saved."""
     run = out / "run"
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8")) if (run / "run.json").exists() else {}
+    facts = (
+        json.loads((run / "run.json").read_text(encoding="utf-8"))
+        if (run / "run.json").exists()
+        else {}
+    )
     if facts.get("status") != "done":
         is_memory = facts.get("exit_class") == ExitClass.OUT_OF_MEMORY
-        return {"status": "out of memory" if is_memory else "failed", "error": facts.get("cause") or last_lines(out / "log")}
+        return {
+            "status": "out of memory" if is_memory else "failed",
+            "error": facts.get("cause") or last_lines(out / "log"),
+        }
     tokens = step_tokens(work, Samples.read(samples), steps)
     clock = _logged_at(run / "tb")
     timed = tokens[WARM_UP:steps]
@@ -84,7 +124,9 @@ def read(work: Work, out: Path, samples: Path, steps: int, started: float) -> di
         "real_tokens": sum(real for real, _ in timed),
         "trained_tokens": sum(labelled for _, labelled in timed),
         "ready_seconds": clock[WARM_UP][0] - started,
-        "own_tokens_per_second": facts["tokens_per_second"],  # behind the first step, by its own clock
+        "own_tokens_per_second": facts[
+            "tokens_per_second"
+        ],  # behind the first step, by its own clock
         "losses": facts["loss"],
         "least_grad_norm": min(norm for _, norm in clock.values()),
         "untrained": _untrained(run / "adapter"),
@@ -116,7 +158,9 @@ def _logged_at(folder: Path) -> dict[int, tuple[float, float]]:
     events = EventAccumulator(str(folder))
     events.Reload()
     norms = {event.step: event.value for event in events.Scalars("train/grad_norm")}
-    return {event.step: (event.wall_time, norms[event.step]) for event in events.Scalars("train/loss")}
+    return {
+        event.step: (event.wall_time, norms[event.step]) for event in events.Scalars("train/loss")
+    }
 
 
 def _untrained(adapter: Path) -> list[str]:
@@ -129,10 +173,20 @@ def _untrained(adapter: Path) -> list[str]:
 
 
 def last_lines(log: Path) -> str:
-    return " ".join(log.read_text(encoding="utf-8", errors="replace").split()[-60:]) if log.exists() else "no log"
+    return (
+        " ".join(log.read_text(encoding="utf-8", errors="replace").split()[-60:])
+        if log.exists()
+        else "no log"
+    )
 
 
 def repository_commit() -> str | None:
     """Return the commit of the tree that is measured, None where there is no git."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return found.stdout.strip() or None

@@ -15,7 +15,15 @@ from benchmarks.speed.samples import Samples
 from benchmarks.speed.works import ARMS, LORA_ALPHA, LORA_RANK, SEED, WARM_UP, WORKS, Arm, Work
 from sft_play.runs.files import write_json
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # all-linear, where names are asked for
+TARGETS = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]  # all-linear, where names are asked for
 REFERENCE = "reference"
 
 
@@ -38,7 +46,9 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> "Job":
         facts = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**facts | {name: Path(facts[name]) for name in ("model", "samples", "adapters", "out")})
+        return cls(
+            **facts | {name: Path(facts[name]) for name in ("model", "samples", "adapters", "out")}
+        )
 
     @property
     def work(self) -> Work:
@@ -73,9 +83,16 @@ def dataset(job: Job) -> Any:
     samples, size = Samples.read(job.samples), job.work.rows_per_step
     order = list(range(len(samples.lengths)))
     if job.arm.is_best:
-        order = [row for start in range(0, len(order), size) for row in sorted(order[start : start + size], key=lambda row: -samples.lengths[row])]
+        order = [
+            row
+            for start in range(0, len(order), size)
+            for row in sorted(order[start : start + size], key=lambda row: -samples.lengths[row])
+        ]
     rows = [samples.row(index) for index in order]
-    columns = {"input_ids": [ids.tolist() for ids, _ in rows], "labels": [[int(i) if t else -100 for i, t in zip(*row, strict=True)] for row in rows]}
+    columns = {
+        "input_ids": [ids.tolist() for ids, _ in rows],
+        "labels": [[int(i) if t else -100 for i, t in zip(*row, strict=True)] for row in rows],
+    }
     if not job.arm.packs:
         columns["attention_mask"] = [[1] * len(ids) for ids, _ in rows]
     return Dataset.from_dict(columns)
@@ -110,9 +127,13 @@ def settings(job: Job) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": SEED,
         "use_cpu": job.on_cpu,
-        "train_sampling_strategy": "random" if job.arm.packs else "sequential",  # packing sorts: in its order, long rows would come first
+        "train_sampling_strategy": "random"
+        if job.arm.packs
+        else "sequential",  # packing sorts: in its order, long rows would come first
         # Unsloth's notebooks leave collating to the training process
-        "dataloader_num_workers": 2 if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu else 0,
+        "dataloader_num_workers": 2
+        if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu
+        else 0,
     }
 
 
@@ -120,7 +141,14 @@ def lora() -> Any:
     """Return the adapters of every arm."""
     from peft import LoraConfig
 
-    return LoraConfig(task_type="CAUSAL_LM", r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules="all-linear", bias="none")
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=LORA_RANK,
+        lora_alpha=LORA_ALPHA,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        bias="none",
+    )
 
 
 def base_model(job: Job) -> Any:
@@ -131,16 +159,27 @@ def base_model(job: Job) -> Any:
     options: dict[str, Any] = {}
     if job.work.mode == "qlora":
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=job.dtype
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=job.dtype,
         )
     device = torch.device("cpu") if job.on_cpu else torch.device("cuda", 0)
-    return AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype, attn_implementation="sdpa", device_map={"": device}, **options)
+    return AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=job.dtype, attn_implementation="sdpa", device_map={"": device}, **options
+    )
 
 
 def hf(job: Job) -> Any:
     """Return transformers' Trainer on a PEFT model, with Liger's kernels where the arm says so."""
     from peft import get_peft_model, prepare_model_for_kbit_training
-    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
+    from transformers import (
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
 
     set_seed(SEED)
     model = base_model(job)
@@ -148,7 +187,11 @@ def hf(job: Job) -> Any:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=job.checkpointing)
     if job.work.mode != "full":
         model = get_peft_model(model, lora())
-    arguments = TrainingArguments(**settings(job), gradient_checkpointing_kwargs={"use_reentrant": False}, use_liger_kernel=job.arm.uses_liger)
+    arguments = TrainingArguments(
+        **settings(job),
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=job.arm.uses_liger,
+    )
     collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(job.model))
     return Trainer(model=model, args=arguments, train_dataset=dataset(job), data_collator=collator)
 
@@ -162,7 +205,11 @@ def trl(job: Job) -> Any:
     arguments = SFTConfig(**settings(job), max_length=job.work.max_seq_len, packing=job.arm.packs)
     peft_config = None if job.work.mode == "full" else lora()
     return SFTTrainer(
-        base_model(job), arguments, train_dataset=dataset(job), processing_class=AutoTokenizer.from_pretrained(job.model), peft_config=peft_config
+        base_model(job),
+        arguments,
+        train_dataset=dataset(job),
+        processing_class=AutoTokenizer.from_pretrained(job.model),
+        peft_config=peft_config,
     )
 
 
@@ -192,9 +239,17 @@ def unsloth(job: Job) -> Any:
             use_gradient_checkpointing=recompute,
             random_state=SEED,
         )
-    arguments = SFTConfig(**settings(job) | {"tf32": None}, max_length=job.work.max_seq_len, packing=job.arm.packs)
+    arguments = SFTConfig(
+        **settings(job) | {"tf32": None}, max_length=job.work.max_seq_len, packing=job.arm.packs
+    )
     collator = {} if job.arm.packs else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
-    return SFTTrainer(model=model, args=arguments, train_dataset=dataset(job), processing_class=tokenizer, **collator)
+    return SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset(job),
+        processing_class=tokenizer,
+        **collator,
+    )
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -222,7 +277,11 @@ def main() -> None:
 
         traceback.print_exc()
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        facts = {"status": "out of memory" if is_out_of_memory(error) else "failed", "error": told, "seconds_spent": time.time() - job.started}
+        facts = {
+            "status": "out of memory" if is_out_of_memory(error) else "failed",
+            "error": told,
+            "seconds_spent": time.time() - job.started,
+        }
     write_json(job.out, facts)
 
 

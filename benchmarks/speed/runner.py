@@ -23,7 +23,18 @@ from sft_play.plan.flops import step_flops
 from sft_play.plan.shapes import load_shape
 from sft_play.runs.files import read_json, write_json
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "unsloth", "liger-kernel", "bitsandbytes", "xformers", "flash-attn")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "trl",
+    "unsloth",
+    "liger-kernel",
+    "bitsandbytes",
+    "xformers",
+    "flash-attn",
+)
 REFERENCE_SECONDS = 600  # limit of a reference: it is trained once
 
 
@@ -66,8 +77,15 @@ class Results:
 def device_name() -> str:
     """Return what nvidia-smi calls the first GPU. Exits where there is none."""
     if shutil.which("nvidia-smi") is None:
-        sys.exit("no NVIDIA GPU is here to measure on; --toy runs the benchmark on the CPU, --report FILE shows results that are there")
-    found = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+        sys.exit(
+            "no NVIDIA GPU is here to measure on; --toy runs the benchmark on the CPU, --report FILE shows results that are there"
+        )
+    found = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return found.stdout.splitlines()[0].strip()
 
 
@@ -108,27 +126,54 @@ class Bench:
             facts = self.first_that_fits(work, arm, inputs, steps)
             facts |= judge(work, arm, facts, reference, tokens)
             facts |= self.shares(work, inputs, samples, facts)
-            found["arms"][arm.name] = facts | {"commit": ours.repository_commit(), "timed_steps": steps, "versions": self.results.facts["versions"]}
+            found["arms"][arm.name] = facts | {
+                "commit": ours.repository_commit(),
+                "timed_steps": steps,
+                "versions": self.results.facts["versions"],
+            }
             self.results.write()
             print(line(work, arm, facts), file=sys.stderr, flush=True)
 
     def refer(self, work: Work, inputs: Inputs, steps: int) -> None:
         """Train the reference and write its curve down, unless the results have one of the same work."""
         found = self.results.of(work)
-        described = dataclasses.asdict(work) | {"padded_rows": list(work.padded_rows)}  # as a file gives it back: JSON has no tuples
-        made_of = {"work": described, "device": self.results.facts["device"], "torch": self.results.facts["versions"]["torch"]}
+        described = dataclasses.asdict(work) | {
+            "padded_rows": list(work.padded_rows)
+        }  # as a file gives it back: JSON has no tuples
+        made_of = {
+            "work": described,
+            "device": self.results.facts["device"],
+            "torch": self.results.facts["versions"]["torch"],
+        }
         compared = min(COMPARED_STEPS, WARM_UP + steps)
         known = found.get("reference", {})
         if known.get("made_of") == made_of and len(known["losses"]) >= compared:
             return
-        tried = (min(4, work.rows_per_step), work.reference != "float32")  # float32 products are slow, and 1B needs no recomputing
-        facts = dataclasses.replace(self, seconds=max(self.seconds, REFERENCE_SECONDS)).peer(work, REFERENCE, inputs, compared, tried)
+        tried = (
+            min(4, work.rows_per_step),
+            work.reference != "float32",
+        )  # float32 products are slow, and 1B needs no recomputing
+        facts = dataclasses.replace(self, seconds=max(self.seconds, REFERENCE_SECONDS)).peer(
+            work, REFERENCE, inputs, compared, tried
+        )
         if facts["status"] != "done":
-            print(f"{work.name} reference {facts['status']}: {facts['error']}", file=sys.stderr, flush=True)
+            print(
+                f"{work.name} reference {facts['status']}: {facts['error']}",
+                file=sys.stderr,
+                flush=True,
+            )
             return
-        found["reference"] = {"precision": work.reference, "made_of": made_of, "losses": [entry["loss"] for entry in facts["losses"]]}
+        found["reference"] = {
+            "precision": work.reference,
+            "made_of": made_of,
+            "losses": [entry["loss"] for entry in facts["losses"]],
+        }
         self.results.write()
-        print(f"{work.name} reference {work.reference} in {time.time() - facts['started']:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{work.name} reference {work.reference} in {time.time() - facts['started']:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def first_that_fits(self, work: Work, arm: Arm, inputs: Inputs, steps: int) -> dict[str, Any]:
         """Return what the first try of an arm measured that did not run out of memory."""
@@ -137,7 +182,11 @@ class Bench:
             if arm.is_ours:
                 return self.own(work, arm, inputs, steps)
             facts = self.peer(work, arm.name, inputs, WARM_UP + steps, (rows, checkpointing))
-            facts["settings"] = {"batch_size": rows, "gradient_checkpointing": checkpointing, **({"too_large": too_large} if too_large else {})}
+            facts["settings"] = {
+                "batch_size": rows,
+                "gradient_checkpointing": checkpointing,
+                **({"too_large": too_large} if too_large else {}),
+            }
             if arm.program == "unsloth":
                 facts["settings"]["attention"] = attention_told(inputs.folder / arm.name / "log")
             if facts["status"] != "out of memory":
@@ -149,27 +198,70 @@ class Bench:
         """Run a make target of ours."""
         out = _fresh(inputs.folder / arm.name)
         started, total = time.time(), WARM_UP + steps
-        status = ours.limited(ours.command(work, arm, inputs, out, total, self.on_cpu), out / "log", self.seconds, ROOT, ours.environment(os.environ))
+        status = ours.limited(
+            ours.command(work, arm, inputs, out, total, self.on_cpu),
+            out / "log",
+            self.seconds,
+            ROOT,
+            ours.environment(os.environ),
+        )
         if status is None:
-            return {"status": "failed", "error": f"not done within {self.seconds:.0f} s", "settings": {}}
-        facts = {"settings": {}, "started": started, **ours.read(work, out, inputs.samples, total, started)}
-        shutil.rmtree(out / "run" / "model", ignore_errors=True)  # of full fine-tuning: as large as the base
+            return {
+                "status": "failed",
+                "error": f"not done within {self.seconds:.0f} s",
+                "settings": {},
+            }
+        facts = {
+            "settings": {},
+            "started": started,
+            **ours.read(work, out, inputs.samples, total, started),
+        }
+        shutil.rmtree(
+            out / "run" / "model", ignore_errors=True
+        )  # of full fine-tuning: as large as the base
         return facts
 
-    def peer(self, work: Work, arm: str, inputs: Inputs, steps: int, tried: tuple[int, bool]) -> dict[str, Any]:
+    def peer(
+        self, work: Work, arm: str, inputs: Inputs, steps: int, tried: tuple[int, bool]
+    ) -> dict[str, Any]:
         """Run a program of others in a process of its own, in a folder of its own."""
         out = _fresh(inputs.folder / arm)
-        job = Job(arm, work.name, inputs.model, inputs.samples, inputs.adapters, out / "report.json", steps, *tried, time.time(), self.on_cpu)
-        write_json(out / "job.json", {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(job).items()})
+        job = Job(
+            arm,
+            work.name,
+            inputs.model,
+            inputs.samples,
+            inputs.adapters,
+            out / "report.json",
+            steps,
+            *tried,
+            time.time(),
+            self.on_cpu,
+        )
+        write_json(
+            out / "job.json",
+            {
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in dataclasses.asdict(job).items()
+            },
+        )
         command = [sys.executable, "-m", "benchmarks.speed.peer", str(out / "job.json")]
-        status = ours.limited(command, out / "log", self.seconds, out, _found_here(ours.environment(os.environ)))
+        status = ours.limited(
+            command, out / "log", self.seconds, out, _found_here(ours.environment(os.environ))
+        )
         told = {"started": job.started}
         if job.out.exists():
             return told | read_json(job.out)
-        error = f"not done within {self.seconds:.0f} s" if status is None else f"ended with {status}: {ours.last_lines(out / 'log')}"
+        error = (
+            f"not done within {self.seconds:.0f} s"
+            if status is None
+            else f"ended with {status}: {ours.last_lines(out / 'log')}"
+        )
         return told | {"status": "failed", "error": error}
 
-    def shares(self, work: Work, inputs: Inputs, samples: Samples, facts: dict[str, Any]) -> dict[str, float]:
+    def shares(
+        self, work: Work, inputs: Inputs, samples: Samples, facts: dict[str, Any]
+    ) -> dict[str, float]:
         """Return the shares of the card's peaks that went into operations that the work cannot do without."""
         if facts["status"] != "done":
             return {}
@@ -177,8 +269,14 @@ class Bench:
         adapters = None if work.mode == "full" else shape.lora_parameters(LORA_RANK, "all-linear")
         all_rows = step_flops(shape, adapters, samples.lengths.tolist(), int(samples.trained.sum()))
         used = all_rows / int(samples.lengths.sum()) * facts["real_tokens"] / facts["seconds"]
-        peaks = {"mfu": self.results.facts["peak_flops"], "mfu_of_reached": self.results.facts["reached_flops"]}
-        return {"flops_per_second": used, **{name: used / peak for name, peak in peaks.items() if peak}}
+        peaks = {
+            "mfu": self.results.facts["peak_flops"],
+            "mfu_of_reached": self.results.facts["reached_flops"],
+        }
+        return {
+            "flops_per_second": used,
+            **{name: used / peak for name, peak in peaks.items() if peak},
+        }
 
 
 def attention_told(log: Path) -> str:

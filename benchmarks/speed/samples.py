@@ -11,7 +11,10 @@ from benchmarks.inputs import TINY, fixed_rows, ragged_rows
 from benchmarks.speed.works import RAGGED_MEDIAN, SEED, TOY, WARM_UP, Work
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_TOKENS, TOY_MEDIAN = 48, 40  # of held-out rows, which are not what is measured; of the toy's ragged rows
+SHORT_TOKENS, TOY_MEDIAN = (
+    48,
+    40,
+)  # of held-out rows, which are not what is measured; of the toy's ragged rows
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,20 @@ def made_model(shape: str, folder: Path) -> Path:
         return TINY
     model = folder / "models" / shape.rpartition("/")[2] / "model"
     if not (model / "tokenizer.json").exists():  # written last
-        subprocess.run([sys.executable, ROOT / "benchmarks" / "inputs.py", "--shape", shape, "--out", model.parent, "--rows", "0"], check=True, cwd=ROOT)
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "benchmarks" / "inputs.py",
+                "--shape",
+                shape,
+                "--out",
+                model.parent,
+                "--rows",
+                "0",
+            ],
+            check=True,
+            cwd=ROOT,
+        )
     return model
 
 
@@ -94,12 +110,20 @@ def _write(work: Work, rows: int, inputs: Inputs) -> None:
 
     in_order = inputs.folder / "in-order.jsonl"
     if work.tokens is None:
-        ragged_rows(in_order, rows, median=TOY_MEDIAN if work.shape == TOY else RAGGED_MEDIAN, least=24, most=work.max_seq_len)
+        ragged_rows(
+            in_order,
+            rows,
+            median=TOY_MEDIAN if work.shape == TOY else RAGGED_MEDIAN,
+            least=24,
+            most=work.max_seq_len,
+        )
     else:
         fixed_rows(in_order, work.tokens, rows)
     fixed_rows(inputs.held_out, SHORT_TOKENS, 4)
     samples = _tokenised(in_order, work, inputs)
-    assert len(samples.lengths) == rows and samples.lengths.max() <= work.max_seq_len, "a row was dropped or cut"
+    assert len(samples.lengths) == rows and samples.lengths.max() <= work.max_seq_len, (
+        "a row was dropped or cut"
+    )
 
     lines = in_order.read_text(encoding="utf-8").splitlines(keepends=True)
     placed = [""] * rows
@@ -117,7 +141,11 @@ def _tokenised(rows: Path, work: Work, inputs: Inputs) -> Samples:
 
     config = Config(
         model={"name": str(inputs.model), "max_seq_len": work.max_seq_len},
-        data={"train_path": str(rows), "val_path": str(inputs.held_out), "cache_dir": str(inputs.folder / "cache")},
+        data={
+            "train_path": str(rows),
+            "val_path": str(inputs.held_out),
+            "cache_dir": str(inputs.folder / "cache"),
+        },
     )
     (store,) = prepare(config, load_tokenizer(config)).train.stores
     return Samples(np.array(store.ids), np.array(store.trained), np.array(store.lengths))

@@ -11,13 +11,23 @@ MOST_OF_FALL = 0.25  # of what the reference learned: an arm that learns nothing
 COMPARED_STEPS = 25  # of the reference, WARM_UP included
 
 
-def judge(work: Work, arm: Arm, facts: dict[str, Any], reference: Sequence[float], tokens: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def judge(
+    work: Work,
+    arm: Arm,
+    facts: dict[str, Any],
+    reference: Sequence[float],
+    tokens: Sequence[tuple[int, int]],
+) -> dict[str, Any]:
     """Return {"counts": bool, "why_not": [...], "off": largest deviation from the reference as a fraction, None without one}.
 
     `reference` has a loss for each step; `tokens` are (real, labelled) of each step's rows.
     """
     if facts["status"] != "done":
-        return {"counts": False, "why_not": [f"{facts['status']}: {facts.get('error', '')}"], "off": None}
+        return {
+            "counts": False,
+            "why_not": [f"{facts['status']}: {facts.get('error', '')}"],
+            "off": None,
+        }
     losses = [entry["loss"] for entry in facts["losses"]]
     why_not = [] if losses and all(map(isfinite, losses)) else ["its loss is not finite"]
     off, allowed = deviation(facts["losses"], reference), tolerance(reference)
@@ -32,7 +42,9 @@ def judge(work: Work, arm: Arm, facts: dict[str, Any], reference: Sequence[float
     timed = tokens[WARM_UP:]
     expected = sum(real for real, _ in timed), sum(labelled for _, labelled in timed)
     if not arm.packs and (facts["real_tokens"], facts["trained_tokens"]) != expected:
-        why_not.append(f"it trained {facts['real_tokens']} tokens, {facts['trained_tokens']} of them with loss, of {expected[0]} and {expected[1]}")
+        why_not.append(
+            f"it trained {facts['real_tokens']} tokens, {facts['trained_tokens']} of them with loss, of {expected[0]} and {expected[1]}"
+        )
     if facts.get("rows_used") not in (None, len(tokens) * work.rows_per_step):
         why_not.append(f"it used {facts['rows_used']} rows of {len(tokens) * work.rows_per_step}")
     return {"counts": not why_not, "why_not": why_not, "off": off}
@@ -51,10 +63,20 @@ def deviation(losses: Sequence[dict[str, Any]], reference: Sequence[float]) -> f
     Steps are compared, not tokens, also for arms whose steps hold other rows: what is learned goes with the optimizer's steps.
     """
     curve = windows(reference)
-    both = [(entry["loss"], curve[entry["step"] // WARM_UP - 1]) for entry in losses if entry["step"] % WARM_UP == 0 and entry["step"] <= len(reference)]
-    return max((abs(loss / expected - 1) if isfinite(loss) else inf for loss, expected in both), default=None)
+    both = [
+        (entry["loss"], curve[entry["step"] // WARM_UP - 1])
+        for entry in losses
+        if entry["step"] % WARM_UP == 0 and entry["step"] <= len(reference)
+    ]
+    return max(
+        (abs(loss / expected - 1) if isfinite(loss) else inf for loss, expected in both),
+        default=None,
+    )
 
 
 def windows(reference: Sequence[float]) -> list[float]:
     """Return the mean loss of every WARM_UP steps."""
-    return [sum(reference[start : start + WARM_UP]) / WARM_UP for start in range(0, len(reference) - WARM_UP + 1, WARM_UP)]
+    return [
+        sum(reference[start : start + WARM_UP]) / WARM_UP
+        for start in range(0, len(reference) - WARM_UP + 1, WARM_UP)
+    ]

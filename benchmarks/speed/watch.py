@@ -16,7 +16,9 @@ class Stopwatch(TrainerCallback):
 
     def __init__(self, first: int, last: int, device: torch.device):
         self.first, self.last = first, last
-        self.counted = torch.zeros(2, dtype=torch.int64, device=device)  # real, labelled: counted on the device, so that no step waits
+        self.counted = torch.zeros(
+            2, dtype=torch.int64, device=device
+        )  # real, labelled: counted on the device, so that no step waits
         self.marks: dict[int, tuple[float, int, int]] = {}
         self.logged: list[dict[str, Any]] = []
 
@@ -33,7 +35,14 @@ class Stopwatch(TrainerCallback):
                 torch.cuda.synchronize()
             self.marks[state.global_step] = (time.time(), *self.counted.tolist())
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if logs and "loss" in logs:
             self.logged.append({"step": state.global_step, "loss": float(logs["loss"])})
 
@@ -44,7 +53,9 @@ def watched(trainer: Trainer, first: int, last: int) -> Stopwatch:
     trainer.add_callback(stopwatch)
     training_step = trainer.training_step
 
-    def counting(model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def counting(
+        model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         stopwatch.count(inputs)
         return training_step(model, inputs, *args, **kwargs)
 
@@ -54,8 +65,13 @@ def watched(trainer: Trainer, first: int, last: int) -> Stopwatch:
 
 def report(trainer: Trainer, stopwatch: Stopwatch, started: float) -> dict[str, Any]:
     """Return what an arm measured, as `verdict.judge` and the tables read it."""
-    (began, *before), (ended, *after) = stopwatch.marks[stopwatch.first], stopwatch.marks[stopwatch.last]
-    norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+    (began, *before), (ended, *after) = (
+        stopwatch.marks[stopwatch.first],
+        stopwatch.marks[stopwatch.last],
+    )
+    norms = [
+        float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry
+    ]
     return {
         "seconds": ended - began,
         "real_tokens": after[0] - before[0],
@@ -76,8 +92,14 @@ def untrained(tensors: dict[str, torch.Tensor]) -> list[str]:
 def peaks() -> dict[str, float | None]:
     """Return this process's peak GiB: what the allocator reserved and gave out on the GPU; resident memory on a CPU."""
     if torch.cuda.is_available():
-        return {"peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB, "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
-    return {"peak_reserved_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, "peak_allocated_gib": None}
+        return {
+            "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        }
+    return {
+        "peak_reserved_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        "peak_allocated_gib": None,
+    }
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -87,7 +109,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the A matrices by a name that every program's wrappers share: from the layer's number on."""
-    return {name[name.index("layers.") :]: parameter for name, parameter in model.named_parameters() if "lora_A" in name}
+    return {
+        name[name.index("layers.") :]: parameter
+        for name, parameter in model.named_parameters()
+        if "lora_A" in name
+    }
 
 
 def start_equal(model: torch.nn.Module, path: Path) -> None:
@@ -96,7 +122,10 @@ def start_equal(model: torch.nn.Module, path: Path) -> None:
 
     found = adapters_of(model)
     if not path.exists():
-        save_file({name: matrix.detach().float().cpu().contiguous() for name, matrix in found.items()}, path)
+        save_file(
+            {name: matrix.detach().float().cpu().contiguous() for name, matrix in found.items()},
+            path,
+        )
         return
     saved = load_file(path)
     assert saved.keys() == found.keys(), "the adapters are not on the same layers"

@@ -6,7 +6,9 @@ ONE, EIGHT = "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instru
 FOURTEEN, THIRTY_TWO = "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-32B-Instruct"
 TOY = "toy"  # the tiny model that ships
 LORA_RANK, LORA_ALPHA = 16, 32
-WARM_UP = 5  # steps before the clock starts, for everyone; a loss is logged every so many steps, too
+WARM_UP = (
+    5  # steps before the clock starts, for everyone; a loss is logged every so many steps, too
+)
 SEED = 42
 
 
@@ -23,11 +25,24 @@ class Work:
     learning_rate: float
     steps: int  # that are timed, behind WARM_UP
     reference: str  # float32, tf32 (float32 weights, products on tensor cores), bfloat16 for the largest and where weights are trained
-    padded_rows: tuple[int, ...]  # rows of a micro-batch that the arms at their best try, until one fits without checkpointing
+    padded_rows: tuple[
+        int, ...
+    ]  # rows of a micro-batch that the arms at their best try, until one fits without checkpointing
 
 
-def _fixed(name: str, shape: str, mode: str, tokens: int, steps: int, reference: str, padded_rows: tuple[int, ...], rate: float = 2e-4) -> Work:
-    return Work(name, shape, mode, tokens, tokens, 8192 // tokens, rate, steps, reference, padded_rows)
+def _fixed(
+    name: str,
+    shape: str,
+    mode: str,
+    tokens: int,
+    steps: int,
+    reference: str,
+    padded_rows: tuple[int, ...],
+    rate: float = 2e-4,
+) -> Work:
+    return Work(
+        name, shape, mode, tokens, tokens, 8192 // tokens, rate, steps, reference, padded_rows
+    )
 
 
 FULL_RATE = 5e-5  # bfloat16 weights round a step of 1e-5 away
@@ -77,21 +92,46 @@ class Arm:
             return [(1, False), (1, True)]
         if self.is_best:
             return [*((rows, False) for rows in work.padded_rows), (most, True)]
-        return [(min(2, most) if self.program == "unsloth" else most, True)]  # 2 is what Unsloth's notebooks say
+        return [
+            (min(2, most) if self.program == "unsloth" else most, True)
+        ]  # 2 is what Unsloth's notebooks say
 
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("hf-tutorial", "hf", "Trainer + PEFT as tutorials have it: checkpointing, padded batches"),
-        Arm("hf-best", "hf", "Trainer + PEFT, no checkpointing where it fits, rows of a step by length", is_best=True),
+        Arm(
+            "hf-tutorial",
+            "hf",
+            "Trainer + PEFT as tutorials have it: checkpointing, padded batches",
+        ),
+        Arm(
+            "hf-best",
+            "hf",
+            "Trainer + PEFT, no checkpointing where it fits, rows of a step by length",
+            is_best=True,
+        ),
         Arm("liger", "hf", "hf-best with Liger's kernels", is_best=True, uses_liger=True),
         Arm("trl-default", "trl", "SFTTrainer as it is"),
-        Arm("trl-best", "trl", "SFTTrainer without checkpointing, largest micro-batch", is_best=True),
-        Arm("trl-packed", "trl", "SFTTrainer, packing=True, no checkpointing", is_best=True, packs=True),
-        Arm("unsloth-default", "unsloth", "as its notebooks have it: its checkpointing, micro-batches of 2"),
+        Arm(
+            "trl-best", "trl", "SFTTrainer without checkpointing, largest micro-batch", is_best=True
+        ),
+        Arm(
+            "trl-packed",
+            "trl",
+            "SFTTrainer, packing=True, no checkpointing",
+            is_best=True,
+            packs=True,
+        ),
+        Arm(
+            "unsloth-default",
+            "unsloth",
+            "as its notebooks have it: its checkpointing, micro-batches of 2",
+        ),
         Arm("unsloth-best", "unsloth", "no checkpointing, largest micro-batch", is_best=True),
-        Arm("unsloth-packed", "unsloth", "packing=True, no checkpointing", is_best=True, packs=True),
+        Arm(
+            "unsloth-packed", "unsloth", "packing=True, no checkpointing", is_best=True, packs=True
+        ),
         Arm("ours-bnb", "ours-bnb", "make train-bnb"),
         Arm("ours-unsloth", "ours-unsloth", "make train-unsloth"),
     )

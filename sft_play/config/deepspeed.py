@@ -19,7 +19,11 @@ from sft_play.errors import ConfigError
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 VARIABLE = "DEEPSPEED_CONFIG"
-MICRO, ACCUM, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+MICRO, ACCUM, TOTAL = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 ZERO = "zero_optimization"
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
 OFFLOAD_OPTIMIZER, OFFLOAD_PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
@@ -30,7 +34,17 @@ SIZED = (
     (f"{ZERO}.stage3_prefetch_bucket_size", 50_000_000, lambda h: int(0.9 * h * h)),
     (f"{ZERO}.stage3_param_persistence_threshold", 100_000, lambda h: 10 * h),
 )
-RESOLVED = {MICRO, ACCUM, TOTAL, "gradient_clipping", "bf16.enabled", "bfloat16.enabled", "fp16.enabled", GATHER, *(key for key, _, _ in SIZED)}
+RESOLVED = {
+    MICRO,
+    ACCUM,
+    TOTAL,
+    "gradient_clipping",
+    "bf16.enabled",
+    "bfloat16.enabled",
+    "fp16.enabled",
+    GATHER,
+    *(key for key, _, _ in SIZED),
+}
 
 Problem = tuple[str, str]  # ("zero_optimization.stage", "is not valid; write 0, 1, 2 or 3")
 
@@ -44,8 +58,12 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{VARIABLE}={path}: no such file; {_file_hint(Path(path))}")
     document = jsonc.read(Path(path))
     if not isinstance(document.value, dict):
-        raise ConfigError(f"{path}:1: a DeepSpeed config is an object in braces, not {word(document.value)}")
-    refuse([f"{document.origin[key]}: {key}{sentence}" for key, sentence in _problems(document.value)])
+        raise ConfigError(
+            f"{path}:1: a DeepSpeed config is an object in braces, not {word(document.value)}"
+        )
+    refuse(
+        [f"{document.origin[key]}: {key}{sentence}" for key, sentence in _problems(document.value)]
+    )
     return document.value
 
 
@@ -57,13 +75,19 @@ def zero_stage(raw: dict[str, Any]) -> int:
 def offloads(raw: dict[str, Any]) -> tuple[bool, bool]:
     """Return whether optimizer state and whether parameters leave the GPU, by today's keys or the old ones."""
     zero = _with_todays_offload(raw.get(ZERO, {}))
-    optimizer, parameters = (zero.get(name, {}).get("device", "none") != "none" for name in ("offload_optimizer", "offload_param"))
+    optimizer, parameters = (
+        zero.get(name, {}).get("device", "none") != "none"
+        for name in ("offload_optimizer", "offload_param")
+    )
     return optimizer, parameters
 
 
 def precision(raw: dict[str, Any]) -> str | None:
     """Return the precision that the JSON itself asks for, "bf16" or "fp16", None where it leaves it open."""
-    asked = {"bf16": _get(raw, "bf16.enabled") or _get(raw, "bfloat16.enabled"), "fp16": _get(raw, "fp16.enabled")}
+    asked = {
+        "bf16": _get(raw, "bf16.enabled") or _get(raw, "bfloat16.enabled"),
+        "fp16": _get(raw, "fp16.enabled"),
+    }
     return next((name for name, value in asked.items() if value is True), None)
 
 
@@ -113,7 +137,9 @@ def _resolved(raw: dict[str, Any], run: dict[str, Any], hidden_size: int | None)
         if zero.get(name) == AUTO:
             zero[name] = default if hidden_size is None else formula(hidden_size)
     if zero["stage"] == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # a save would hold one rank's shards only
+        zero["stage3_gather_16bit_weights_on_model_save"] = (
+            True  # a save would hold one rank's shards only
+        )
     elif zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
         zero["stage3_gather_16bit_weights_on_model_save"] = False
     left = [key for key, value in _leaves(resolved) if value == AUTO and key not in OWN_AUTO]
@@ -141,18 +167,32 @@ def _problems(raw: dict[str, Any]) -> list[Problem]:
         if members is None:
             continue
         if not isinstance(members, dict):
-            problems.append((section, f"={word(members)} is not valid; write an object, such as {_example(section)}"))
+            problems.append(
+                (
+                    section,
+                    f"={word(members)} is not valid; write an object, such as {_example(section)}",
+                )
+            )
             continue
         problems += _key_problems(section, members, known)
     return problems or [*_value_problems(raw), *_zero_problems(raw), *_stray_autos(raw)]
 
 
 def _example(section: str) -> str:
-    examples = {ZERO: '{"stage": 2}', OFFLOAD_OPTIMIZER: '{"device": "cpu"}', OFFLOAD_PARAM: '{"device": "cpu"}'}
-    return examples.get(section, '{"grad_accum_dtype": "fp32"}' if section == "data_types" else '{"enabled": "auto"}')
+    examples = {
+        ZERO: '{"stage": 2}',
+        OFFLOAD_OPTIMIZER: '{"device": "cpu"}',
+        OFFLOAD_PARAM: '{"device": "cpu"}',
+    }
+    return examples.get(
+        section,
+        '{"grad_accum_dtype": "fp32"}' if section == "data_types" else '{"enabled": "auto"}',
+    )
 
 
-def _key_problems(section: str, members: dict[str, Any], known: frozenset[str]) -> Iterator[Problem]:
+def _key_problems(
+    section: str, members: dict[str, Any], known: frozenset[str]
+) -> Iterator[Problem]:
     for key in members:
         path = f"{section}.{key}" if section else key
         if path in REMOVED:
@@ -164,7 +204,11 @@ def _key_problems(section: str, members: dict[str, Any], known: frozenset[str]) 
             elsewhere = [other for other, keys in SECTIONS.items() if key in keys]
             hint = f"did you mean {near[0]}?" if near else "delete it"
             if elsewhere:
-                hint = f"it belongs into {elsewhere[0]}" if elsewhere[0] else "it belongs to the top level"
+                hint = (
+                    f"it belongs into {elsewhere[0]}"
+                    if elsewhere[0]
+                    else "it belongs to the top level"
+                )
             yield path, f": DeepSpeed has no such key; {hint}"
 
 
@@ -174,8 +218,13 @@ def _value_problems(raw: dict[str, Any]) -> Iterator[Problem]:
         if value != AUTO and not (_is_whole(value) and value >= 1):
             yield key, f'={word(value)} is not valid; write a whole number of at least 1, or "auto"'
     clipping = raw.get("gradient_clipping", AUTO)
-    if clipping != AUTO and (isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0):
-        yield "gradient_clipping", f'={word(clipping)} is not valid; write a number of at least 0, or "auto"'
+    if clipping != AUTO and (
+        isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0
+    ):
+        yield (
+            "gradient_clipping",
+            f'={word(clipping)} is not valid; write a number of at least 0, or "auto"',
+        )
     for key in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"):
         value = _get(raw, key)
         if value not in (None, AUTO) and not isinstance(value, bool):
@@ -191,14 +240,20 @@ def _zero_problems(raw: dict[str, Any]) -> Iterator[Problem]:
         return
     for key in (GATHER, LEGACY_GATHER):
         if stage == 3 and _get(raw, key) is False:
-            yield key, "=false would save one process's part of the weights; write true, or delete it"
+            yield (
+                key,
+                "=false would save one process's part of the weights; write true, or delete it",
+            )
     yield from _legacy_problems(raw)
     for key, lowest in ((OFFLOAD_OPTIMIZER, 1), (OFFLOAD_PARAM, 3)):
         device = _get(raw, f"{key}.device")
         if device not in (None, "none", "cpu", "nvme"):
             yield f"{key}.device", f"={word(device)} is not valid; write none, cpu or nvme"
         elif device not in (None, "none") and (stage or 0) < lowest:
-            yield f"{key}.device", f"={device} needs ZeRO stage {lowest} or more, and this is stage {stage or 0}; raise it, or write none"
+            yield (
+                f"{key}.device",
+                f"={device} needs ZeRO stage {lowest} or more, and this is stage {stage or 0}; raise it, or write none",
+            )
         elif device == "nvme" and not _get(raw, f"{key}.nvme_path"):
             yield f"{key}.device", '=nvme needs a folder; write "nvme_path" beside it'
 
@@ -206,7 +261,10 @@ def _zero_problems(raw: dict[str, Any]) -> Iterator[Problem]:
 def _legacy_problems(raw: dict[str, Any]) -> Iterator[Problem]:
     """The old switches: switches only, not beside their successor, and not at a stage where they do nothing."""
     stage = zero_stage(raw)
-    for name, successor, lowest in (("cpu_offload", OFFLOAD_OPTIMIZER, 1), ("cpu_offload_param", OFFLOAD_PARAM, 3)):
+    for name, successor, lowest in (
+        ("cpu_offload", OFFLOAD_OPTIMIZER, 1),
+        ("cpu_offload_param", OFFLOAD_PARAM, 3),
+    ):
         key = f"{ZERO}.{name}"
         value = _get(raw, key)
         if not isinstance(value, bool | None):
@@ -214,7 +272,10 @@ def _legacy_problems(raw: dict[str, Any]) -> Iterator[Problem]:
         elif value and _get(raw, successor) is not None:
             yield key, f"=true beside {successor}; keep {successor.rpartition('.')[-1]}"
         elif value and stage < lowest:
-            yield key, f"=true needs ZeRO stage {lowest} or more, and this is stage {stage}; raise it, or delete {name}"
+            yield (
+                key,
+                f"=true needs ZeRO stage {lowest} or more, and this is stage {stage}; raise it, or delete {name}",
+            )
 
 
 def _stray_autos(raw: dict[str, Any]) -> Iterator[Problem]:
@@ -225,9 +286,15 @@ def _stray_autos(raw: dict[str, Any]) -> Iterator[Problem]:
 
 def _batch_problems(raw: dict[str, Any], run: dict[str, Any], world_size: int) -> Iterator[Problem]:
     micro, accum, total = run[MICRO], run[ACCUM], run[TOTAL]
-    for key, setting, variable in ((MICRO, "train.batch_size", "TRAIN_BATCH_SIZE"), (ACCUM, "train.grad_accum", "TRAIN_GRAD_ACCUM")):
+    for key, setting, variable in (
+        (MICRO, "train.batch_size", "TRAIN_BATCH_SIZE"),
+        (ACCUM, "train.grad_accum", "TRAIN_GRAD_ACCUM"),
+    ):
         if raw.get(key, AUTO) not in (AUTO, run[key]):
-            yield key, f'={raw[key]}, but {setting}={run[key]} in this run; write "auto", or {variable}={raw[key]}'
+            yield (
+                key,
+                f'={raw[key]}, but {setting}={run[key]} in this run; write "auto", or {variable}={raw[key]}',
+            )
     if raw.get(TOTAL, AUTO) in (AUTO, total):
         return
     arithmetic = f"{_count(micro, 'row')} x {_count(accum, 'accumulation step')} x {_count(world_size, 'process')} = {total}"
@@ -247,11 +314,19 @@ def _contradictions(raw: dict[str, Any], run: dict[str, Any]) -> Iterator[Proble
         value = _get(raw, key)
         if value not in (None, AUTO) and value != run[resolved]:
             variable = setting.replace(".", "_").upper()
-            yield key, f'={word(value)}, but {setting}={word(run[resolved])} in this run; write "auto", or {variable}={word(value)}'
+            yield (
+                key,
+                f'={word(value)}, but {setting}={word(run[resolved])} in this run; write "auto", or {variable}={word(value)}',
+            )
 
 
 def _offload_problems(raw: dict[str, Any]) -> Iterator[Problem]:
-    keys = (f"{ZERO}.cpu_offload", f"{ZERO}.cpu_offload_param", f"{OFFLOAD_OPTIMIZER}.device", f"{OFFLOAD_PARAM}.device")
+    keys = (
+        f"{ZERO}.cpu_offload",
+        f"{ZERO}.cpu_offload_param",
+        f"{OFFLOAD_OPTIMIZER}.device",
+        f"{OFFLOAD_PARAM}.device",
+    )
     for key in keys:
         if _get(raw, key) not in (None, False, "none"):
             yield key, f"={word(_get(raw, key))}, but this run cannot offload; delete it"
@@ -278,10 +353,18 @@ def _is_whole(value: Any) -> bool:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+    return (
+        f"{number} {noun}"
+        if number == 1
+        else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+    )
 
 
 def _file_hint(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path("configs")
     near = difflib.get_close_matches(path.name, [file.name for file in folder.glob("*.json")], n=1)
-    return f"did you mean {folder / near[0]}?" if near else "write configs/deepspeed_zero2.json, or another JSON file"
+    return (
+        f"did you mean {folder / near[0]}?"
+        if near
+        else "write configs/deepspeed_zero2.json, or another JSON file"
+    )

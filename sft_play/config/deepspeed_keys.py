@@ -50,7 +50,9 @@ OFFLOAD_OPTIMIZER = frozenset(
 OFFLOAD_PARAM = frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split())
 
 # runtime/precision_config.py
-BF16 = frozenset("bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split())
+BF16 = frozenset(
+    "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split()
+)
 FP16 = frozenset(
     """
     auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power loss_scale

@@ -19,18 +19,35 @@ def _variable(default: Any, meaning: str) -> Any:
 class Invocation:
     """How a command was called; what is None was left to the machine."""
 
-    config: str | None = _variable(None, "Config file, or the name of one in configs/; unset is configs/tiny.yaml.")
-    run: str | None = _variable(None, "Training: the new run's name. Elsewhere: which run, unset is the latest.")
-    num_gpus: int | None = _variable(None, "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU.")
-    deepspeed_config: str | None = _variable(None, "DeepSpeed JSON of train-deepspeed; unset is configs/deepspeed_zero2.json.")
+    config: str | None = _variable(
+        None, "Config file, or the name of one in configs/; unset is configs/tiny.yaml."
+    )
+    run: str | None = _variable(
+        None, "Training: the new run's name. Elsewhere: which run, unset is the latest."
+    )
+    num_gpus: int | None = _variable(
+        None, "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU."
+    )
+    deepspeed_config: str | None = _variable(
+        None, "DeepSpeed JSON of train-deepspeed; unset is configs/deepspeed_zero2.json."
+    )
     tb_port: int = _variable(6006, "Port of TensorBoard.")
-    device: Literal["auto", "cpu", "cuda"] = _variable("auto", "Where to compute; auto is cuda where there is a GPU.")
+    device: Literal["auto", "cpu", "cuda"] = _variable(
+        "auto", "Where to compute; auto is cuda where there is a GPU."
+    )
     nnodes: int = _variable(1, "Machines of the run.")
     node_rank: int = _variable(0, "Number of this machine, from 0 to NNODES - 1.")
     master_addr: str = _variable("127.0.0.1", "Address of machine 0, the same on every machine.")
-    master_port: int | None = _variable(None, "Port on machine 0 where the processes meet; unset is a free one.")
-    gpus: str | None = _variable(None, "Hardware to plan for instead of this machine's, such as 2xH200, 4x4090, 8xA100-80 or 1x24GiB.")
-    exact: bool = _variable(False, "1: make plan traces the real model, without its weights, beside the closed form.")
+    master_port: int | None = _variable(
+        None, "Port on machine 0 where the processes meet; unset is a free one."
+    )
+    gpus: str | None = _variable(
+        None,
+        "Hardware to plan for instead of this machine's, such as 2xH200, 4x4090, 8xA100-80 or 1x24GiB.",
+    )
+    exact: bool = _variable(
+        False, "1: make plan traces the real model, without its weights, beside the closed form."
+    )
 
 
 def read(environ: Mapping[str, str]) -> Invocation:
@@ -53,7 +70,9 @@ def read(environ: Mapping[str, str]) -> Invocation:
     if not words.problems and invocation.node_rank >= invocation.nnodes:
         last = invocation.nnodes - 1
         write = f"write a number from 0 to {last}" if last else "write NODE_RANK=0"
-        words.problems.append(f"NODE_RANK={invocation.node_rank} with NNODES={invocation.nnodes}: {write}, or a larger NNODES")
+        words.problems.append(
+            f"NODE_RANK={invocation.node_rank} with NNODES={invocation.nnodes}: {write}, or a larger NNODES"
+        )
     refuse(words.problems)
     return invocation
 
@@ -82,5 +101,7 @@ class _Words:
         text = self.text(name)
         if text is None or text in choices:
             return text
-        self.problems.append(f"{name}={word(text)}: write {', '.join(choices[:-1])} or {choices[-1]}")
+        self.problems.append(
+            f"{name}={word(text)}: write {', '.join(choices[:-1])} or {choices[-1]}"
+        )
         return None

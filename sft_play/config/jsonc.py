@@ -14,7 +14,9 @@ from typing import Any
 from sft_play.errors import ConfigError
 
 SPACE = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
-NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]{0,17}))((?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)(?![0-9A-Za-z_.])")
+NUMBER = re.compile(
+    r"(-?(?:0|[1-9][0-9]{0,17}))((?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)(?![0-9A-Za-z_.])"
+)
 BARE_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 WORDS = {"true": True, "false": False, "null": None}
 END = "the end of the file"
@@ -36,7 +38,9 @@ def read(path: Path) -> Document:
         raise ConfigError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8") from None
+        raise ConfigError(
+            f"{path}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     return parse(text, str(path))
@@ -83,7 +87,9 @@ class _Parser:
         if bare and bare.group() in WORDS:
             self.at = bare.end()
             return WORDS[bare.group()]
-        raise self.error(f"found {self.here()} where a value belongs; write true, false, null, a number, or a text in double quotes")
+        raise self.error(
+            f"found {self.here()} where a value belongs; write true, false, null, a number, or a text in double quotes"
+        )
 
     def skip_space(self) -> None:
         """Go on to the next character that is no space and no comment."""
@@ -111,15 +117,22 @@ class _Parser:
         while not self._closes("}", opened):
             start = self.at
             if self.text[start] != '"':
-                raise self.error(f"found {self.here()} where a key belongs; write keys in double quotes")
+                raise self.error(
+                    f"found {self.here()} where a key belongs; write keys in double quotes"
+                )
             key = self._string()
             name = f"{path}.{key}" if path else key
             if key in members:
-                raise self.error(f'key "{key}" is given twice, first at {self.origin[name]}; keep one of them', start)
+                raise self.error(
+                    f'key "{key}" is given twice, first at {self.origin[name]}; keep one of them',
+                    start,
+                )
             self.origin[name] = self.place(start)
             self.skip_space()
             if not self.text.startswith(":", self.at):
-                raise self.error(f'found {self.here()} after the key "{key}"; write a colon between key and value')
+                raise self.error(
+                    f'found {self.here()} after the key "{key}"; write a colon between key and value'
+                )
             self.at += 1
             members[key] = self.value(name)
             self._comma("}")
@@ -136,7 +149,9 @@ class _Parser:
     def _closes(self, bracket: str, opened: int) -> bool:
         self.skip_space()
         if self.at >= len(self.text):
-            raise self.error(f"{self.text[opened]!r} without an end; close it with {bracket}", opened)
+            raise self.error(
+                f"{self.text[opened]!r} without an end; close it with {bracket}", opened
+            )
         if self.text[self.at] != bracket:
             return False
         self.at += 1
@@ -148,7 +163,9 @@ class _Parser:
         if self.text.startswith(",", self.at):
             self.at += 1
         elif self.at < len(self.text) and self.text[self.at] != bracket:
-            raise self.error(f"found {self.here()} after a value; write a comma before it, or close with {bracket}")
+            raise self.error(
+                f"found {self.here()} after a value; write a comma before it, or close with {bracket}"
+            )
 
     def _number(self, found: re.Match[str]) -> int | float:
         whole, fraction = found.groups()
@@ -163,6 +180,11 @@ class _Parser:
             value, self.at = scanstring(self.text, self.at + 1, True)
         except json.JSONDecodeError as error:
             if error.msg.startswith("Unterminated"):
-                raise self.error("a text without an end; close it with a double quote", error.pos) from None
-            raise self.error("a text with a line break, a control character or a wrong \\ in it; write \\n, or \\\\ for one \\", error.pos) from None
+                raise self.error(
+                    "a text without an end; close it with a double quote", error.pos
+                ) from None
+            raise self.error(
+                "a text with a line break, a control character or a wrong \\ in it; write \\n, or \\\\ for one \\",
+                error.pos,
+            ) from None
         return value

@@ -33,7 +33,9 @@ def displayed(path: Path) -> str:
 
 def defaults() -> Layer:
     """Return every setting at its built-in default."""
-    values = {path: field.get_default(call_default_factory=True) for path, field in settings().items()}
+    values = {
+        path: field.get_default(call_default_factory=True) for path, field in settings().items()
+    }
     assert PydanticUndefined not in values.values(), "every setting has a default"
     return {path: Located(value, BUILT_IN) for path, value in values.items()}
 
@@ -71,19 +73,35 @@ def _include_names(include: Located | None) -> list[str]:
         return []
     names = include.value if isinstance(include.value, list) else [include.value]
     if not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{include.origin}: include={word(include.value)} is not valid; write a file name, or a list of them")
+        raise ConfigError(
+            f"{include.origin}: include={word(include.value)} is not valid; write a file name, or a list of them"
+        )
     return names
 
 
 def _refuse_bad_include(include: Located, name: str, child: Path, trail: tuple[Path, ...]) -> None:
     if child.resolve() in trail:
-        circle = " -> ".join(displayed(step) for step in (*trail[trail.index(child.resolve()) :], child.resolve()))
-        raise ConfigError(f"{include.origin}: include={name} goes in a circle: {circle}; delete one of them")
+        circle = " -> ".join(
+            displayed(step) for step in (*trail[trail.index(child.resolve()) :], child.resolve())
+        )
+        raise ConfigError(
+            f"{include.origin}: include={name} goes in a circle: {circle}; delete one of them"
+        )
     if not child.is_file():
-        beside = {file.stem: file.name for file in sorted(child.parent.glob("*.y*ml")) if file.resolve() not in trail}
+        beside = {
+            file.stem: file.name
+            for file in sorted(child.parent.glob("*.y*ml"))
+            if file.resolve() not in trail
+        }
         near = difflib.get_close_matches(child.stem, beside, n=1)
-        hint = f"did you mean {Path(name).parent / beside[near[0]]}?" if near else "write it relative to the including file"
-        raise ConfigError(f"{include.origin}: include={name}: no such file {displayed(child)}; {hint}")
+        hint = (
+            f"did you mean {Path(name).parent / beside[near[0]]}?"
+            if near
+            else "write it relative to the including file"
+        )
+        raise ConfigError(
+            f"{include.origin}: include={name}: no such file {displayed(child)}; {hint}"
+        )
 
 
 def _leaves(mapping: dict[str, Located], problems: list[str]) -> Layer:
@@ -98,12 +116,18 @@ def _leaves(mapping: dict[str, Located], problems: list[str]) -> Layer:
             if field is None:
                 problems.append(f"{located.origin}: {_unknown(path, located, prefix)}")
             elif path in known:
-                leaves[path] = Located(_plain(located.value), located.origin, located.text) if is_structured(path) else located
+                leaves[path] = (
+                    Located(_plain(located.value), located.origin, located.text)
+                    if is_structured(path)
+                    else located
+                )
             elif isinstance(located.value, dict):
                 visit(field.annotation, located.value, f"{path}.")
             elif located.value is not None:  # null: `train:` with everything below it commented out
                 typed = word(located.value) if located.text is None else located.text
-                problems.append(f"{located.origin}: {path}={typed} is not valid: {path} is a section; write its settings below it")
+                problems.append(
+                    f"{located.origin}: {path}={typed} is not valid: {path} is a section; write its settings below it"
+                )
 
     visit(Config, mapping, "")
     return leaves
@@ -138,7 +162,9 @@ def _by_variable() -> dict[str, str]:
 def _sections() -> list[str]:
     """Every section's dotted name, outer ones first."""
     parts = [path.split(".")[:-1] for path in settings()]
-    return list(dict.fromkeys(".".join(part[:n]) for part in parts for n in range(1, len(part) + 1)))
+    return list(
+        dict.fromkeys(".".join(part[:n]) for part in parts for n in range(1, len(part) + 1))
+    )
 
 
 def _first_below(section: str) -> str:
@@ -170,7 +196,11 @@ def _variable_hint(name: str, known: dict[str, str]) -> str:
     if near is None:
         path = nearest(name.lower().replace("_", ".", 1), settings())
         near = env_name(path) if path else None
-    return f"did you mean {near}? If it is another program's, unset {name}" if near else f"unset {name} if it is another program's"
+    return (
+        f"did you mean {near}? If it is another program's, unset {name}"
+        if near
+        else f"unset {name} if it is another program's"
+    )
 
 
 def from_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
@@ -179,13 +209,23 @@ def from_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
     for entry in overrides:
         path, equals, text = entry.partition("=")
         if not equals:
-            problems.append(f"--set {entry}: has no value; write --set name=value, such as --set train.batch_size=4")
+            problems.append(
+                f"--set {entry}: has no value; write --set name=value, such as --set train.batch_size=4"
+            )
         elif path in _sections():
-            problems.append(f"--set {entry}: {path} is a section; write one of its settings, such as --set {_first_below(path)}=value")
+            problems.append(
+                f"--set {entry}: {path} is a section; write one of its settings, such as --set {_first_below(path)}=value"
+            )
         elif path not in settings():
-            problems.append(f"--set {entry}: unknown setting '{path}'{_did_you_mean(nearest(path, settings()))}")
+            problems.append(
+                f"--set {entry}: unknown setting '{path}'{_did_you_mean(nearest(path, settings()))}"
+            )
         elif not text.strip():
-            null = f", or --set {path}=null" if type(None) in kinds(settings()[path].annotation) else ""
+            null = (
+                f", or --set {path}=null"
+                if type(None) in kinds(settings()[path].annotation)
+                else ""
+            )
             problems.append(f"--set {entry}: has no value; write --set {path}=value{null}")
         else:
             layer[path] = _typed(path, text.strip(), f"--set {path}", problems)
@@ -212,7 +252,9 @@ def _value(path: str, text: str, origin: str, expected: set[Any], problems: list
     try:
         return parse_names(text)
     except yaml.YAMLError:
-        problems.append(f"{origin}: {path}={text} cannot be read; write names with commas between them: q_proj,v_proj")
+        problems.append(
+            f"{origin}: {path}={text} cannot be read; write names with commas between them: q_proj,v_proj"
+        )
         return []
 
 

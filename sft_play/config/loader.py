@@ -36,7 +36,9 @@ class LoadedConfig:
 
     def is_set(self, path: str) -> bool:
         """Return whether the user, rather than a default or configs/base.yaml, chose this setting."""
-        return self.origin[path] != BUILT_IN and not self.origin[path].startswith(f"{displayed(BASE)}:")
+        return self.origin[path] != BUILT_IN and not self.origin[path].startswith(
+            f"{displayed(BASE)}:"
+        )
 
     def described(self, path: str) -> str:
         """Return `train.batch_size=4 (environment TRAIN_BATCH_SIZE)` for a message."""
@@ -51,7 +53,12 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def load(config_path: str | None = None, environ: Mapping[str, str] | None = None, overrides: Iterable[str] = (), target: Layer | None = None) -> LoadedConfig:
+def load(
+    config_path: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Iterable[str] = (),
+    target: Layer | None = None,
+) -> LoadedConfig:
     """Return the merged config.
 
     `config_path` is a file, the name of one in configs/ ("tiny"), or None for the embedded default; `overrides` are
@@ -70,7 +77,9 @@ def load(config_path: str | None = None, environ: Mapping[str, str] | None = Non
     ]
     merged = {path: located for layer in chain for path, located in layer.items()}
     config = _validated(merged, problems)
-    loaded = LoadedConfig(config, {path: located.origin for path, located in merged.items()}, source)
+    loaded = LoadedConfig(
+        config, {path: located.origin for path, located in merged.items()}, source
+    )
     refuse(rules.broken(config, loaded.described))
     return loaded
 
@@ -90,27 +99,47 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def _find(config_path: str) -> Path:
     # os.path rather than Path: its predicates answer False for names that no file can have
     path, preset = Path(config_path), CONFIGS / f"{config_path}.yaml"
-    if path.suffix == "" and len(path.parts) == 1 and not os.path.isfile(path) and os.path.isfile(preset):
+    if (
+        path.suffix == ""
+        and len(path.parts) == 1
+        and not os.path.isfile(path)
+        and os.path.isfile(preset)
+    ):
         return preset
     if os.path.isdir(path):
-        raise ConfigError(f"CONFIG={config_path} is a folder; name a file in it, such as CONFIG={displayed(DEFAULT)}")
+        raise ConfigError(
+            f"CONFIG={config_path} is a folder; name a file in it, such as CONFIG={displayed(DEFAULT)}"
+        )
     if os.path.exists(path):
         return path
     known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
     near = difflib.get_close_matches(path.stem, known, n=1)
-    hint = f"did you mean CONFIG={displayed(CONFIGS / near[0])}.yaml?" if near else f"configs/ has {', '.join(known)}"
+    hint = (
+        f"did you mean CONFIG={displayed(CONFIGS / near[0])}.yaml?"
+        if near
+        else f"configs/ has {', '.join(known)}"
+    )
     raise ConfigError(f"CONFIG={word(config_path)}: no such file; {hint}")
 
 
 def _validated(merged: Layer, problems: list[str]) -> Config:
     """Return the typed config. Raises ConfigError with `problems` and every value that does not fit its setting."""
     # pydantic reads true as 1, so switches where none belong are looked for here
-    wrong = [path for path, located in merged.items() if isinstance(located.value, bool) and not is_switch(path)]
+    wrong = [
+        path
+        for path, located in merged.items()
+        if isinstance(located.value, bool) and not is_switch(path)
+    ]
     config = None
     try:
-        config = Config.model_validate(nested({path: located.value for path, located in merged.items()}))
+        config = Config.model_validate(
+            nested({path: located.value for path, located in merged.items()})
+        )
     except ValidationError as error:
-        wrong += [_path_of(detail["loc"]) for detail in error.errors(include_url=False, include_context=False)]
+        wrong += [
+            _path_of(detail["loc"])
+            for detail in error.errors(include_url=False, include_context=False)
+        ]
     refuse(problems + [invalid(path, merged[path]) for path in merged if path in wrong])
     assert config is not None, "a config that pydantic refused has a problem"
     return config

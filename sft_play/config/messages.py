@@ -53,7 +53,11 @@ FOREIGN = {
 def refuse(problems: list[str]) -> None:
     """Raise ConfigError with one problem a line, if there is any."""
     if problems:
-        more = [f"... and {len(problems) - PROBLEMS_SHOWN} more"] if len(problems) > PROBLEMS_SHOWN else []
+        more = (
+            [f"... and {len(problems) - PROBLEMS_SHOWN} more"]
+            if len(problems) > PROBLEMS_SHOWN
+            else []
+        )
         raise ConfigError("\n".join([*problems[:PROBLEMS_SHOWN], *more]))
 
 
@@ -66,10 +70,15 @@ def word(value: Any, length: int = WORD_LENGTH) -> str:
     if isinstance(value, dict):
         if any(isinstance(part, Located) for part in value.values()):
             return "{...}"
-        return _shortened(f"{{{', '.join(f'{key}: {word(part)}' for key, part in value.items())}}}", length)
+        return _shortened(
+            f"{{{', '.join(f'{key}: {word(part)}' for key, part in value.items())}}}", length
+        )
     if isinstance(value, list):
         # a list that aliases nest could spell out to gigabytes
-        return _shortened(f"[{', '.join('[...]' if isinstance(item, list) else word(item) for item in value[:length])}]", length)
+        return _shortened(
+            f"[{', '.join('[...]' if isinstance(item, list) else word(item) for item in value[:length])}]",
+            length,
+        )
     return _shortened(str(value), length) or '""'
 
 
@@ -80,7 +89,9 @@ def _shortened(text: str, length: int = WORD_LENGTH) -> str:
 
 def is_switch(path: str) -> bool:
     """Return whether a setting takes true or false; the strategies read false as their `no`."""
-    return any(kind is bool or "no" in typing.get_args(kind) for kind in kinds(settings()[path].annotation))
+    return any(
+        kind is bool or "no" in typing.get_args(kind) for kind in kinds(settings()[path].annotation)
+    )
 
 
 def invalid(path: str, located: Located) -> str:
@@ -118,19 +129,35 @@ def _words_of(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         inner, *extra = typing.get_args(annotation)
-        return _words_of(inner, [constraint for item in extra for constraint in getattr(item, "metadata", [item])])
+        return _words_of(
+            inner,
+            [constraint for item in extra for constraint in getattr(item, "metadata", [item])],
+        )
     if origin in (typing.Union, types.UnionType):
-        return ", or ".join(_words_of(argument, metadata) for argument in typing.get_args(annotation))
+        return ", or ".join(
+            _words_of(argument, metadata) for argument in typing.get_args(annotation)
+        )
     if origin is typing.Literal:
         *others, last = map(str, typing.get_args(annotation))
         return f"{', '.join(others)} or {last}" if others else last
     if origin is list:
         return "a list of names"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}[annotation]
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "null",
+    }[annotation]
     bounds = [
         f"{phrase} {getattr(item, name)}"
         for item in metadata
-        for name, phrase in (("ge", "of at least"), ("gt", "above"), ("lt", "below"), ("le", "of at most"))
+        for name, phrase in (
+            ("ge", "of at least"),
+            ("gt", "above"),
+            ("lt", "below"),
+            ("le", "of at most"),
+        )
         if getattr(item, name, None) is not None
     ]
     return f"{words} {' and '.join(bounds)}" if bounds else words
@@ -146,7 +173,11 @@ def nearest(path: str, known: Iterable[str], sections: Iterable[str] = ()) -> st
     by_leaf: dict[str, str] = {}
     for name in names:
         by_leaf.setdefault(name.rsplit(".", 1)[-1], name)
-    by_leaf |= {foreign: name for foreign, name in FOREIGN.items() if foreign not in by_leaf and name in names}
+    by_leaf |= {
+        foreign: name
+        for foreign, name in FOREIGN.items()
+        if foreign not in by_leaf and name in names
+    }
     lowered = path.lower()
     leaf = lowered.rsplit(".", 1)[-1]
     if leaf in by_leaf:

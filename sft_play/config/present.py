@@ -20,7 +20,10 @@ def as_lines(loaded: LoadedConfig) -> list[str]:
     shown = {path: word(_value(loaded, path), LINE_LENGTH) for path in settings()}
     name_width = max(map(len, shown))
     value_width = min(VALUE_WIDTH, max(map(len, shown.values())))
-    return [f"{path:<{name_width}} = {value:<{value_width}}  # {loaded.origin[path]}" for path, value in shown.items()]
+    return [
+        f"{path:<{name_width}} = {value:<{value_width}}  # {loaded.origin[path]}"
+        for path, value in shown.items()
+    ]
 
 
 def _value(loaded: LoadedConfig, path: str) -> Any:

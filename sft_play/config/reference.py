@@ -18,10 +18,26 @@ def markdown() -> str:
     built_in = defaults()
     parts = []
     for section, paths in groupby(settings(), key=lambda path: path.rpartition(".")[0]):
-        rows = [(f"`{path}`", f"`{env_name(path)}`", f"`{word(built_in[path].value)}`", wanted(path), settings()[path].description) for path in paths]
-        parts.append(f"## {section}\n\n{_table(('Setting', 'Variable', 'Default', 'Write', 'Meaning'), rows)}")
-    rows = [(f"`{field.name.upper()}`", _shown_default(field.default), field.metadata["meaning"]) for field in fields(Invocation)]
-    parts.append(f"## Variables that are no settings\n\n{_table(('Variable', 'Default', 'Meaning'), rows)}")
+        rows = [
+            (
+                f"`{path}`",
+                f"`{env_name(path)}`",
+                f"`{word(built_in[path].value)}`",
+                wanted(path),
+                settings()[path].description,
+            )
+            for path in paths
+        ]
+        parts.append(
+            f"## {section}\n\n{_table(('Setting', 'Variable', 'Default', 'Write', 'Meaning'), rows)}"
+        )
+    rows = [
+        (f"`{field.name.upper()}`", _shown_default(field.default), field.metadata["meaning"])
+        for field in fields(Invocation)
+    ]
+    parts.append(
+        f"## Variables that are no settings\n\n{_table(('Variable', 'Default', 'Meaning'), rows)}"
+    )
     return "\n".join(parts)
 
 
@@ -34,7 +50,9 @@ def page(text: str) -> str:
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [titles, tuple("---" for _ in titles), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
 def _shown_default(value: object) -> str:

@@ -23,7 +23,11 @@ RULES = (
     ),
     Rule(
         ("train.warmup_steps", "train.max_steps"),
-        lambda c: c.train.max_steps is not None and c.train.warmup_steps >= 1 and c.train.warmup_steps > c.train.max_steps,
+        lambda c: (
+            c.train.max_steps is not None
+            and c.train.warmup_steps >= 1
+            and c.train.warmup_steps > c.train.max_steps
+        ),
         "the run would end inside its warm-up; lower train.warmup_steps (a value under 1 is a fraction of the run)",
     ),
     Rule(
@@ -33,7 +37,11 @@ RULES = (
     ),
     Rule(
         ("tuning.mode", "train.optim"),
-        lambda c: c.tuning.mode == "full" and c.tuning.backend == "unsloth" and c.train.optim.startswith("paged"),
+        lambda c: (
+            c.tuning.mode == "full"
+            and c.tuning.backend == "unsloth"
+            and c.train.optim.startswith("paged")
+        ),
         "Unsloth trains every weight without paged optimizers; use adamw_8bit or adamw_torch",
     ),
     Rule(
@@ -48,12 +56,19 @@ RULES = (
     ),
     Rule(
         ("model.attn_implementation", "train.bf16", "train.fp16"),
-        lambda c: c.model.attn_implementation == "flash_attention_2" and c.train.bf16 is False and c.train.fp16 is False,
+        lambda c: (
+            c.model.attn_implementation == "flash_attention_2"
+            and c.train.bf16 is False
+            and c.train.fp16 is False
+        ),
         "FlashAttention computes in 16 bits; set one of them to auto, or model.attn_implementation to sdpa",
     ),
     Rule(
         ("train.generation_max_new_tokens", "model.max_seq_len"),
-        lambda c: c.train.predict_with_generate and c.train.generation_max_new_tokens >= c.model.max_seq_len,
+        lambda c: (
+            c.train.predict_with_generate
+            and c.train.generation_max_new_tokens >= c.model.max_seq_len
+        ),
         "no room is left for a prompt; lower train.generation_max_new_tokens or raise model.max_seq_len",
     ),
 )
@@ -61,4 +76,8 @@ RULES = (
 
 def broken(config: Config, described: Callable[[str], str]) -> list[str]:
     """Return a sentence for every rule that the config breaks; `described` shows a setting with value and origin."""
-    return [f"{', '.join(map(described, rule.names))}: {rule.advice}" for rule in RULES if rule.when(config)]
+    return [
+        f"{', '.join(map(described, rule.names))}: {rule.advice}"
+        for rule in RULES
+        if rule.when(config)
+    ]

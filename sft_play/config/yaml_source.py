@@ -16,14 +16,21 @@ SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+.0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
+        list("-+.0123456789"),
+    ),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
     ("merge", r"<<", ["<"]),
 )
 KNOWN_TAGS = {f"{TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 ADVICE = (  # a fragment of PyYAML's sentence, what to do about it
     (r"'\t'", "indent with spaces, not tabs"),
-    ("mapping values are not allowed", "put a value that contains ': ' in quotes, or check the indentation"),
+    (
+        "mapping values are not allowed",
+        "put a value that contains ': ' in quotes, or check the indentation",
+    ),
     ("expected <block end>", "check the indentation"),
     ("could not find expected ':'", "write name: value, with a space after the colon"),
     ("found another document", "a config is one document; delete the --- before this line"),
@@ -64,7 +71,9 @@ def parse_scalar(text: str) -> Any:
     """Return what `text` means as one YAML scalar: `4`, `1e-4`, `true`, `null`; anything else is the text itself."""
     loader = _Loader("")
     text = text.strip()
-    return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
+    return loader.construct_object(
+        yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+    )
 
 
 def parse_names(text: str) -> list[Any]:
@@ -99,14 +108,20 @@ def read_mapping(path: Path, shown: str | None = None) -> dict[str, Located]:
         located = _Reading(loader, shown).located(node) if node else Located({}, f"{shown}:1")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{shown}:{line}: not valid YAML: character {error.character:#06x} is not allowed; delete it") from None
+        raise ConfigError(
+            f"{shown}:{line}: not valid YAML: character {error.character:#06x} is not allowed; delete it"
+        ) from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_error(error, shown)) from None
     except RecursionError:
-        raise ConfigError(f"{shown}: nested too deeply to read; a config has three levels") from None
+        raise ConfigError(
+            f"{shown}: nested too deeply to read; a config has three levels"
+        ) from None
     if not isinstance(located.value, dict):
         wrong = located.text if located.text is not None else "a list"
-        raise ConfigError(f"{located.origin}: a config is a mapping of sections (model:, tuning:, train:, data:), not {wrong}")
+        raise ConfigError(
+            f"{located.origin}: a config is a mapping of sections (model:, tuning:, train:, data:), not {wrong}"
+        )
     return located.value
 
 
@@ -114,19 +129,25 @@ def _read_text(path: Path, shown: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{shown}: no such config file; see configs/ for the ones that ship") from None
+        raise ConfigError(
+            f"{shown}: no such config file; see configs/ for the ones that ship"
+        ) from None
     except IsADirectoryError:
         raise ConfigError(f"{shown}: is a folder; name a .yaml file in it") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8") from None
+        raise ConfigError(
+            f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, shown: str) -> str:
     mark = error.problem_mark or error.context_mark
-    if error.context == "while scanning a simple key":  # the key without a colon; the problem is found a line later
+    if (
+        error.context == "while scanning a simple key"
+    ):  # the key without a colon; the problem is found a line later
         mark = error.context_mark
     sentence = " ".join(filter(None, (error.context, error.problem)))
     advice = next((f"; {words}" for fragment, words in ADVICE if fragment in sentence), "")
@@ -139,7 +160,9 @@ class _Reading:
     def __init__(self, loader: _Loader, shown: str) -> None:
         self.loader = loader
         self.shown = shown
-        self.done: dict[int, Located | None] = {}  # by node identity; None while the node is being turned
+        self.done: dict[
+            int, Located | None
+        ] = {}  # by node identity; None while the node is being turned
 
     def located(self, node: yaml.Node) -> Located:
         """Return a node's value: mappings keep Located values, sequences become plain lists."""
@@ -148,13 +171,17 @@ class _Reading:
             self.done[id(node)] = self._turned(node)
         located = self.done[id(node)]
         if located is None:
-            raise ConfigError(f"{self._at(node)}: an alias that contains itself; write the values out")
+            raise ConfigError(
+                f"{self._at(node)}: an alias that contains itself; write the values out"
+            )
         return located
 
     def _turned(self, node: yaml.Node) -> Located:
         origin = self._at(node)
         if node.tag not in KNOWN_TAGS:
-            raise ConfigError(f"{origin}: the tag {node.tag.replace(TAG, '!!')} has no meaning in a config; delete it")
+            raise ConfigError(
+                f"{origin}: the tag {node.tag.replace(TAG, '!!')} has no meaning in a config; delete it"
+            )
         if isinstance(node, yaml.SequenceNode):
             return Located([self.located(child).value for child in node.value], origin)
         if isinstance(node, yaml.ScalarNode):
@@ -169,7 +196,9 @@ class _Reading:
         try:
             return self.loader.construct_object(node)
         except ValueError:  # `!!int two`
-            raise ConfigError(f"{self._at(node)}: {node.value!r} does not fit its tag {node.tag.replace(TAG, '!!')}; delete the tag") from None
+            raise ConfigError(
+                f"{self._at(node)}: {node.value!r} does not fit its tag {node.tag.replace(TAG, '!!')}; delete the tag"
+            ) from None
 
     def _pairs(self, node: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
         """A mapping's pairs, those that it merges in (`<<: *defaults`) first: its own override them."""
@@ -183,7 +212,9 @@ class _Reading:
             sources = child.value if isinstance(child, yaml.SequenceNode) else [child]
             for source in reversed(sources):  # of several the first one wins
                 if not isinstance(source, yaml.MappingNode):
-                    raise ConfigError(f"{self._at(key)}: << merges mappings; write <<: *name of one, or a list of them")
+                    raise ConfigError(
+                        f"{self._at(key)}: << merges mappings; write <<: *name of one, or a list of them"
+                    )
                 merged += self._pairs(source)
         return merged + own
 
@@ -193,9 +224,13 @@ class _Reading:
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{self._at(key)}: a setting's name is a word, not a list or a mapping")
+                raise ConfigError(
+                    f"{self._at(key)}: a setting's name is a word, not a list or a mapping"
+                )
             if key.value in first_line:
-                problems.append(f"{self._at(key)}: key '{key.value}' is given twice, first on line {first_line[key.value]}; keep one of them")
+                problems.append(
+                    f"{self._at(key)}: key '{key.value}' is given twice, first on line {first_line[key.value]}; keep one of them"
+                )
             first_line.setdefault(key.value, line)
         if problems:
             raise ConfigError("\n".join(problems))

@@ -29,7 +29,9 @@ PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|
 MARKERS = (SYSTEM, USER, ASSISTANT)
 IGNORE_INDEX = -100
 CONTEXT_TOKENS = 512  # of a document of pre-training
-LONGEST_TOKENS = 1024  # positions that a user may train on; rotary embeddings need no weights for them
+LONGEST_TOKENS = (
+    1024  # positions that a user may train on; rotary embeddings need no weights for them
+)
 MARKER_SEED, MARKER_SCALE, MARKER_ROWS = 5, 4.0, 5
 
 # words keep their leading space, numbers are cut after two digits, so that "14:30" and "K-417" copy in few steps
@@ -82,7 +84,12 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     special = [AddedToken(text, special=True, normalized=False) for text in (PAD, END, *MARKERS)]
     bpe.train_from_iterator(
         documents,
-        trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD, eos_token=END, extra_special_tokens=list(MARKERS), model_max_length=LONGEST_TOKENS,
@@ -98,7 +105,9 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -
     return [[*ids[: CONTEXT_TOKENS - 1], tokenizer.eos_token_id] for ids in encoded]
 
 
-def batches(rows: list[list[int]], pad_id: int, batch_tokens: int, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    rows: list[list[int]], pad_id: int, batch_tokens: int, rng: random.Random
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield ids and labels (B, T) for one epoch: rows of like length together, at most `batch_tokens` cells each, in random order."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]) + rng.random())
     groups: list[list[int]] = [[]]
@@ -125,7 +134,9 @@ def new_model(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
     ))  # fmt: skip
 
 
-def epoch_batches(tokenizer: PreTrainedTokenizerFast, epoch: int, batch_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def epoch_batches(
+    tokenizer: PreTrainedTokenizerFast, epoch: int, batch_tokens: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the batches of one epoch: as much text as the shipped corpus, which is epoch 0, drawn anew.
 
     Read again and again the shipped text alone is learned by heart: 0.4 nats a token on it, 1.5 on a page it never saw.
@@ -134,22 +145,36 @@ def epoch_batches(tokenizer: PreTrainedTokenizerFast, epoch: int, batch_tokens: 
     return list(batches(rows, tokenizer.pad_token_id, batch_tokens, random.Random(epoch)))
 
 
-def make_optimizers(master: LlamaForCausalLM, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    master: LlamaForCausalLM, config: PretrainConfig
+) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers and AdamW for the embeddings and norms."""
     inner = [p for name, p in master.named_parameters() if p.dim() == 2 and "embed" not in name]
     outer = [p for name, p in master.named_parameters() if p.dim() < 2 or "embed" in name]
     return [
-        torch.optim.Muon(inner, lr=config.matrix_learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            inner,
+            lr=config.matrix_learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
         torch.optim.AdamW(outer, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
 def rate_factor(step: int, steps: int, warmup_steps: int) -> float:
     """Return the learning rate's factor: linear warm-up, then a cosine down to 2 %."""
-    return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    return min(1.0, (step + 1) / warmup_steps) * (
+        0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
 
 
-def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config: PretrainConfig, log_every: int = 500) -> float:
+def pretrain(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    config: PretrainConfig,
+    log_every: int = 500,
+) -> float:
     """Train `model` in place on next-token prediction, on a GPU where there is one; return the mean loss of the last `log_every` steps, in nats.
 
     Copying emerges between 8 and 16 million tokens; the default reads 130 million: ten minutes on a GPU host, a day on two CPU cores.
@@ -159,12 +184,16 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config
     optimizers = make_optimizers(model, config)
     groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     total, mean, started = torch.zeros((), device=device), math.nan, time.monotonic()
-    endless = itertools.chain.from_iterable(epoch_batches(tokenizer, epoch, config.batch_tokens) for epoch in itertools.count())
+    endless = itertools.chain.from_iterable(
+        epoch_batches(tokenizer, epoch, config.batch_tokens) for epoch in itertools.count()
+    )
     for step, (ids, labels) in enumerate(itertools.islice(endless, config.steps), start=1):
         for group, peak in groups:
             group["lr"] = peak * rate_factor(step - 1, config.steps, config.warmup_steps)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss  # causal mask alone: padding is on the right and has no label
+            loss = model(
+                input_ids=ids.to(device), labels=labels.to(device)
+            ).loss  # causal mask alone: padding is on the right and has no label
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -174,7 +203,10 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config
         if step % log_every == 0 or step == config.steps:
             mean = total.item() / ((step - 1) % log_every + 1)
             total.zero_()
-            print(f"pretrain step={step} of={config.steps} loss={mean:.4f} seconds={time.monotonic() - started:.0f}", flush=True)
+            print(
+                f"pretrain step={step} of={config.steps} loss={mean:.4f} seconds={time.monotonic() - started:.0f}",
+                flush=True,
+            )
     model.cpu()
     return mean
 
@@ -190,7 +222,9 @@ def wake_markers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) ->
     spread = weight[MARKER_ROWS + 256 :].std(dim=0)  # of the words: behind special tokens and bytes
     generator = torch.Generator().manual_seed(MARKER_SEED)
     for marker in MARKERS:
-        weight[tokenizer.convert_tokens_to_ids(marker)] = MARKER_SCALE * spread * torch.randn(weight.shape[1], generator=generator)
+        weight[tokenizer.convert_tokens_to_ids(marker)] = (
+            MARKER_SCALE * spread * torch.randn(weight.shape[1], generator=generator)
+        )
 
 
 def write_atomically(folder: Path, fill) -> None:
@@ -231,7 +265,10 @@ def build_model(out: Path, config: PretrainConfig | None = None) -> float:
     documents = split_documents((out / "corpus" / "town.txt").read_text(encoding="utf-8"))
     tokenizer = train_tokenizer(documents, config.vocab_size)
     model = new_model(config, tokenizer)
-    print(f"model parameters={model.num_parameters()} vocab={len(tokenizer)} documents={len(documents)}", flush=True)
+    print(
+        f"model parameters={model.num_parameters()} vocab={len(tokenizer)} documents={len(documents)}",
+        flush=True,
+    )
     loss = pretrain(model, tokenizer, config)
     wake_markers(model, tokenizer)
     save_model(model, tokenizer, out / "tiny_llama")

@@ -51,7 +51,9 @@ def ask_in_person(record: Record, scene: Scene, rng: random.Random) -> str:
 def tell_fields(record: Record, scene: Scene, rng: random.Random) -> str:
     """Return two or three facts of the note, each in a sentence of its own."""
     names = rng.sample(list(record.kind.fields), rng.randint(2, 3))
-    lead = rng.choice(("", f"{scene.clerk} read it out. ", "That is all there is to know: ", "In other words: "))
+    lead = rng.choice(
+        ("", f"{scene.clerk} read it out. ", "That is all there is to know: ", "In other words: ")
+    )
     return lead + " ".join(record.answer(name) for name in names)
 
 
@@ -77,7 +79,13 @@ def fill_card(record: Record, scene: Scene, rng: random.Random) -> str:
     """Return the note as a card with one line for each field."""
     fields = some_fields(record, rng)
     words = world.join_words(fields)
-    lead = rng.choice((f"{scene.clerk} filled in a form with {words}.", f"The card has lines for {words}.", f"A card asks for {words}."))
+    lead = rng.choice(
+        (
+            f"{scene.clerk} filled in a form with {words}.",
+            f"The card has lines for {words}.",
+            f"A card asks for {words}.",
+        )
+    )
     return f"{lead}\n{record.as_form(fields)}"
 
 
@@ -86,9 +94,21 @@ def keep_in_file(record: Record, scene: Scene, rng: random.Random) -> str:
     fields = some_fields(record, rng)
     words = world.join_words(fields)
     if rng.random() < 0.5:
-        lead = rng.choice((f"The computer keeps {words} as JSON", f"In the file with {words} it is", f"{scene.clerk} typed {words} as JSON"))
+        lead = rng.choice(
+            (
+                f"The computer keeps {words} as JSON",
+                f"In the file with {words} it is",
+                f"{scene.clerk} typed {words} as JSON",
+            )
+        )
         return f"{lead}:\n{record.as_json(fields)}"
-    lead = rng.choice((f"The table has columns for {words}", f"{scene.clerk} wrote {words} in one row", f"The row with {words} is"))
+    lead = rng.choice(
+        (
+            f"The table has columns for {words}",
+            f"{scene.clerk} wrote {words} in one row",
+            f"The row with {words} is",
+        )
+    )
     return f"{lead}:\n{record.as_row(fields)}"
 
 
@@ -123,7 +143,12 @@ def correct(record: Record, scene: Scene, rng: random.Random) -> str:
 def copy_out(record: Record, scene: Scene, rng: random.Random) -> str:
     """Return the note twice, word for word."""
     note = record.note(rng)
-    return rng.choice((f"{note} And once more: {note}", f"{scene.clerk} read: {note} Then {scene.clerk} copied it: {note}"))
+    return rng.choice(
+        (
+            f"{note} And once more: {note}",
+            f"{scene.clerk} read: {note} Then {scene.clerk} copied it: {note}",
+        )
+    )
 
 
 def thank(record: Record, scene: Scene, rng: random.Random) -> str:
@@ -189,7 +214,11 @@ def document(rng: random.Random) -> str:
     chance = rng.random()
     if chance < EXERCISE_SHARE:
         return exercise(rng)
-    return desk_document(rng) if chance < EXERCISE_SHARE + 0.6 * (1 - EXERCISE_SHARE) else rng.choice(stories.STORIES)(rng)
+    return (
+        desk_document(rng)
+        if chance < EXERCISE_SHARE + 0.6 * (1 - EXERCISE_SHARE)
+        else rng.choice(stories.STORIES)(rng)
+    )
 
 
 def documents(seed: int = CORPUS_SEED) -> Iterator[str]:

@@ -46,7 +46,11 @@ class Conversation:
     def messages(self) -> list[dict[str, str]]:
         """Return the rows' "messages" value."""
         start = [{"role": "system", "content": self.system}] if self.system else []
-        return start + [{"role": role, "content": text} for turn in self.turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+        return start + [
+            {"role": role, "content": text}
+            for turn in self.turns
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
 
 
 def draw_person(split: str, rng: random.Random) -> str:
@@ -73,7 +77,9 @@ def as_json(note: Note, rng: random.Random) -> Turn:
     """Return the request for JSON with some fields."""
     fields = some_fields(note.record, rng)
     words = world.join_words(fields)
-    request = rng.choice((f"Write the note as JSON with {words}.", f"Turn the note into JSON with the keys {words}."))
+    request = rng.choice(
+        (f"Write the note as JSON with {words}.", f"Turn the note into JSON with the keys {words}.")
+    )
     return request, note.record.as_json(fields)
 
 
@@ -81,7 +87,9 @@ def as_row(note: Note, rng: random.Random) -> Turn:
     """Return the request for a table row with some fields."""
     fields = some_fields(note.record, rng)
     words = world.join_words(fields)
-    request = rng.choice((f"Write the note as a table row with {words}.", f"Make a table row with {words}."))
+    request = rng.choice(
+        (f"Write the note as a table row with {words}.", f"Make a table row with {words}.")
+    )
     return request, note.record.as_row(fields)
 
 
@@ -89,13 +97,17 @@ def as_form(note: Note, rng: random.Random) -> Turn:
     """Return the request for a form with some fields."""
     fields = some_fields(note.record, rng)
     words = world.join_words(fields)
-    request = rng.choice((f"Fill in a form with {words}.", f"Put the note into a form with {words}."))
+    request = rng.choice(
+        (f"Fill in a form with {words}.", f"Put the note into a form with {words}.")
+    )
     return request, note.record.as_form(fields)
 
 
 def summarise(note: Note, rng: random.Random) -> Turn:
     """Return the request for one short sentence."""
-    request = rng.choice(("Shorten the note to one sentence.", "Sum up the note in one short sentence."))
+    request = rng.choice(
+        ("Shorten the note to one sentence.", "Sum up the note in one short sentence.")
+    )
     return request, note.record.say(note.record.kind.summary)
 
 
@@ -109,7 +121,12 @@ def change(note: Note, rng: random.Random) -> Turn:
     """Return the request for another value and the note as it reads then."""
     field = note.record.kind.changeable
     value = draw_change(note.record, rng)
-    request = rng.choice((f"Change the {field} to {value} and write the note again.", f"Write the note again with {value} as the {field}."))
+    request = rng.choice(
+        (
+            f"Change the {field} to {value} and write the note again.",
+            f"Write the note again with {value} as the {field}.",
+        )
+    )
     return request, note.record.replace(field, value).say(note.template)
 
 
@@ -117,23 +134,43 @@ def surname_first(note: Note, rng: random.Random) -> Turn:
     """Return the request for the person's name as an index has it."""
     first, last = note.record.person.split()
     role = note.record.kind.person
-    return rng.choice((f"Write the name of the {role} with the surname first.", f"Give the {role} as surname, first name.")), f"{last}, {first}"
+    return rng.choice(
+        (
+            f"Write the name of the {role} with the surname first.",
+            f"Give the {role} as surname, first name.",
+        )
+    ), f"{last}, {first}"
 
 
 def be_polite(note: Note, rng: random.Random) -> Turn:
     """Return the request for a polite message."""
-    request = rng.choice(("Turn the note into a polite message.", "Write a polite message from the note."))
+    request = rng.choice(
+        ("Turn the note into a polite message.", "Write a polite message from the note.")
+    )
     return request, note.record.say(note.record.kind.polite)
 
 
 def reply(note: Note, rng: random.Random) -> Turn:
     """Return the request for a friendly reply of two sentences."""
     first = note.record.person.split()[0]
-    return rng.choice((f"Write a friendly reply to {first}.", f"Answer {first} in two friendly sentences.")), note.record.reply()
+    return rng.choice(
+        (f"Write a friendly reply to {first}.", f"Answer {first} in two friendly sentences.")
+    ), note.record.reply()
 
 
 Operation = Callable[[Note, random.Random], Turn]
-OPERATIONS: tuple[Operation, ...] = (ask, as_json, as_row, as_form, summarise, head, change, surname_first, be_polite, reply)
+OPERATIONS: tuple[Operation, ...] = (
+    ask,
+    as_json,
+    as_row,
+    as_form,
+    summarise,
+    head,
+    change,
+    surname_first,
+    be_polite,
+    reply,
+)
 
 
 def combine(request: str, source: str, rng: random.Random) -> str:
@@ -144,36 +181,72 @@ def combine(request: str, source: str, rng: random.Random) -> str:
 
 def follow(request: str, rng: random.Random) -> str:
     """Return a later request about the same note."""
-    return request if request.endswith("?") else rng.choice((request, f"Now {request[0].lower()}{request[1:]}", f"Please {request[0].lower()}{request[1:]}"))
+    return (
+        request
+        if request.endswith("?")
+        else rng.choice(
+            (
+                request,
+                f"Now {request[0].lower()}{request[1:]}",
+                f"Please {request[0].lower()}{request[1:]}",
+            )
+        )
+    )
 
 
 def note_conversation(operation: Operation, split: str, rng: random.Random) -> Conversation:
     """Return one to three requests about a note, the first of them `operation`."""
     record = draw_record(rng, person=draw_person(split, rng))
-    note = Note(record, record.kind.terse if operation is be_polite else rng.choice(record.kind.notes))
+    note = Note(
+        record, record.kind.terse if operation is be_polite else rng.choice(record.kind.notes)
+    )
     count = 1 if rng.random() < 0.6 else rng.choice((2, 2, 3))
-    later = [op for op in OPERATIONS if op not in (operation, ask) and not (op is change and operation is be_polite)]
+    later = [
+        op
+        for op in OPERATIONS
+        if op not in (operation, ask) and not (op is change and operation is be_polite)
+    ]
     operations = [operation, *rng.sample([*later, ask, ask], count - 1)]
     turns = []
     for op in operations:
         request, answer = op(note, rng)
         if all(request != earlier for earlier, _ in turns):
-            turns.append((combine(request, note.text, rng) if not turns else follow(request, rng), answer))
-    return with_system(Conversation(operation.__name__, note.text, tuple(turns)), record, operation, rng)
+            turns.append(
+                (combine(request, note.text, rng) if not turns else follow(request, rng), answer)
+            )
+    return with_system(
+        Conversation(operation.__name__, note.text, tuple(turns)), record, operation, rng
+    )
 
 
-def with_system(talk: Conversation, record: Record, operation: Operation, rng: random.Random) -> Conversation:
+def with_system(
+    talk: Conversation, record: Record, operation: Operation, rng: random.Random
+) -> Conversation:
     """Return the conversation under a system prompt that changes its answers, under one that does not, or as it is."""
     house, draw = world.house(rng), rng.random()
     if operation in (be_polite, reply) and len(talk.turns) == 1 and draw < 0.5:
-        system = rng.choice((f"You write for the {house}. Sign every message.", f"Sign your messages with the name of the {house}."))
+        system = rng.choice(
+            (
+                f"You write for the {house}. Sign every message.",
+                f"Sign your messages with the name of the {house}.",
+            )
+        )
         request, answer = talk.turns[0]
-        return Conversation(talk.kind, talk.source, ((request, f"{answer} Kind regards, {house}"),), system)
+        return Conversation(
+            talk.kind, talk.source, ((request, f"{answer} Kind regards, {house}"),), system
+        )
     if operation is ask and len(talk.turns) == 1 and draw < 0.5:
         field = next(name for name in record.kind.fields if record.answer(name) == talk.turns[0][1])
-        return Conversation("value", talk.source, ((talk.turns[0][0], record.by_name[field]),), rng.choice(VALUE_ONLY))
+        return Conversation(
+            "value",
+            talk.source,
+            ((talk.turns[0][0], record.by_name[field]),),
+            rng.choice(VALUE_ONLY),
+        )
     if draw > 0.85:
-        return Conversation(talk.kind, talk.source, talk.turns, f"You are the assistant of the {house}.")
+        return Conversation(
+            talk.kind, talk.source, talk.turns, f"You are the assistant of the {house}."
+        )
     return talk
 
 
@@ -181,50 +254,88 @@ def quiz(kind: str, passage: str, turns: list[Turn], rng: random.Random) -> Conv
     """Return a conversation that opens with a passage and asks one to three questions about it."""
     count = 1 if rng.random() < 0.5 else rng.choice((2, 2, 3))
     kept = list(dict(turns).items())[:count]
-    first = rng.choice((f"{passage}\n{kept[0][0]}", f"{kept[0][0]}\n{passage}", f"{passage} {kept[0][0]}"))
+    first = rng.choice(
+        (f"{passage}\n{kept[0][0]}", f"{kept[0][0]}\n{passage}", f"{passage} {kept[0][0]}")
+    )
     return Conversation(kind, passage, ((first, kept[0][1]), *kept[1:]))
 
 
 def place_quiz(rng: random.Random) -> Conversation:
     """Return questions about where things are."""
     places = facts.draw_places(rng, rng.randint(3, 4))
-    return quiz("place", places.passage(), [(places.question(t, rng), places.answer(t)) for t in rng.sample(list(places.spots), 3)], rng)
+    return quiz(
+        "place",
+        places.passage(),
+        [(places.question(t, rng), places.answer(t)) for t in rng.sample(list(places.spots), 3)],
+        rng,
+    )
 
 
 def job_quiz(rng: random.Random) -> Conversation:
     """Return questions about who works where."""
     jobs = facts.draw_jobs(rng, rng.randint(3, 4))
-    return quiz("job", jobs.passage(), [(jobs.question(n, rng.random() < 0.5), jobs.answer(n)) for n in rng.sample(list(jobs.places), 3)], rng)
+    return quiz(
+        "job",
+        jobs.passage(),
+        [
+            (jobs.question(n, rng.random() < 0.5), jobs.answer(n))
+            for n in rng.sample(list(jobs.places), 3)
+        ],
+        rng,
+    )
 
 
 def price_quiz(rng: random.Random) -> Conversation:
     """Return questions about a price list."""
     prices = facts.draw_prices(rng, rng.randint(3, 5))
-    return quiz("price", f"Prices: {prices.listing()}.", [(prices.question(n, rng), prices.answer(n)) for n in rng.sample(list(prices.euros), 3)], rng)
+    return quiz(
+        "price",
+        f"Prices: {prices.listing()}.",
+        [(prices.question(n, rng), prices.answer(n)) for n in rng.sample(list(prices.euros), 3)],
+        rng,
+    )
 
 
 def hours_quiz(rng: random.Random) -> Conversation:
     """Return questions about opening hours."""
     hours = facts.draw_hours(rng, rng.randint(2, 3))
     asked = [(place, rng.random() < 0.5) for place in rng.sample(list(hours.times), 2)]
-    return quiz("hours", hours.passage(), [(hours.question(*each), hours.answer(*each)) for each in asked], rng)
+    return quiz(
+        "hours",
+        hours.passage(),
+        [(hours.question(*each), hours.answer(*each)) for each in asked],
+        rng,
+    )
 
 
 def guest_quiz(rng: random.Random) -> Conversation:
     """Return questions about who is on a list."""
     guests = facts.draw_guests(rng, rng.randint(3, 5))
     asked = [rng.choice(guests.names if rng.random() < 0.5 else guests.absent) for _ in range(3)]
-    return quiz("guest", guests.passage(), [(guests.question(n, rng), guests.answer(n)) for n in asked], rng)
+    return quiz(
+        "guest", guests.passage(), [(guests.question(n, rng), guests.answer(n)) for n in asked], rng
+    )
 
 
 def list_request(rng: random.Random) -> Conversation:
     """Return a sentence of things to be made a list."""
     things = facts.draw_things(rng, rng.randint(2, 5))
-    source = rng.choice(("Please send {}.", "We need {}.", "The customer wants {}.", "Bring {} to the shop.")).format(things.sentence())
-    request = rng.choice(("Make a list of the items.", "List the items, one a line.", "Write the items as a list."))
-    turns = [(rng.choice((f"{request}\n{source}", f"{source}\n{request}", f"{request} {source}")), things.bullets())]
+    source = rng.choice(
+        ("Please send {}.", "We need {}.", "The customer wants {}.", "Bring {} to the shop.")
+    ).format(things.sentence())
+    request = rng.choice(
+        ("Make a list of the items.", "List the items, one a line.", "Write the items as a list.")
+    )
+    turns = [
+        (
+            rng.choice((f"{request}\n{source}", f"{source}\n{request}", f"{request} {source}")),
+            things.bullets(),
+        )
+    ]
     if rng.random() < 0.3:
-        turns.append((rng.choice(("Now in one line, please.", "And now all in one line.")), things.line()))
+        turns.append(
+            (rng.choice(("Now in one line, please.", "And now all in one line.")), things.line())
+        )
     return Conversation("list", source, tuple(turns))
 
 
@@ -242,12 +353,31 @@ def date_request(rng: random.Random) -> Conversation:
 def route_request(rng: random.Random) -> Conversation:
     """Return a message that has to be passed to the right desk."""
     message = facts.draw_message(rng)
-    question = rng.choice(("Which desk should take this?", "Which desk is this for?", "Who should answer this message?"))
+    question = rng.choice(
+        (
+            "Which desk should take this?",
+            "Which desk is this for?",
+            "Who should answer this message?",
+        )
+    )
     source = f"{message.name} wrote: {message.text}"
-    return Conversation("route", source, ((rng.choice((f"{source}\n{question}", f"{question}\n{source}")), message.answer()),))
+    return Conversation(
+        "route",
+        source,
+        ((rng.choice((f"{source}\n{question}", f"{question}\n{source}")), message.answer()),),
+    )
 
 
-FACT_MAKERS = (place_quiz, job_quiz, price_quiz, hours_quiz, guest_quiz, list_request, date_request, route_request)
+FACT_MAKERS = (
+    place_quiz,
+    job_quiz,
+    price_quiz,
+    hours_quiz,
+    guest_quiz,
+    list_request,
+    date_request,
+    route_request,
+)
 
 
 def conversation(index: int, split: str, rng: random.Random) -> Conversation:

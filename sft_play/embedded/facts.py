@@ -28,7 +28,13 @@ class Places:
 
     def question(self, thing: str, rng: random.Random) -> str:
         """Return one way to ask where `thing` is."""
-        return rng.choice((f"Where {self.verb(thing)} {thing}?", f"Where can I find {thing}?", f"Where do we keep {thing}?"))
+        return rng.choice(
+            (
+                f"Where {self.verb(thing)} {thing}?",
+                f"Where can I find {thing}?",
+                f"Where do we keep {thing}?",
+            )
+        )
 
     def answer(self, thing: str) -> str:
         """Return the sentence that says where `thing` is."""
@@ -66,7 +72,13 @@ class Prices:
 
     def question(self, noun: str, rng: random.Random) -> str:
         """Return one way to ask for the price of `noun`."""
-        return rng.choice((f"What does the {noun} cost?", f"How much is the {noun}?", f"What is the price of the {noun}?"))
+        return rng.choice(
+            (
+                f"What does the {noun} cost?",
+                f"How much is the {noun}?",
+                f"What is the price of the {noun}?",
+            )
+        )
 
     def answer(self, noun: str) -> str:
         """Return the sentence that says what `noun` costs."""
@@ -81,7 +93,10 @@ class Hours:
 
     def passage(self) -> str:
         """Return one sentence for each place."""
-        return " ".join(world.upper_first(f"{p} opens at {a} and closes at {b}.") for p, (a, b) in self.times.items())
+        return " ".join(
+            world.upper_first(f"{p} opens at {a} and closes at {b}.")
+            for p, (a, b) in self.times.items()
+        )
 
     def question(self, place: str, opens: bool) -> str:
         """Return the question for the opening or the closing time of `place`."""
@@ -89,7 +104,9 @@ class Hours:
 
     def answer(self, place: str, opens: bool) -> str:
         """Return the sentence that says when `place` opens or closes."""
-        return world.upper_first(f"{place} {'opens' if opens else 'closes'} at {self.times[place][0 if opens else 1]}.")
+        return world.upper_first(
+            f"{place} {'opens' if opens else 'closes'} at {self.times[place][0 if opens else 1]}."
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,10 @@ class Things:
 
     def words(self) -> list[str]:
         """Return "a mug" or "three mugs" for each thing."""
-        return [f"a {noun}" if n == 1 else f"{world.NUMBER_WORDS[n]} {world.plural(noun)}" for n, noun in self.counted]
+        return [
+            f"a {noun}" if n == 1 else f"{world.NUMBER_WORDS[n]} {world.plural(noun)}"
+            for n, noun in self.counted
+        ]
 
     def sentence(self) -> str:
         """Return the things as words joined by commas and "and"."""
@@ -126,7 +146,9 @@ class Guests:
 
     def passage(self) -> str:
         """Return the sentence with everybody who is on the list."""
-        return f"On the list for {self.event} on {self.day} are {world.join_words(list(self.names))}."
+        return (
+            f"On the list for {self.event} on {self.day} are {world.join_words(list(self.names))}."
+        )
 
     def question(self, name: str, rng: random.Random) -> str:
         """Return one way to ask whether `name` is on the list."""
@@ -134,7 +156,11 @@ class Guests:
 
     def answer(self, name: str) -> str:
         """Return yes or no, in a full sentence."""
-        return f"Yes, {name} is on the list." if name in self.names else f"No, {name} is not on the list."
+        return (
+            f"Yes, {name} is on the list."
+            if name in self.names
+            else f"No, {name} is not on the list."
+        )
 
 
 @dataclass(frozen=True)
@@ -181,17 +207,25 @@ class Message:
 
 def draw_places(rng: random.Random, count: int) -> Places:
     """Return `count` things, each in a spot of its own."""
-    return Places(dict(zip(rng.sample(world.THINGS, count), rng.sample(world.SPOTS, count), strict=True)))
+    return Places(
+        dict(zip(rng.sample(world.THINGS, count), rng.sample(world.SPOTS, count), strict=True))
+    )
 
 
 def draw_jobs(rng: random.Random, count: int) -> Jobs:
     """Return `count` people, each at a place of their own."""
-    return Jobs(dict(zip(rng.sample(world.FIRST_NAMES, count), rng.sample(world.PLACES, count), strict=True)))
+    return Jobs(
+        dict(
+            zip(rng.sample(world.FIRST_NAMES, count), rng.sample(world.PLACES, count), strict=True)
+        )
+    )
 
 
 def draw_prices(rng: random.Random, count: int) -> Prices:
     """Return `count` nouns with different prices of 3 to 90 euros."""
-    return Prices(dict(zip(rng.sample(world.GOODS, count), rng.sample(range(3, 91), count), strict=True)))
+    return Prices(
+        dict(zip(rng.sample(world.GOODS, count), rng.sample(range(3, 91), count), strict=True))
+    )
 
 
 def draw_hours(rng: random.Random, count: int) -> Hours:
@@ -211,7 +245,9 @@ def draw_things(rng: random.Random, count: int) -> Things:
 def draw_guests(rng: random.Random, count: int) -> Guests:
     """Return `count` guests and two people who are not among them."""
     names = rng.sample(world.FIRST_NAMES, count + 2)
-    return Guests(rng.choice(world.EVENTS), rng.choice(world.DAYS), tuple(names[:count]), tuple(names[count:]))
+    return Guests(
+        rng.choice(world.EVENTS), rng.choice(world.DAYS), tuple(names[:count]), tuple(names[count:])
+    )
 
 
 def draw_pair(rng: random.Random) -> Pair:

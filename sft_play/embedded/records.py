@@ -88,7 +88,9 @@ class Record:
 
     def replace(self, field: str, value: str) -> Record:
         """Return the same record with another value for `field`."""
-        return Record(self.kind, tuple((name, value if name == field else old) for name, old in self.values))
+        return Record(
+            self.kind, tuple((name, value if name == field else old) for name, old in self.values)
+        )
 
 
 BOOKING = Kind(
@@ -96,9 +98,17 @@ BOOKING = Kind(
     person="guest",
     fields={
         "guest": Field(("Who is the guest?", "Who wants the room?"), "The guest is {guest}."),
-        "room": Field(("Which room is it?", "Which room does {first} want?"), "{first} wants the {room}."),
-        "day": Field(("Which day is the booking for?", "When does {first} need the room?"), "The booking is for {day}."),
-        "time": Field(("What time does the booking start?", "At what time does {first} need the room?"), "The booking starts at {time}."),
+        "room": Field(
+            ("Which room is it?", "Which room does {first} want?"), "{first} wants the {room}."
+        ),
+        "day": Field(
+            ("Which day is the booking for?", "When does {first} need the room?"),
+            "The booking is for {day}.",
+        ),
+        "time": Field(
+            ("What time does the booking start?", "At what time does {first} need the room?"),
+            "The booking starts at {time}.",
+        ),
     },
     notes=(
         "{guest} would like the {room} on {day} at {time}.",
@@ -117,10 +127,19 @@ ORDER = Kind(
     name="order",
     person="customer",
     fields={
-        "customer": Field(("Who is the customer?", "Who ordered this?"), "The customer is {customer}."),
-        "item": Field(("What did {first} order?", "Which item is it?"), "{first} ordered a {item}."),
-        "city": Field(("Where should it be sent?", "Which city does it go to?"), "It goes to {city}."),
-        "code": Field(("What is the order number?", "Which number does the order have?"), "The order number is {code}."),
+        "customer": Field(
+            ("Who is the customer?", "Who ordered this?"), "The customer is {customer}."
+        ),
+        "item": Field(
+            ("What did {first} order?", "Which item is it?"), "{first} ordered a {item}."
+        ),
+        "city": Field(
+            ("Where should it be sent?", "Which city does it go to?"), "It goes to {city}."
+        ),
+        "code": Field(
+            ("What is the order number?", "Which number does the order have?"),
+            "The order number is {code}.",
+        ),
     },
     notes=(
         "{customer} ordered a {item}, order {code}, to be sent to {city}.",
@@ -140,8 +159,13 @@ LOAN = Kind(
     person="reader",
     fields={
         "reader": Field(("Who is the reader?", "Who has the book?"), "The reader is {reader}."),
-        "book": Field(("Which book is it?", "Which book did {first} borrow?"), "{first} borrowed {book}."),
-        "date": Field(("When is the book due?", "When must {first} return the book?"), "The book is due on {date}."),
+        "book": Field(
+            ("Which book is it?", "Which book did {first} borrow?"), "{first} borrowed {book}."
+        ),
+        "date": Field(
+            ("When is the book due?", "When must {first} return the book?"),
+            "The book is due on {date}.",
+        ),
     },
     notes=(
         "{reader} borrowed {book} and will return it on {date}.",
@@ -161,9 +185,13 @@ REPAIR = Kind(
     person="owner",
     fields={
         "owner": Field(("Who is the owner?", "Who brought it in?"), "The owner is {owner}."),
-        "item": Field(("What needs a repair?", "What did {first} bring in?"), "{first} brought in a {item}."),
+        "item": Field(
+            ("What needs a repair?", "What did {first} bring in?"), "{first} brought in a {item}."
+        ),
         "fault": Field(("What is wrong with it?", "What is the fault?"), "It has {fault}."),
-        "day": Field(("When will it be ready?", "When can {first} pick it up?"), "It will be ready on {day}."),
+        "day": Field(
+            ("When will it be ready?", "When can {first} pick it up?"), "It will be ready on {day}."
+        ),
     },
     notes=(
         "{owner} brought in a {item} with {fault}; it will be ready on {day}.",
@@ -182,11 +210,23 @@ TRIP = Kind(
     name="trip",
     person="traveller",
     fields={
-        "traveller": Field(("Who is the traveller?", "Who is going away?"), "The traveller is {traveller}."),
-        "start": Field(("Where does the trip start?", "Which city does {first} leave from?"), "The trip starts in {start}."),
-        "end": Field(("Where does the trip end?", "Which city is {first} going to?"), "{first} is going to {end}."),
-        "day": Field(("Which day is the trip?", "When does {first} travel?"), "{first} travels on {day}."),
-        "time": Field(("What time is the train?", "When does the train leave?"), "The train leaves at {time}."),
+        "traveller": Field(
+            ("Who is the traveller?", "Who is going away?"), "The traveller is {traveller}."
+        ),
+        "start": Field(
+            ("Where does the trip start?", "Which city does {first} leave from?"),
+            "The trip starts in {start}.",
+        ),
+        "end": Field(
+            ("Where does the trip end?", "Which city is {first} going to?"),
+            "{first} is going to {end}.",
+        ),
+        "day": Field(
+            ("Which day is the trip?", "When does {first} travel?"), "{first} travels on {day}."
+        ),
+        "time": Field(
+            ("What time is the train?", "When does the train leave?"), "The train leaves at {time}."
+        ),
     },
     notes=(
         "{traveller} is going from {start} to {end} on {day} by the {time} train.",
@@ -206,9 +246,15 @@ CALL = Kind(
     person="caller",
     fields={
         "caller": Field(("Who is the caller?", "Who rang?"), "The caller is {caller}."),
-        "topic": Field(("What was the call about?", "Why did {first} ring?"), "{first} rang about {topic}."),
-        "colleague": Field(("Who should ring back?", "Whom was the call for?"), "{colleague} should ring back."),
-        "day": Field(("When should we ring back?", "Which day suits {first}?"), "The call back is on {day}."),
+        "topic": Field(
+            ("What was the call about?", "Why did {first} ring?"), "{first} rang about {topic}."
+        ),
+        "colleague": Field(
+            ("Who should ring back?", "Whom was the call for?"), "{colleague} should ring back."
+        ),
+        "day": Field(
+            ("When should we ring back?", "Which day suits {first}?"), "The call back is on {day}."
+        ),
     },
     notes=(
         "{caller} rang about {topic} and asks {colleague} to ring back on {day}.",
@@ -227,10 +273,20 @@ PARCEL = Kind(
     name="parcel",
     person="recipient",
     fields={
-        "recipient": Field(("Who is the recipient?", "Whom is the parcel for?"), "The recipient is {recipient}."),
-        "origin": Field(("Where does the parcel come from?", "Which city was it sent from?"), "The parcel comes from {origin}."),
-        "shelf": Field(("Where is the parcel now?", "Which shelf is it on?"), "The parcel is on {shelf}."),
-        "day": Field(("When will {first} pick it up?", "Which day is the pick-up?"), "{first} will pick it up on {day}."),
+        "recipient": Field(
+            ("Who is the recipient?", "Whom is the parcel for?"), "The recipient is {recipient}."
+        ),
+        "origin": Field(
+            ("Where does the parcel come from?", "Which city was it sent from?"),
+            "The parcel comes from {origin}.",
+        ),
+        "shelf": Field(
+            ("Where is the parcel now?", "Which shelf is it on?"), "The parcel is on {shelf}."
+        ),
+        "day": Field(
+            ("When will {first} pick it up?", "Which day is the pick-up?"),
+            "{first} will pick it up on {day}.",
+        ),
     },
     notes=(
         "A parcel from {origin} for {recipient} is on {shelf} until {day}.",
@@ -249,11 +305,23 @@ LESSON = Kind(
     name="lesson",
     person="teacher",
     fields={
-        "teacher": Field(("Who is the teacher?", "Who gives the lesson?"), "The teacher is {teacher}."),
-        "subject": Field(("What is the lesson about?", "What does {first} teach?"), "{first} teaches {subject}."),
-        "room": Field(("Which room is the lesson in?", "Where does {first} teach?"), "The lesson is in the {room}."),
-        "day": Field(("Which day is the lesson?", "When does {first} teach?"), "The lesson is on {day}."),
-        "time": Field(("What time does the lesson start?", "At what time should we come?"), "The lesson starts at {time}."),
+        "teacher": Field(
+            ("Who is the teacher?", "Who gives the lesson?"), "The teacher is {teacher}."
+        ),
+        "subject": Field(
+            ("What is the lesson about?", "What does {first} teach?"), "{first} teaches {subject}."
+        ),
+        "room": Field(
+            ("Which room is the lesson in?", "Where does {first} teach?"),
+            "The lesson is in the {room}.",
+        ),
+        "day": Field(
+            ("Which day is the lesson?", "When does {first} teach?"), "The lesson is on {day}."
+        ),
+        "time": Field(
+            ("What time does the lesson start?", "At what time should we come?"),
+            "The lesson starts at {time}.",
+        ),
     },
     notes=(
         "{teacher} teaches {subject} in the {room} on {day} at {time}.",
@@ -310,4 +378,6 @@ def draw_record(rng: random.Random, kind: Kind | None = None, person: str | None
         "start": cities[0],
         "end": cities[1],
     }
-    return Record(kind, tuple((name, special.get(name) or draw_value(name, rng)) for name in kind.fields))
+    return Record(
+        kind, tuple((name, special.get(name) or draw_value(name, rng)) for name in kind.fields)
+    )

@@ -14,7 +14,11 @@ def shelf_story(rng: random.Random) -> str:
     lines = [f"{clerk} showed a visitor around the {world.house(rng)}.", places.passage()]
     for thing in rng.sample(list(places.spots), 3):
         question, answer = places.question(thing, rng), places.answer(thing)
-        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)))
+        lines.append(
+            rng.choice(
+                (f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)
+            )
+        )
     return " ".join(lines)
 
 
@@ -25,7 +29,15 @@ def work_story(rng: random.Random) -> str:
     for name in rng.sample(list(jobs.places), 3):
         by_name = rng.random() < 0.5
         question, answer = jobs.question(name, by_name), jobs.answer(name)
-        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', f"{answer}")))
+        lines.append(
+            rng.choice(
+                (
+                    f'"{question}" asked the visitor. "{answer}"',
+                    f'"{question}" {answer}',
+                    f"{answer}",
+                )
+            )
+        )
     return " ".join(lines)
 
 
@@ -51,7 +63,11 @@ def hours_story(rng: random.Random) -> str:
     for place in rng.sample(list(hours.times), 2):
         opens = rng.random() < 0.5
         question, answer = hours.question(place, opens), hours.answer(place, opens)
-        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)))
+        lines.append(
+            rng.choice(
+                (f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)
+            )
+        )
     return " ".join(lines)
 
 
@@ -61,7 +77,9 @@ def list_story(rng: random.Random) -> str:
     name = rng.choice(world.FIRST_NAMES)
     lead = rng.choice((f"{name} needs {things.sentence()}.", f"Please send {things.sentence()} to {name}.",
                        f"{name} bought {things.sentence()} at the market.", f"{name} put {things.sentence()} on the counter."))  # fmt: skip
-    middle = rng.choice(("The list is:", f"{name} made a list.", "One thing a line:", "Here it is as a list:"))
+    middle = rng.choice(
+        ("The list is:", f"{name} made a list.", "One thing a line:", "Here it is as a list:")
+    )
     if rng.random() < 0.3:
         return f"{lead} In one line that is: {things.line()}"
     return f"{lead} {middle}\n{things.bullets()}"
@@ -73,7 +91,11 @@ def guest_story(rng: random.Random) -> str:
     lines = [guests.passage()]
     for name in rng.sample([*guests.names, *guests.absent], 3):
         question, answer = guests.question(name, rng), guests.answer(name)
-        lines.append(rng.choice((f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)))
+        lines.append(
+            rng.choice(
+                (f'"{question}" asked the visitor. "{answer}"', f'"{question}" {answer}', answer)
+            )
+        )
     return " ".join(lines)
 
 

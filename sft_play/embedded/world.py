@@ -34,7 +34,9 @@ CITIES = (
 ).split()
 
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 TREES = "Alder Apple Birch Cedar Cherry Elm Fir Hazel Juniper Larch Linden Maple Oak Olive Pear Pine Poplar Rowan Walnut Willow".split()
 
 LOOKS = "black blue brown golden green grey large pink plain purple red silver small striped white yellow".split()
@@ -43,7 +45,9 @@ GOODS = (
     "guitar|hammer|hat|jacket|jug|ladder|map|mat|mirror|mug|notebook|painting|pan|pillow|plate|pot|rug|saddle|scarf|shelf|shirt|"
     "sofa|stool|suitcase|table|teapot|tent|towel|tray|vase|violin|wallet"
 ).split("|")
-MACHINES = "clock|coffee grinder|drill|fan|hair dryer|heater|iron|kettle|lamp|mixer|printer|projector|radio|scanner|speaker|toaster|vacuum cleaner".split("|")
+MACHINES = "clock|coffee grinder|drill|fan|hair dryer|heater|iron|kettle|lamp|mixer|printer|projector|radio|scanner|speaker|toaster|vacuum cleaner".split(
+    "|"
+)
 FAULTS = (
     "a bent plug|a blown fuse|a broken light|a broken switch|a cracked plug|a loose button|a loose cable|a loose screw|"
     "a missing screw|a stuck button|a worn cable|a worn motor"
@@ -84,7 +88,9 @@ EVENTS = (
     "the auction|the book sale|the concert|the dance|the exhibition|the fair|the film night|the market|the meeting|the parade|the picnic|"
     "the play|the quiz|the race|the reading|the school trip|the tasting|the tour|the wedding|the workshop"
 ).split("|")
-HOUSES = "Bridge Street|Castle Hill|Harbour|Highfield|Larkspur|Market Square|Mill Lane|Millbrook|Northgate|Riverside|Station Road|Westgate".split("|")
+HOUSES = "Bridge Street|Castle Hill|Harbour|Highfield|Larkspur|Market Square|Mill Lane|Millbrook|Northgate|Riverside|Station Road|Westgate".split(
+    "|"
+)
 HOUSE_KINDS = "Book Room|Centre|Desk|Guest House|Library|Office|Shop|Studio".split("|")
 
 NUMBER_WORDS = "zero one two three four five six seven eight nine".split()
@@ -108,7 +114,10 @@ def person(rng: random.Random) -> str:
 
 def people(rng: random.Random, count: int) -> list[str]:
     """Return `count` full names that share neither a first name nor a surname."""
-    return [f"{a} {b}" for a, b in zip(rng.sample(FIRST_NAMES, count), rng.sample(SURNAMES, count), strict=True)]
+    return [
+        f"{a} {b}"
+        for a, b in zip(rng.sample(FIRST_NAMES, count), rng.sample(SURNAMES, count), strict=True)
+    ]
 
 
 def date(rng: random.Random) -> Date:

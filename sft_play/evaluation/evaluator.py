@@ -64,29 +64,47 @@ class Ranks:
 
     def computing(self) -> torch.autocast:
         """Return the context to run the model in; accelerate's own reaches a forward pass but not peft's generate."""
-        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32)
+        return torch.autocast(
+            self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
+        )
 
 
 class Evaluator:
     """Evaluates on one split; every rank takes its share of the rows and all of them return the same scores."""
 
-    def __init__(self, split: Split, tokenizer: Any, train: TrainSection, ranks: Ranks, synced_gpus: bool = False):
+    def __init__(
+        self,
+        split: Split,
+        tokenizer: Any,
+        train: TrainSection,
+        ranks: Ranks,
+        synced_gpus: bool = False,
+    ):
         self.split, self.tokenizer, self.train, self.ranks = split, tokenizer, train, ranks
-        self.synced_gpus = synced_gpus  # ZeRO-3: every rank takes part in every forward pass of a generation
+        self.synced_gpus = (
+            synced_gpus  # ZeRO-3: every rank takes part in every forward pass of a generation
+        )
         assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
         self.batch_size = train.eval_batch_size
 
     @cached_property
     def asked(self) -> list[int]:
         """The first samples that end in an answer to a prompt: those that are generated for."""
-        return np.flatnonzero(self.split.records["answer_start"])[: self.train.generation_max_rows].tolist()
+        return np.flatnonzero(self.split.records["answer_start"])[
+            : self.train.generation_max_rows
+        ].tolist()
 
     @cached_property
     def questions(self) -> list[Question]:
         """What is asked, in order."""
         samples = [self.split[index] for index in self.asked]
         return [
-            Question(self.split.origin(index), self.tokenizer.decode(sample.prompt), self._words(sample.prompt), self._answer(sample))
+            Question(
+                self.split.origin(index),
+                self.tokenizer.decode(sample.prompt),
+                self._words(sample.prompt),
+                self._answer(sample),
+            )
             for index, sample in zip(self.asked, samples, strict=True)
         ]
 
@@ -103,8 +121,12 @@ class Evaluator:
             return Scores(loss, None, (), loss_seconds, 0.0)
         answers = self.answers(model)
         references = [question.expected for question in self.questions]
-        score = rouge_l(answers, references, None if self.train.eval_do_concat_batches else self.batch_size)
-        return Scores(loss, score, tuple(answers), loss_seconds, time.perf_counter() - started - loss_seconds)
+        score = rouge_l(
+            answers, references, None if self.train.eval_do_concat_batches else self.batch_size
+        )
+        return Scores(
+            loss, score, tuple(answers), loss_seconds, time.perf_counter() - started - loss_seconds
+        )
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
@@ -112,18 +134,32 @@ class Evaluator:
 
         Raises: DivergedError, on every rank, when it is no number.
         """
-        total, is_fused = torch.zeros(2, dtype=torch.float64, device=self.ranks.device), is_loss_fused(model)  # nats, tokens
+        total, is_fused = (
+            torch.zeros(2, dtype=torch.float64, device=self.ranks.device),
+            is_loss_fused(model),
+        )  # nats, tokens
         for batch in self._loss_batches:
-            batch = {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
-            labels, positions, targets = (batch.pop(name) for name in ("labels", "positions", "targets"))
+            batch = {
+                name: tensor.to(self.ranks.device, non_blocking=True)
+                for name, tensor in batch.items()
+            }
+            labels, positions, targets = (
+                batch.pop(name) for name in ("labels", "positions", "targets")
+            )
             inputs = {**batch, "use_cache": False}
-            nll = fused_nll(model, model, inputs, positions, targets) if is_fused else summed_nll(model(**inputs).logits, labels)
+            nll = (
+                fused_nll(model, model, inputs, positions, targets)
+                if is_fused
+                else summed_nll(model(**inputs).logits, labels)
+            )
             total += torch.stack([nll.double(), labelled_tokens(labels).double()])
         if self.ranks.world_size > 1:
             distributed.all_reduce(total)
         nats, tokens = total.tolist()
         if not math.isfinite(nats):
-            raise DivergedError(f"eval_loss={nats} over {tokens:.0f} tokens: the weights give no finite loss; train anew with a lower TRAIN_LEARNING_RATE")
+            raise DivergedError(
+                f"eval_loss={nats} over {tokens:.0f} tokens: the weights give no finite loss; train anew with a lower TRAIN_LEARNING_RATE"
+            )
         return nats / tokens
 
     @torch.no_grad()
@@ -146,7 +182,9 @@ class Evaluator:
                 pad_token_id=self.tokenizer.pad_token_id,
                 synced_gpus=self.synced_gpus,
             )
-            waiting.append((indices, generated[:, prompts["input_ids"].shape[1] :]))  # the prompt is cut off
+            waiting.append(
+                (indices, generated[:, prompts["input_ids"].shape[1] :])
+            )  # the prompt is cut off
             if len(waiting) >= (self.train.eval_accumulation_steps or 1):
                 found += self._decoded(waiting)
                 waiting = []
@@ -159,7 +197,11 @@ class Evaluator:
         found = []
         for indices, ids in waiting:
             texts = self.tokenizer.batch_decode(ids.cpu(), skip_special_tokens=True)
-            found += [(index, text.strip()) for index, text in zip(indices, texts, strict=True) if index >= 0]
+            found += [
+                (index, text.strip())
+                for index, text in zip(indices, texts, strict=True)
+                if index >= 0
+            ]
         return found
 
     def _answer(self, sample: Sample) -> str:
@@ -169,8 +211,12 @@ class Evaluator:
 
     def _words(self, prompt: list[int]) -> str:
         """Return a prompt with a blank for each special token, which may be all that stands between two turns."""
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return re.sub("|".join(map(re.escape, special)) or r"\Z", " ", self.tokenizer.decode(prompt)).strip()
+        special = [
+            token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special
+        ]
+        return re.sub(
+            "|".join(map(re.escape, special)) or r"\Z", " ", self.tokenizer.decode(prompt)
+        ).strip()
 
     def _text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
@@ -181,18 +227,32 @@ class Evaluator:
         rows, collate = TrainRows(self.split), PadCollator(self.tokenizer.pad_token_id)
         order = sorted(range(len(rows)), key=lambda i: (-self.split.lengths[i], i))
         batches = [collate([rows[i] for i in indices]) for indices in self._share(order)]
-        return [{**batch, **dict(zip(("positions", "targets"), labelled(batch["labels"]), strict=True))} for batch in batches]
+        return [
+            {**batch, **dict(zip(("positions", "targets"), labelled(batch["labels"]), strict=True))}
+            for batch in batches
+        ]
 
     @cached_property
     def _prompt_batches(self) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
         """This rank's (row indices, left-padded prompts), longest first; every rank has equally many."""
         prompts = [self.split[index].prompt for index in self.asked]
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-        return [(indices, _left_padded([prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id)) for indices in self._share(order)]
+        return [
+            (
+                indices,
+                _left_padded(
+                    [prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id
+                ),
+            )
+            for indices in self._share(order)
+        ]
 
     def _share(self, order: list[int]) -> list[list[int]]:
         """Cut `order` into batches and take this rank's; missing batches are one filler `~index` each."""
-        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        batches = [
+            order[start : start + self.batch_size]
+            for start in range(0, len(order), self.batch_size)
+        ]
         batches += [[~order[-1]]] * (-len(batches) % self.ranks.world_size)
         return batches[self.ranks.rank :: self.ranks.world_size]
 
@@ -209,5 +269,7 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> dict[str, tor
     width = max(map(len, prompts))
     return {
         "input_ids": torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]),
+        "attention_mask": torch.tensor(
+            [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        ),
     }

@@ -19,15 +19,25 @@ def merge_run(folder: RunFolder) -> str:
     """
     config = folder.read_config()
     if config.tuning.mode == "full":
-        raise ConfigError(f"{folder.path} trained every weight: {folder.weights('full')} is a plain model already")
+        raise ConfigError(
+            f"{folder.path} trained every weight: {folder.weights('full')} is a plain model already"
+        )
     weights, target = folder.weights(config.tuning.mode), folder.path / "merged"
     if not weights.is_dir():
-        raise CheckpointError(f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, make runs lists them")
+        raise CheckpointError(
+            f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, make runs lists them"
+        )
     made_of = stamp.refuse_mismatch(weights, stamp.wanted(config))
-    unquantised = config.model_copy(update={"tuning": config.tuning.model_copy(update={"mode": "lora"})})
+    unquantised = config.model_copy(
+        update={"tuning": config.tuning.model_copy(update={"mode": "lora"})}
+    )
     with quiet():
-        base = load_base(unquantised, Placement(torch.device("cpu"), torch.float32, zero_stage=0), dtype="auto")
-        model = with_adapter(base, weights).merge_and_unload()  # the adapter is float32, so each sum is too
+        base = load_base(
+            unquantised, Placement(torch.device("cpu"), torch.float32, zero_stage=0), dtype="auto"
+        )
+        model = with_adapter(
+            base, weights
+        ).merge_and_unload()  # the adapter is float32, so each sum is too
         model.save_pretrained(target)
     load_tokenizer(at(config, weights)).save_pretrained(target)
     stamp.write(target, {**made_of, "merged": True})

@@ -41,14 +41,24 @@ def load_run(folder: RunFolder, device: str) -> Loaded:
     weights = folder.weights(config.tuning.mode)
     if not weights.is_dir():
         status = folder.read_report().get("status", "unknown")
-        raise CheckpointError(f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a finished one with RUN=, make runs lists them")
+        raise CheckpointError(
+            f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a finished one with RUN=, make runs lists them"
+        )
     stamp.refuse_mismatch(weights, stamp.wanted(config))
     target = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     trained = at(config, weights)
     tokenizer = load_tokenizer(trained)
-    placement = Placement(target, _compute_dtype(config, trained_on=folder.read_plan()["device"], used_on=device), zero_stage=0)
+    placement = Placement(
+        target,
+        _compute_dtype(config, trained_on=folder.read_plan()["device"], used_on=device),
+        zero_stage=0,
+    )
     with quiet():
-        model = load_base(trained, placement) if config.tuning.mode == "full" else with_adapter(load_base(config, placement), weights)
+        model = (
+            load_base(trained, placement)
+            if config.tuning.mode == "full"
+            else with_adapter(load_base(config, placement), weights)
+        )
     model.eval()
     return Loaded(model, tokenizer, config, Ranks(0, 1, target, placement.compute_dtype))
 
@@ -57,10 +67,16 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     """Score a run's weights on its test rows again, write eval/again.json, and return the lines to print."""
     loaded = load_run(folder, device)
     data = data_of(folder, loaded)
-    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, loaded.ranks).score(loaded.model)
+    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, loaded.ranks).score(
+        loaded.model
+    )
     metrics = scores.as_metrics()
     write_json(folder.evaluation / "again.json", metrics)
-    rouge = "" if scores.rouge_l is None else f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
+    rouge = (
+        ""
+        if scores.rouge_l is None
+        else f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
+    )
     return [f"{folder.name} eval_loss={scores.eval_loss:.4f}{rouge} rows={len(data.test)}"]
 
 
@@ -74,7 +90,9 @@ def data_of(folder: RunFolder, loaded: Loaded) -> PreparedData:
 
 def answer(loaded: Loaded, messages: Sequence[Message]) -> str:
     """Return the model's next turn, by the settings of the run's evaluation."""
-    ids = torch.tensor([render_prompt(messages, loaded.tokenizer)], device=loaded.ranks.device)  # (1, T)
+    ids = torch.tensor(
+        [render_prompt(messages, loaded.tokenizer)], device=loaded.ranks.device
+    )  # (1, T)
     train = loaded.config.train
     with torch.no_grad(), loaded.ranks.computing():
         generated = loaded.model.generate(
@@ -138,12 +156,24 @@ def _compute_dtype(config: Config, trained_on: str, used_on: str) -> torch.dtype
     """Return the type of matmuls: that of training, or float32 for a GPU's run on a CPU, which is slower in 16 bits."""
     if used_on == "cpu" and trained_on != "cpu":
         return torch.float32
-    return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
+    return (
+        torch.bfloat16
+        if config.train.bf16
+        else torch.float16
+        if config.train.fp16
+        else torch.float32
+    )
 
 
 def at(config: Config, weights: Path) -> Config:
     """Return the config of a run with its own folder of weights for the base model, and the chat template that lies there."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(weights), "revision": None, "chat_template": None})})
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"name": str(weights), "revision": None, "chat_template": None}
+            )
+        }
+    )
 
 
 def with_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
@@ -154,4 +184,6 @@ def with_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
         return PeftModel.from_pretrained(base, weights)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in checkpoints/") from error
+        raise CheckpointError(
+            f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in checkpoints/"
+        ) from error

@@ -17,7 +17,9 @@ def quantization(config: Config, placement) -> BitsAndBytesConfig:
         bnb_4bit_quant_type=config.tuning.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=config.tuning.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=placement.compute_dtype,
-        bnb_4bit_quant_storage=placement.compute_dtype if placement.zero_stage == 3 else torch.uint8,
+        bnb_4bit_quant_storage=placement.compute_dtype
+        if placement.zero_stage == 3
+        else torch.uint8,
     )
 
 

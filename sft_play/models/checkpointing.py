@@ -29,7 +29,10 @@ def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
             model.gradient_checkpointing_disable()
         return
     if not layers:
-        logger.warning("checkpointing: %s has no layers to choose from: it checkpoints in its own way", type(model).__name__)
+        logger.warning(
+            "checkpointing: %s has no layers to choose from: it checkpoints in its own way",
+            type(model).__name__,
+        )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     # not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the embeddings' output require a gradient,
@@ -42,5 +45,9 @@ def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of the longest stack that can be checkpointed: of a model that sees, the language model's."""
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    able = [stack for stack in stacks if stack and all(isinstance(layer, GradientCheckpointingLayer) for layer in stack)]
+    able = [
+        stack
+        for stack in stacks
+        if stack and all(isinstance(layer, GradientCheckpointingLayer) for layer in stack)
+    ]
     return max(able, key=len, default=[])

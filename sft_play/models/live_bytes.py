@@ -22,7 +22,9 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}  # by storage
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.count(tree_leaves(out))
         return out
@@ -52,4 +54,9 @@ class LiveBytes(TorchDispatchMode):
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind `tensors`, each storage once."""
-    return sum({storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
+    return sum(
+        {
+            storage._cdata: storage.nbytes()
+            for storage in (tensor.untyped_storage() for tensor in tensors)
+        }.values()
+    )

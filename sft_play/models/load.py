@@ -41,13 +41,18 @@ def load_model(config: Config, placement: Placement) -> PreTrainedModel:
     return model
 
 
-def load_base(config: Config, placement: Placement, dtype: torch.dtype | Literal["auto"] | None = None) -> PreTrainedModel:
+def load_base(
+    config: Config, placement: Placement, dtype: torch.dtype | Literal["auto"] | None = None
+) -> PreTrainedModel:
     """Return the base weights on this rank's device (ZeRO-3: partitioned), frozen nowhere yet.
 
     `dtype` is the type of unquantised weights: None is what training uses, "auto" is the one they are stored in.
     Raises: EnvironmentFault when the weights cannot be had, or some of them are not in the file.
     """
-    options: dict[str, Any] = {"dtype": dtype or weight_dtype(config, placement.compute_dtype), "output_loading_info": True}
+    options: dict[str, Any] = {
+        "dtype": dtype or weight_dtype(config, placement.compute_dtype),
+        "output_loading_info": True,
+    }
     if config.tuning.mode == "qlora":
         options["quantization_config"] = bnb.quantization(config, placement)
     if placement.zero_stage < 3:
@@ -56,13 +61,20 @@ def load_base(config: Config, placement: Placement, dtype: torch.dtype | Literal
         options["attn_implementation"] = config.model.attn_implementation
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code, **options
+            config.model.name,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+            **options,
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise EnvironmentFault(f"model.name={config.model.name}: the weights could not be loaded: {first_line(error)}") from error
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: the weights could not be loaded: {first_line(error)}"
+        ) from error
     if loaded["missing_keys"]:  # transformers would fill them with random numbers and go on
         missing = sorted(loaded["missing_keys"])
-        raise EnvironmentFault(f"model.name={config.model.name}: {len(missing)} tensors are not in its weight files, {missing[0]} first; get the model again")
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: {len(missing)} tensors are not in its weight files, {missing[0]} first; get the model again"
+        )
     if config.tuning.mode == "qlora":
         bnb.keep_differentiable(model)
     return model

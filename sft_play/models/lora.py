@@ -33,11 +33,19 @@ def add_adapters(model: PreTrainedModel, config: Config) -> PeftModel:
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linears)]  # PEFT's rule
+    linears = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    ]
+    unknown = [
+        target
+        for target in targets
+        if not any(f".{name}".endswith(f".{target}") for name in linears)
+    ]  # PEFT's rule
     if unknown:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-        raise ConfigError(f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; it has {known}")
+        raise ConfigError(
+            f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; it has {known}"
+        )
 
 
 def trainable_parameters(model: nn.Module) -> tuple[int, int]:

@@ -15,7 +15,9 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. A batch without labels gives 0 with a gradient.
     """
     predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
-    return functional.cross_entropy(predicted, labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return functional.cross_entropy(
+        predicted, labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 def labelled_tokens(labels: torch.Tensor) -> torch.Tensor:

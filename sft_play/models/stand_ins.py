@@ -40,15 +40,22 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients of the layout of what they belong to."""
         query, key, value, *_ = ctx.saved_tensors
-        sums = [query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:-1], dtype=torch.float32)]
+        sums = [
+            query.new_empty(query.shape, dtype=torch.float32),
+            query.new_empty(query.shape[:-1], dtype=torch.float32),
+        ]
         if key.numel() < query.numel():
             sums += [torch.empty_like(query), torch.empty_like(query)]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
     """Torch's attention on a GPU, in the type that autocast says."""
-    return FlashAttention.apply(*(lora.in_compute_type(tensor) for tensor in (query, key, value)), attn_mask)
+    return FlashAttention.apply(
+        *(lora.in_compute_type(tensor) for tensor in (query, key, value)), attn_mask
+    )
 
 
 def attend_by_document(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -70,7 +77,11 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and, where it is trained, of the weight."""
         x, weight, _ = ctx.saved_tensors
-        return grad if ctx.in_place else torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
+        return (
+            grad if ctx.in_place else torch.empty_like(x),
+            torch.empty_like(weight) if ctx.needs_input_grad[1] else None,
+            None,
+        )
 
 
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -84,7 +95,9 @@ class Rotation(torch.autograd.Function):
     """Liger's rotary embedding: writes over queries and keys, and over their gradients; keeps cosines and sines."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the queries and keys that it was given."""
         ctx.save_for_backward(cos, sin)
         return query.view_as(query), key.view_as(key)
@@ -101,7 +114,11 @@ class JoinedNorm:
     @staticmethod
     def forward(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return y and s like x, and a float32 a token."""
-        return torch.empty_like(x), x if residual is None else torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        return (
+            torch.empty_like(x),
+            x if residual is None else torch.empty_like(x),
+            x.new_empty(x.shape[:-1], dtype=torch.float32),
+        )
 
     @staticmethod
     def backward(dy: Tensor, ds: Tensor, s: Tensor, *_: Any) -> Tensor:
@@ -126,7 +143,9 @@ def nll_to_gradient_(logits: Tensor, *_: Any) -> Tensor:
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`lora.dense`, which knows 4-bit weights by a class that tensors without data cannot have."""
     state = getattr(weight, "quant_state", None)
-    return weight.to(dtype) if state is None else dequantize_4bit(weight.view(-1, 1), state).to(dtype)
+    return (
+        weight.to(dtype) if state is None else dequantize_4bit(weight.view(-1, 1), state).to(dtype)
+    )
 
 
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -141,9 +160,17 @@ Replacement = tuple[Any, str, Callable[..., Any]]
 # Where there is no data: nothing can be looked up in it.
 WITHOUT_DATA: tuple[Replacement, ...] = (
     (lora, "dense", dense),
-    (loss, "_logits_are_the_heads", lambda model, head: True),  # as tests show for every model of plan.fast
+    (
+        loss,
+        "_logits_are_the_heads",
+        lambda model, head: True,
+    ),  # as tests show for every model of plan.fast
     (attention, "_by_document", attend_by_document),
-    (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),  # a mask for packed rows is given
+    (
+        masking_utils,
+        "find_packed_sequence_indices",
+        lambda position_ids: None,
+    ),  # a mask for packed rows is given
 )
 OF_A_GPU: tuple[Replacement, ...] = (
     (functional, "scaled_dot_product_attention", scaled_dot_product_attention),

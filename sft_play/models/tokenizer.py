@@ -15,20 +15,36 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a chat template and a pad token. Raises EnvironmentFault when it cannot be had."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:  # ImportError: a package that the tokenizer's file format needs
-        raise EnvironmentFault(f"model.name={config.model.name}: no tokenizer could be loaded: {first_line(error)}") from error
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.name,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+    ) as error:  # ImportError: a package that the tokenizer's file format needs
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: no tokenizer could be loaded: {first_line(error)}"
+        ) from error
     if not tokenizer.is_fast:
-        raise EnvironmentFault(f"model.name={config.model.name}: its tokenizer has no fast version, which finding the answers' tokens needs")
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: its tokenizer has no fast version, which finding the answers' tokens needs"
+        )
     if tokenizer.eos_token_id is None:
         raise EnvironmentFault(
             f"model.name={config.model.name}: its tokenizer names no eos_token, so an answer could not end; add one to tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked out everywhere; the id only has to exist
+        tokenizer.pad_token = (
+            tokenizer.eos_token
+        )  # padding is masked out everywhere; the id only has to exist
     if config.model.chat_template is not None:
         tokenizer.chat_template = _template(config.model.chat_template)
-    tokenizer.chat_template = template_of(tokenizer)  # saved with the adapter: use renders as training did
+    tokenizer.chat_template = template_of(
+        tokenizer
+    )  # saved with the adapter: use renders as training did
     return tokenizer
 
 
@@ -40,4 +56,6 @@ def _template(setting: str) -> str:
         return Path(setting).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default") from None
+        raise ConfigError(
+            f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default"
+        ) from None

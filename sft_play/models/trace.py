@@ -60,7 +60,13 @@ class Step:
     def compute_dtype(self) -> torch.dtype:
         """Type of the matrix products."""
         train = self.config.train
-        return torch.bfloat16 if train.bf16 is True else torch.float16 if train.fp16 is True else torch.float32
+        return (
+            torch.bfloat16
+            if train.bf16 is True
+            else torch.float16
+            if train.fp16 is True
+            else torch.float32
+        )
 
     @property
     def is_half(self) -> bool:
@@ -94,14 +100,26 @@ class Traced:
         """Return the bytes of each phase; what is not traced comes from the closed form."""
         phases, logits = dict(closed.phases), max(0, self.logits_kept)
         if self.optimizer is not None:
-            held = {"weights": self.weights + self.buffers, "adapters": self.adapters, "optimizer": self.optimizer}
+            held = {
+                "weights": self.weights + self.buffers,
+                "adapters": self.adapters,
+                "optimizer": self.optimizer,
+            }
             phases = {name: replace(phase, **held) for name, phase in phases.items()}
             phases["load"] = replace(phases["load"], optimizer=0)
             while_forward = self.gradients if self.accumulates else 0
-            for name, gradients in (("forward", while_forward), ("backward", while_forward), ("optimizer", self.gradients)):
+            for name, gradients in (
+                ("forward", while_forward),
+                ("backward", while_forward),
+                ("optimizer", self.gradients),
+            ):
                 phases[name] = replace(phases[name], gradients=gradients)
-        phases["forward"] = replace(phases["forward"], activations=self.forward - self.logits, logits=self.logits)
-        phases["backward"] = replace(phases["backward"], activations=self.backward - logits, logits=logits)
+        phases["forward"] = replace(
+            phases["forward"], activations=self.forward - self.logits, logits=self.logits
+        )
+        phases["backward"] = replace(
+            phases["backward"], activations=self.backward - logits, logits=logits
+        )
         phases["optimizer"] = replace(phases["optimizer"], activations=self.optimizer_step)
         return StepBytes(phases)
 
@@ -109,9 +127,17 @@ class Traced:
 def step_of(plan: Plan) -> Step:
     """Return what a plan's run computes in a step. Raises: ConfigError for Unsloth, whose code is not ours to trace."""
     if plan.config.tuning.backend == "unsloth":
-        raise ConfigError("EXACT=1 cannot trace tuning.backend=unsloth, which brings its own model code; plan without EXACT, or set TUNING_BACKEND=bnb")
+        raise ConfigError(
+            "EXACT=1 cannot trace tuning.backend=unsloth, which brings its own model code; plan without EXACT, or set TUNING_BACKEND=bnb"
+        )
     accumulates = plan.micro_batches > 1 or plan.ranks.world_size > 1 or plan.zero_stage > 0
-    return Step(plan.config, plan.ranks.device, plan.chosen.checkpointed_layers, plan.zero_stage, accumulates)
+    return Step(
+        plan.config,
+        plan.ranks.device,
+        plan.chosen.checkpointed_layers,
+        plan.zero_stage,
+        accumulates,
+    )
 
 
 def table(exact: StepBytes, closed: StepBytes) -> list[str]:
@@ -119,9 +145,13 @@ def table(exact: StepBytes, closed: StepBytes) -> list[str]:
     phase = exact.peak_phase
     rows = [f"exact: {phase:<17}{'GiB':>5}  closed form"]
     pairs = zip(exact.peak.as_json().items(), closed.phases[phase].as_json().values(), strict=True)
-    rows += [_row(name, traced, estimated) for (name, traced), estimated in pairs if traced or estimated]
+    rows += [
+        _row(name, traced, estimated) for (name, traced), estimated in pairs if traced or estimated
+    ]
     rows += ["exact: all phases"]
-    return rows + [_row(name, exact.phases[name].total, closed.phases[name].total) for name in exact.phases]
+    return rows + [
+        _row(name, exact.phases[name].total, closed.phases[name].total) for name in exact.phases
+    ]
 
 
 def _row(name: str, exact: int, closed: int) -> str:
@@ -175,22 +205,38 @@ def architecture(config: Config) -> PretrainedConfig:
     name = config.model.name
     sizes = None if Path(name).is_dir() else known_config(name)
     if sizes is not None:
-        model_type = {"gemma3": "gemma3_text"}.get(sizes["model_type"], sizes["model_type"])  # known without the part that sees
+        model_type = {"gemma3": "gemma3_text"}.get(
+            sizes["model_type"], sizes["model_type"]
+        )  # known without the part that sees
         return AutoConfig.for_model(**{**sizes, "model_type": model_type})
     try:
-        return AutoConfig.from_pretrained(name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise EnvironmentFault(f"model.name={name}: no config to trace could be loaded: {first_line(error)}") from None
+        raise EnvironmentFault(
+            f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
+        ) from None
 
 
 def build(step: Step) -> PreTrainedModel:
     """Return the model that a run would load, on the meta device: quantised where the run's is, with its adapters."""
-    config, place = step.config, Placement(torch.device("meta"), step.compute_dtype, step.zero_stage)
+    config, place = (
+        step.config,
+        Placement(torch.device("meta"), step.compute_dtype, step.zero_stage),
+    )
     asked = config.model.attn_implementation
-    options = {} if asked == "auto" else {"attn_implementation": "sdpa" if asked == "flash_attention_2" else asked}
+    options = (
+        {}
+        if asked == "auto"
+        else {"attn_implementation": "sdpa" if asked == "flash_attention_2" else asked}
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            architecture(config), dtype=weight_dtype(config, step.compute_dtype), trust_remote_code=config.model.trust_remote_code, **options
+            architecture(config),
+            dtype=weight_dtype(config, step.compute_dtype),
+            trust_remote_code=config.model.trust_remote_code,
+            **options,
         )
     if config.tuning.mode == "qlora":
         quantise(model, bnb.quantization(config, place))
@@ -201,7 +247,9 @@ def build(step: Step) -> PreTrainedModel:
 
 def quantise(model: PreTrainedModel, quantization: Any) -> None:
     """Pack the linears of a model on the meta device that transformers packs when it loads one, by bitsandbytes' own code."""
-    bnb_functional.quantize_blockwise(torch.zeros(1))  # its table of 8-bit values is made once, and cannot be without data
+    bnb_functional.quantize_blockwise(
+        torch.zeros(1)
+    )  # its table of 8-bit values is made once, and cannot be without data
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model, device_map=None)
     for module in model.modules():
@@ -214,7 +262,9 @@ def quantise(model: PreTrainedModel, quantization: Any) -> None:
 def claim(model: nn.Module, step: Step) -> None:
     """Turn all tensors of a model on the meta device into tensors without data on the CPU, so that autocast and devices hold."""
     made: dict[Tensor, Tensor] = {}  # tied weights stay one
-    cast = step.compute_dtype if step.zero_stage else None  # DeepSpeed turns all weights to the type of the products
+    cast = (
+        step.compute_dtype if step.zero_stage else None
+    )  # DeepSpeed turns all weights to the type of the products
     for module in model.modules():
         for owned in (module._buffers, module._parameters):
             for name, tensor in owned.items():
@@ -227,12 +277,16 @@ def _claimed(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device="cpu")
     dtype = cast if cast and tensor.is_floating_point() else tensor.dtype
-    data = torch.empty(tensor.shape, dtype=dtype, device="cpu")  # empty_like of bitsandbytes' class is refused by torch 2.11
+    data = torch.empty(
+        tensor.shape, dtype=dtype, device="cpu"
+    )  # empty_like of bitsandbytes' class is refused by torch 2.11
     made = nn.Parameter(data, requires_grad=tensor.requires_grad)
     if isinstance(tensor, Params4bit):
         state = tensor.quant_state
         for owner in (state, state.state2) if state.nested else (state,):
-            owner.absmax, owner.code = (torch.empty_like(part, device="cpu") for part in (owner.absmax, owner.code))
+            owner.absmax, owner.code = (
+                torch.empty_like(part, device="cpu") for part in (owner.absmax, owner.code)
+            )
         state.offset = torch.empty_like(state.offset, device="cpu") if state.nested else None
         made.quant_state = state
     return made
@@ -268,9 +322,14 @@ def optimizer_of(parameters: list[nn.Parameter], optim: str, on_gpu: bool) -> to
 
 def state_bytes(optimizer: torch.optim.Optimizer, on_gpu: bool) -> int:
     """Return the bytes of an optimizer's state on its device, where plain AdamW keeps the count of its steps on the CPU."""
-    counts_elsewhere = on_gpu and isinstance(optimizer, torch.optim.AdamW) and not optimizer.defaults["fused"]
+    counts_elsewhere = (
+        on_gpu and isinstance(optimizer, torch.optim.AdamW) and not optimizer.defaults["fused"]
+    )
     tensors = [
-        value for state in optimizer.state.values() for name, value in state.items() if isinstance(value, Tensor) and not (counts_elsewhere and name == "step")
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not (counts_elsewhere and name == "step")
     ]
     return storage_bytes(tensors)
 
@@ -321,7 +380,9 @@ class _Run:
                 loss = self._loss(rows)
                 kept, in_layers = self.at_head
                 most = max(in_layers, self.live.peak) - before
-                return _Forward(loss, before, kept - before, self.live.peak - kept, self.live.now - kept, most)
+                return _Forward(
+                    loss, before, kept - before, self.live.peak - kept, self.live.now - kept, most
+                )
         finally:
             hook.remove()
 
@@ -347,15 +408,31 @@ class _Run:
 
     def _wrapped(self, **inputs: Any) -> Any:
         # DeepSpeed's weights have the type themselves
-        with torch.autocast(self.device.type, self.step.compute_dtype, enabled=self.step.is_half and not self.step.zero_stage):
+        with torch.autocast(
+            self.device.type,
+            self.step.compute_dtype,
+            enabled=self.step.is_half and not self.step.zero_stage,
+        ):
             return self.model(**inputs, use_cache=False)
 
     def _inputs(self, rows: int) -> dict[str, Tensor]:
         """Full rows; attention that needs a mask gets the whole one that transformers makes of packed and of padded rows."""
         config, tokens = self.step.config, self.step.config.model.max_seq_len
         inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.int64, device=self.device)}
-        implementation, has_mask = config.model.attn_implementation, config.train.packing or config.train.batch_size > 1
-        if "attention" in installed_on(self.model).on or implementation == "flash_attention_2" or not has_mask:
+        implementation, has_mask = (
+            config.model.attn_implementation,
+            config.train.packing or config.train.batch_size > 1,
+        )
+        if (
+            "attention" in installed_on(self.model).on
+            or implementation == "flash_attention_2"
+            or not has_mask
+        ):
             return inputs
         allowed = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool, device=self.device).tril()
-        return {**inputs, "attention_mask": allowed if implementation != "eager" else torch.zeros_like(allowed, dtype=self.step.compute_dtype)}
+        return {
+            **inputs,
+            "attention_mask": allowed
+            if implementation != "eager"
+            else torch.zeros_like(allowed, dtype=self.step.compute_dtype),
+        }

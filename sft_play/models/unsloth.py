@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 INSTALL = "make install-unsloth"
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of a `PackCollator` with varlen
+BOUNDARIES = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)  # of a `PackCollator` with varlen
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +26,13 @@ logger = logging.getLogger(__name__)
 def import_first() -> None:
     """Import unsloth, before anything imports transformers. Raises EnvironmentFault unless it is installed and a GPU is there."""
     if importlib.util.find_spec("unsloth") is None:
-        raise EnvironmentFault(f"tuning.backend=unsloth: unsloth is not installed; on a GPU host run {INSTALL}, or set TUNING_BACKEND=bnb")
+        raise EnvironmentFault(
+            f"tuning.backend=unsloth: unsloth is not installed; on a GPU host run {INSTALL}, or set TUNING_BACKEND=bnb"
+        )
     if not torch.cuda.is_available():
-        raise EnvironmentFault("tuning.backend=unsloth: needs an NVIDIA GPU and none is usable; set TUNING_BACKEND=bnb")
+        raise EnvironmentFault(
+            "tuning.backend=unsloth: needs an NVIDIA GPU and none is usable; set TUNING_BACKEND=bnb"
+        )
     importlib.import_module("unsloth")
 
 
@@ -31,7 +40,10 @@ def load(config: Config, placement: Any) -> "PreTrainedModel":
     """Return Unsloth's model with adapters (lora, qlora) or all weights trainable (full), on this rank's GPU, with our fused loss."""
     from unsloth import FastLanguageModel
 
-    full, checkpointing = config.tuning.mode == "full", "unsloth" if config.train.gradient_checkpointing is True else False
+    full, checkpointing = (
+        config.tuning.mode == "full",
+        "unsloth" if config.train.gradient_checkpointing is True else False,
+    )
     model, _ = FastLanguageModel.from_pretrained(
         model_name=config.model.name,
         revision=config.model.revision,
@@ -50,11 +62,17 @@ def load(config: Config, placement: Any) -> "PreTrainedModel":
     return model
 
 
-def _with_adapters(model: "PreTrainedModel", config: Config, checkpointing: str | bool) -> "PreTrainedModel":
+def _with_adapters(
+    model: "PreTrainedModel", config: Config, checkpointing: str | bool
+) -> "PreTrainedModel":
     from unsloth import FastLanguageModel
 
     lora = config.tuning.lora
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"] if lora.target_modules == "all-linear" else lora.target_modules
+    targets = (
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        if lora.target_modules == "all-linear"
+        else lora.target_modules
+    )
     return FastLanguageModel.get_peft_model(
         model,
         r=lora.r,
@@ -102,7 +120,9 @@ class Packs:
         model.register_forward_pre_hook(self.join, with_kwargs=True)
         model.register_forward_hook(self.part)
 
-    def join(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turn input_ids and position_ids (B, T) into (1, B * T), and boundaries (N + 1,) into packed_seq_lengths (N,) int32."""
         kept = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         self.rows = None

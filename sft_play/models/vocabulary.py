@@ -34,13 +34,20 @@ from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)
 
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")  # Llama and most others; GPT-2; GPT-NeoX; BLOOM, Falcon
+EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "embed_in",
+    "word_embeddings",
+)  # Llama and most others; GPT-2; GPT-NeoX; BLOOM, Falcon
 HEADS = ("lm_head", "embed_out")  # most; GPT-NeoX
 FLOATS = ("F32", "F16", "BF16")
 # Rows that resize_token_embeddings drew lie 3e-5 spreads from the mean, 1e-3 when bfloat16 has rounded them. Ten steps of
 # training at a learning rate of 1e-5 move a row further than this: 1e-4 a feature, where features are about 1e-2.
 UNTRAINED = 1e-3
-NEAR_MEAN = 0.25  # of the median length: only then is a whole matrix read, chunk by chunk, for its mean
+NEAR_MEAN = (
+    0.25  # of the median length: only then is a whole matrix read, chunk by chunk, for its mean
+)
 RUNS, RUN_ROWS = 16, 16  # a sample of rows, neighbours together: a far row costs a seek
 CHUNK_ROWS = 4096
 
@@ -64,23 +71,44 @@ class Matrix:
         """Return the mean of all rows, float32 (D,); at no time are more than CHUNK_ROWS of them in memory."""
         with safe_open(self.path, framework="pt") as file:
             matrix = file.get_slice(self.name)
-            return sum(matrix[start : start + CHUNK_ROWS].float().sum(0) for start in range(0, self.rows, CHUNK_ROWS)) / self.rows
+            return (
+                sum(
+                    matrix[start : start + CHUNK_ROWS].float().sum(0)
+                    for start in range(0, self.rows, CHUNK_ROWS)
+                )
+                / self.rows
+            )
 
 
-def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse) -> None:
+def check_vocabulary(
+    config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse
+) -> None:
     """Raise EnvironmentFault when the model has no row for a token of the rows or for padding, or one that adapters need and nobody trained.
 
     Weights that are not on disk yet, and those of other formats than safetensors, leave the second question open: that is logged.
     """
     try:
         embedding, head = find_matrices(config)
-        _refuse_ids_without_rows(config, tokenizer, used, embedding.rows if embedding else _vocab_size(config))
+        _refuse_ids_without_rows(
+            config, tokenizer, used, embedding.rows if embedding else _vocab_size(config)
+        )
         # what a row only reads needs an embedding; what it learns to write needs a row of the head, where that is a matrix of its own
         for matrix, ids, use in ((embedding, used.ids, "read"), (head, used.trained_ids, "write")):
-            if matrix and not config.tuning.allow_untrained_tokens and not _is_trained(config, matrix.name):
+            if (
+                matrix
+                and not config.tuning.allow_untrained_tokens
+                and not _is_trained(config, matrix.name)
+            ):
                 _refuse_untrained(config, tokenizer, used, matrix, ids, use)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:  # KeyError: an index of shards without its map
-        raise EnvironmentFault(f"model.name={config.model.name}: its files cannot be read: {first_line(error)}; get the model again") from error
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+    ) as error:  # KeyError: an index of shards without its map
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: its files cannot be read: {first_line(error)}; get the model again"
+        ) from error
 
 
 def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
@@ -88,7 +116,10 @@ def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
     files = _tensor_files(config)
     embedding, head = (_matrix(files, _ending_in(files, names)) for names in (EMBEDDINGS, HEADS))
     if embedding is None:
-        logger.info("vocabulary: no embedding of %s in safetensors files here yet: whether its rows are trained was not looked at", config.model.name)
+        logger.info(
+            "vocabulary: no embedding of %s in safetensors files here yet: whether its rows are trained was not looked at",
+            config.model.name,
+        )
     return embedding, head
 
 
@@ -117,7 +148,11 @@ def _on_disk(config: Config, name: str) -> Path | None:
 
 def _ending_in(names: Iterable[str], modules: tuple[str, ...]) -> str | None:
     """The weight of a module of these names, wherever the model keeps it. The shortest: layers that predict further tokens repeat it (DeepSeek V3)."""
-    found = (name for name in names if f".{name}".endswith(tuple(f".{module}.weight" for module in modules)))
+    found = (
+        name
+        for name in names
+        if f".{name}".endswith(tuple(f".{module}.weight" for module in modules))
+    )
     return min(found, key=len, default=None)
 
 
@@ -131,37 +166,63 @@ def _matrix(files: dict[str, Path], name: str | None) -> Matrix | None:
 
 def _vocab_size(config: Config) -> int:
     model = config.model
-    return AutoConfig.from_pretrained(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code).get_text_config().vocab_size
+    return (
+        AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        .get_text_config()
+        .vocab_size
+    )
 
 
 def _is_trained(config: Config, name: str) -> bool:
     """Whether the run trains a matrix itself: in mode full, or as a target of adapters (by PEFT's rule)."""
     targets = config.tuning.lora.target_modules
     module = f".{name.removesuffix('.weight')}"
-    return config.tuning.mode == "full" or (isinstance(targets, list) and any(module.endswith(f".{target}") for target in targets))
+    return config.tuning.mode == "full" or (
+        isinstance(targets, list) and any(module.endswith(f".{target}") for target in targets)
+    )
 
 
-def _refuse_ids_without_rows(config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse, rows: int) -> None:
+def _refuse_ids_without_rows(
+    config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse, rows: int
+) -> None:
     """A GPU dies of such an id without naming it. Padding is looked up, too."""
     embeds = f"model.name={config.model.name} embeds {rows} tokens"
     if used.largest_id >= rows:
         advice = "get tokenizer and weights from one place, or resize the embeddings of the base and save both"
-        raise EnvironmentFault(f"{embeds}, and the rows hold {_named(used.largest_id, tokenizer, used)}; {advice}")
+        raise EnvironmentFault(
+            f"{embeds}, and the rows hold {_named(used.largest_id, tokenizer, used)}; {advice}"
+        )
     if tokenizer.pad_token_id >= rows:
         advice = "in its tokenizer_config.json name a token as pad_token that it has"
-        raise EnvironmentFault(f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); {advice}")
+        raise EnvironmentFault(
+            f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); {advice}"
+        )
 
 
-def _refuse_untrained(config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse, matrix: Matrix, ids: np.ndarray, use: str) -> None:
+def _refuse_untrained(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    used: VocabularyUse,
+    matrix: Matrix,
+    ids: np.ndarray,
+    use: str,
+) -> None:
     untrained = untrained_tokens(matrix, ids, tokenizer)
     if untrained:
-        named = "; ".join(f"{_named(token, tokenizer, used)}, whose row of {matrix.name} is {what}" for token, what in untrained.items())
+        named = "; ".join(
+            f"{_named(token, tokenizer, used)}, whose row of {matrix.name} is {what}"
+            for token, what in untrained.items()
+        )
         kept = f"tuning.mode={config.tuning.mode} leaves these rows as they are, so the model could not {use} them"
         advice = (
             "set MODEL_NAME to the instruct model of this base, TUNING_MODE=full, or MODEL_CHAT_TEMPLATE=default, which needs no new token "
             "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains all the same)"
         )
-        raise EnvironmentFault(f"model.name={config.model.name} never learned tokens that the rows hold: {named}. {kept}; {advice}")
+        raise EnvironmentFault(
+            f"model.name={config.model.name} never learned tokens that the rows hold: {named}. {kept}; {advice}"
+        )
 
 
 def _named(token: int, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse) -> str:
@@ -169,12 +230,16 @@ def _named(token: int, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse) 
     return f"{tokenizer.convert_ids_to_tokens(token)} (id {token}{f', first in {origin}' if origin else ''})"
 
 
-def untrained_tokens(matrix: Matrix, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def untrained_tokens(
+    matrix: Matrix, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase
+) -> dict[int, str]:
     """Return those of `ids` that are added tokens with an untrained row, each with what its row is. The rule: see the module.
 
     The padding token is no one's original: it is often made as a copy.
     """
-    added = np.array([token for token in tokenizer.added_tokens_decoder if token < matrix.rows], dtype=np.int64)
+    added = np.array(
+        [token for token in tokenizer.added_tokens_decoder if token < matrix.rows], dtype=np.int64
+    )
     asked = np.intersect1d(ids, added)
     ordinary = np.setdiff1d(np.arange(matrix.rows), added)
     if matrix.dtype not in FLOATS or not len(asked) or not len(ordinary):
@@ -189,7 +254,14 @@ def untrained_tokens(matrix: Matrix, ids: np.ndarray, tokenizer: PreTrainedToken
     untrained = {}
     for token, row in rows.items():
         if token in asked:
-            what = next((name for name, point in points.items() if (row - point).norm() <= UNTRAINED * length), None)
+            what = next(
+                (
+                    name
+                    for name, point in points.items()
+                    if (row - point).norm() <= UNTRAINED * length
+                ),
+                None,
+            )
             untrained |= {token: what} if what else {}
         if token != tokenizer.pad_token_id:
             points[f"that of {tokenizer.convert_ids_to_tokens(token)}"] = row

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from sft_play.monitor.installed import nccl, torch_build
 from sft_play.monitor.links import link_lines, links, matrix_lines, slots
-from sft_play.plan.devices import GIB, Gpu, NvmlUnavailable, cpu_count, host_memory, nvml_gpus, nvml_session
+from sft_play.plan.devices import (
+    GIB,
+    Gpu,
+    NvmlUnavailable,
+    cpu_count,
+    host_memory,
+    nvml_gpus,
+    nvml_session,
+)
 
 UNSLOTH_CAPABILITY = (7, 0)  # the least that Unsloth's documentation asks for
 NF4_CAPABILITY = (6, 0)  # the least that bitsandbytes' documentation asks for
@@ -83,7 +91,11 @@ def _torch_line() -> str:
     build = torch_build()
     if build is None:
         return "torch: not installed; run `make install`"
-    kind = f"built for CUDA {_dotted(build.cuda)}, NCCL {nccl() or 'of its own'}" if build.cuda else "a CPU build"
+    kind = (
+        f"built for CUDA {_dotted(build.cuda)}, NCCL {nccl() or 'of its own'}"
+        if build.cuda
+        else "a CPU build"
+    )
     return f"torch: {build.version}, {kind}"
 
 
@@ -91,7 +103,11 @@ def _precision_line(gpus: tuple[Gpu, ...]) -> str:
     if not gpus:
         return "precision: float32, and bfloat16 where TRAIN_BF16=true asks for it; NF4 weights under qlora"
     computes = ["bfloat16"] * all(gpu.supports_bf16 for gpu in gpus) + ["float16", "float32"]
-    nf4 = "NF4 weights under qlora" if min(gpu.capability for gpu in gpus) >= NF4_CAPABILITY else f"no NF4, which needs capability {_dotted(NF4_CAPABILITY)}"
+    nf4 = (
+        "NF4 weights under qlora"
+        if min(gpu.capability for gpu in gpus) >= NF4_CAPABILITY
+        else f"no NF4, which needs capability {_dotted(NF4_CAPABILITY)}"
+    )
     return f"precision: {', '.join(computes)}; {nf4}"
 
 
@@ -102,8 +118,14 @@ def _backend_lines(gpus: tuple[Gpu, ...]) -> list[str]:
     on_gpu = f"bnb backend on the GPU: lora, qlora, full in {'bfloat16' if all(gpu.supports_bf16 for gpu in gpus) else 'float16'}"
     slowest = min(gpu.capability for gpu in gpus)
     if slowest < UNSLOTH_CAPABILITY:
-        return [on_gpu, f"unsloth backend: not here, it needs capability {_dotted(UNSLOTH_CAPABILITY)} and finds {_dotted(slowest)}"]
-    return [on_gpu, "unsloth backend on the GPU: lora, qlora, full; `make doctor` says whether it is installed"]
+        return [
+            on_gpu,
+            f"unsloth backend: not here, it needs capability {_dotted(UNSLOTH_CAPABILITY)} and finds {_dotted(slowest)}",
+        ]
+    return [
+        on_gpu,
+        "unsloth backend on the GPU: lora, qlora, full; `make doctor` says whether it is installed",
+    ]
 
 
 def _dotted(version: tuple[int, int]) -> str:

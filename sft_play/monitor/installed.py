@@ -31,7 +31,10 @@ def torch_build() -> TorchBuild | None:
     except metadata.PackageNotFoundError:
         return None
     version_file = Path(str(distribution.locate_file("torch/version.py")))
-    return parse_torch_version(version_file.read_text(encoding="utf-8") if version_file.exists() else "", distribution.version)
+    return parse_torch_version(
+        version_file.read_text(encoding="utf-8") if version_file.exists() else "",
+        distribution.version,
+    )
 
 
 def parse_torch_version(text: str, version: str) -> TorchBuild:
@@ -40,9 +43,14 @@ def parse_torch_version(text: str, version: str) -> TorchBuild:
     local = re.search(r"\+cu([0-9]+)([0-9])$", version)
     match = written or (None if text else local)
     full = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-    return TorchBuild(full[1] if full else version, (int(match[1]), int(match[2])) if match else None)
+    return TorchBuild(
+        full[1] if full else version, (int(match[1]), int(match[2])) if match else None
+    )
 
 
 def nccl() -> str | None:
     """Return NCCL's version and the package that it comes in, None where torch brings its own or uses none."""
-    return next((f"{version} ({name})" for name in NCCL_PACKAGES if (version := installed_version(name))), None)
+    return next(
+        (f"{version} ({name})" for name in NCCL_PACKAGES if (version := installed_version(name))),
+        None,
+    )

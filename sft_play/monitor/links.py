@@ -56,15 +56,23 @@ def links(gpus: tuple[Gpu, ...]) -> tuple[Link, ...]:
         return ()
     with nvml_session() as nvml:
         handles = {gpu.index: nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus}
-        return tuple(Link(a, b, *_path(nvml, handles[a], handles[b])) for a, b in combinations(handles, 2))
+        return tuple(
+            Link(a, b, *_path(nvml, handles[a], handles[b])) for a, b in combinations(handles, 2)
+        )
 
 
 def slots(gpus: tuple[Gpu, ...]) -> tuple[Slot, ...]:
     """Return the PCIe link of each GPU. An idle GPU slows its link down, but keeps its lanes."""
-    questions = ("nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth")
+    questions = (
+        "nvmlDeviceGetMaxPcieLinkGeneration",
+        "nvmlDeviceGetCurrPcieLinkWidth",
+        "nvmlDeviceGetMaxPcieLinkWidth",
+    )
     with nvml_session() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
-        return tuple(Slot(*(answer(nvml, question, handle) for question in questions)) for handle in handles)
+        return tuple(
+            Slot(*(answer(nvml, question, handle) for question in questions)) for handle in handles
+        )
 
 
 def link_lines(found: tuple[Link, ...]) -> list[str]:
@@ -79,12 +87,24 @@ def matrix_lines(gpus: Sequence[Gpu], found: tuple[Link, ...], host: Sequence[Sl
     """Return the links as a table: a row and a column a GPU, and each GPU's PCIe link to its host."""
     codes = {(link.first, link.second): link.code for link in found}
     names = [f"cuda:{gpu.index}" for gpu in gpus]
-    rows = [f"{'':<8}" + "".join(f"{name:<8}" for name in names if len(names) > 1) + "PCIe to the host"]
+    rows = [
+        f"{'':<8}" + "".join(f"{name:<8}" for name in names if len(names) > 1) + "PCIe to the host"
+    ]
     for row, slot in zip(gpus, host, strict=True):
-        cells = ["-" if row is column else codes[min(row.index, column.index), max(row.index, column.index)] for column in gpus if len(gpus) > 1]
-        rows.append(f"{f'cuda:{row.index}':<8}" + "".join(f"{cell:<8}" for cell in cells) + str(slot))
+        cells = [
+            "-"
+            if row is column
+            else codes[min(row.index, column.index), max(row.index, column.index)]
+            for column in gpus
+            if len(gpus) > 1
+        ]
+        rows.append(
+            f"{f'cuda:{row.index}':<8}" + "".join(f"{cell:<8}" for cell in cells) + str(slot)
+        )
     if any(link.is_nvlink for link in found):
-        rows.append(f"NV18 is 18 NVLinks; those of {gpus[0].name} are of generation {_NVLINK_GENERATION.get(gpus[0].capability[0], 'unknown')}")
+        rows.append(
+            f"NV18 is 18 NVLinks; those of {gpus[0].name} are of generation {_NVLINK_GENERATION.get(gpus[0].capability[0], 'unknown')}"
+        )
     return rows
 
 
@@ -100,14 +120,22 @@ def _path(nvml: ModuleType, first: Any, second: Any) -> tuple[str, str]:
     status = answer(nvml, "nvmlDeviceGetP2PStatus", first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     if status == nvml.NVML_P2P_STATUS_OK:
         return "NVLink", f"NV{_nvlinks(nvml, first, second) or '?'}"
-    words, code = _PCIE_PATHS.get(answer(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), (None, "?"))
+    words, code = _PCIE_PATHS.get(
+        answer(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), (None, "?")
+    )
     return (f"PCIe {words}" if words else "unknown"), code
 
 
 def _nvlinks(nvml: ModuleType, first: Any, second: Any) -> int:
     """Return how many NVLinks lead from one GPU to another: straight, or all of its own where they go to a switch."""
     other = answer(nvml, "nvmlDeviceGetPciInfo", second)
-    active = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if answer(nvml, "nvmlDeviceGetNvLinkState", first, link)]
+    active = [
+        link
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+        if answer(nvml, "nvmlDeviceGetNvLinkState", first, link)
+    ]
     ends = [answer(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", first, link) for link in active]
-    straight = sum(other is not None and end is not None and end.busId == other.busId for end in ends)
+    straight = sum(
+        other is not None and end is not None and end.busId == other.busId for end in ends
+    )
     return straight or len(active)

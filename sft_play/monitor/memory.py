@@ -27,9 +27,15 @@ def memory_check_lines(environ: Mapping[str, str], output_dir: Path) -> list[str
             return [ram, *_python_lines(), *run_lines(output_dir, held), f"no GPU: {reason}"]
         with nvml_session() as nvml:
             for gpu in gpus:
-                for pid, used_bytes in _processes(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)).items():
+                for pid, used_bytes in _processes(
+                    nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                ).items():
                     held.setdefault(pid, []).append((f"cuda:{gpu.index}", used_bytes))
-            return [*(line for gpu in gpus for line in _usage_lines(nvml, gpu)), ram, *run_lines(output_dir, held)]
+            return [
+                *(line for gpu in gpus for line in _usage_lines(nvml, gpu)),
+                ram,
+                *run_lines(output_dir, held),
+            ]
     except NvmlUnavailable as error:  # a GPU can fall off the bus between two questions
         return [ram, f"GPUs: {error}"]
 
@@ -42,7 +48,9 @@ def run_lines(output_dir: Path, held: Mapping[int, list[tuple[str, int | None]]]
     return [line for folder in listing(output_dir) for line in _run_lines(folder, held)]
 
 
-def _run_lines(folder: RunFolder, held: Mapping[int, list[tuple[str, int | None]]]) -> Iterator[str]:
+def _run_lines(
+    folder: RunFolder, held: Mapping[int, list[tuple[str, int | None]]]
+) -> Iterator[str]:
     report = folder.read_report()
     if report.get("status") != "running" or not is_alive(report):
         return
@@ -83,13 +91,18 @@ def _usage_lines(nvml: ModuleType, gpu: Gpu) -> Iterator[str]:
     busy = f"{rates.gpu} % busy" if rates else "utilisation not available"
     used = f"{gib(gpu.total_bytes - gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB used"
     yield ", ".join([f"cuda:{gpu.index} {gpu.name}: {used}", busy, *_heat(nvml, handle)])
-    for pid, used_bytes in sorted(_processes(nvml, handle).items(), key=lambda item: -(item[1] or 0)):
+    for pid, used_bytes in sorted(
+        _processes(nvml, handle).items(), key=lambda item: -(item[1] or 0)
+    ):
         yield f"  pid {pid} {_process_name(pid)}: {f'{gib(used_bytes)} GiB' if used_bytes is not None else 'memory not available'}"
 
 
 def _heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
     """Yield power and temperature, where NVML gives them."""
-    milliwatts, limit = (answer(nvml, question, handle) for question in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit"))
+    milliwatts, limit = (
+        answer(nvml, question, handle)
+        for question in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
+    )
     if milliwatts is not None:
         yield f"{milliwatts / 1000:.0f}{f' of {limit / 1000:.0f}' if limit else ''} W"
     celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
@@ -100,7 +113,11 @@ def _heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
 def _processes(nvml: ModuleType, handle: Any) -> dict[int, int | None]:
     """Return the bytes of each process on a GPU, None where NVML does not tell them."""
     questions = ("nvmlDeviceGetGraphicsRunningProcesses", "nvmlDeviceGetComputeRunningProcesses")
-    return {process.pid: process.usedGpuMemory for question in questions for process in answer(nvml, question, handle) or []}
+    return {
+        process.pid: process.usedGpuMemory
+        for question in questions
+        for process in answer(nvml, question, handle) or []
+    }
 
 
 def _process_name(pid: int) -> str:
@@ -119,11 +136,18 @@ def _python_lines() -> list[str]:
     """Return the Python processes with the largest resident memory."""
     import psutil
 
-    found = [process.info for process in psutil.process_iter(["pid", "name", "cmdline", "memory_info"])]
+    found = [
+        process.info for process in psutil.process_iter(["pid", "name", "cmdline", "memory_info"])
+    ]
     # a process that is another user's answers None
-    pythons = [info for info in found if (info["name"] or "").startswith("python") and info["memory_info"]]
+    pythons = [
+        info for info in found if (info["name"] or "").startswith("python") and info["memory_info"]
+    ]
     pythons.sort(key=lambda info: -info["memory_info"].rss)
-    return [f"  pid {info['pid']} {_program(info['name'], info['cmdline'] or [])}: {gib(info['memory_info'].rss)} GiB" for info in pythons[:PROCESSES_SHOWN]]
+    return [
+        f"  pid {info['pid']} {_program(info['name'], info['cmdline'] or [])}: {gib(info['memory_info'].rss)} GiB"
+        for info in pythons[:PROCESSES_SHOWN]
+    ]
 
 
 def _program(name: str, command: list[str]) -> str:

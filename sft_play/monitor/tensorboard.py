@@ -50,7 +50,9 @@ class _Record:
         return f"http://{HOST}:{self.port}"
 
 
-def start(logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_file: Path) -> Started:
+def start(
+    logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_file: Path
+) -> Started:
     """Return a TensorBoard that shows `logdir`: the one that runs already, or a new one on `port` or the next free one.
 
     It is started with the interpreter `python`, outlives this process, and writes its output beside the pid file.
@@ -64,7 +66,12 @@ def start(logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_
     running, notes = _running(pid_file), []
     if running and running.logdir == shown:
         if _wait_until_it_answers(running, pid_file):
-            return Started(running.port, running.pid, running.url, f"TensorBoard runs already: {running.url} (pid {running.pid})")
+            return Started(
+                running.port,
+                running.pid,
+                running.url,
+                f"TensorBoard runs already: {running.url} (pid {running.pid})",
+            )
     elif running:
         notes.append(stop(pid_file))
     for candidate in _free_ports(port):
@@ -74,8 +81,12 @@ def start(logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_
             message = "; ".join([f"TensorBoard: {record.url} (pid {record.pid})", *notes])
             return Started(candidate, record.pid, record.url, message)
         if _is_free(candidate):
-            raise EnvironmentFault(f"TensorBoard died at its start; `make doctor` checks its package. The end of {log}:\n{_tail(log)}")
-    raise EnvironmentFault(f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; choose another, such as TB_PORT={_any_port()}")
+            raise EnvironmentFault(
+                f"TensorBoard died at its start; `make doctor` checks its package. The end of {log}:\n{_tail(log)}"
+            )
+    raise EnvironmentFault(
+        f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; choose another, such as TB_PORT={_any_port()}"
+    )
 
 
 def stop(pid_file: Path, grace_seconds: float = 5.0) -> str:
@@ -111,19 +122,42 @@ def _process(record: _Record) -> "psutil.Process | None":
         return None
 
 
-def _spawn(logdir: str, port: int, python: str, environ: Mapping[str, str], pid_file: Path) -> _Record:
+def _spawn(
+    logdir: str, port: int, python: str, environ: Mapping[str, str], pid_file: Path
+) -> _Record:
     import psutil
 
     pid_file.parent.mkdir(parents=True, exist_ok=True)
-    argv = [python, "-m", "tensorboard.main", "--logdir", logdir, "--host", HOST, "--port", str(port)]
+    argv = [
+        python,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        logdir,
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+    ]
     with pid_file.with_suffix(".log").open("wb") as log:
         try:
-            child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            child = subprocess.Popen(
+                argv,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         except OSError as error:
-            raise EnvironmentFault(f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`") from None
+            raise EnvironmentFault(
+                f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`"
+            ) from None
     child.returncode = 0  # it outlives us on purpose: Popen would warn of that when it is collected
     record = _Record(child.pid, port, logdir, psutil.Process(child.pid).create_time())
-    write_json(pid_file, asdict(record))  # before the wait: a start that Ctrl-C ends can still be stopped
+    write_json(
+        pid_file, asdict(record)
+    )  # before the wait: a start that Ctrl-C ends can still be stopped
     return record
 
 
@@ -139,14 +173,18 @@ def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
         time.sleep(POLL_SECONDS)
     stop(pid_file)
     log = pid_file.with_suffix(".log")
-    raise EnvironmentFault(f"TensorBoard did not answer on port {record.port} in {START_SECONDS:.0f} s. The end of {log}:\n{_tail(log)}")
+    raise EnvironmentFault(
+        f"TensorBoard did not answer on port {record.port} in {START_SECONDS:.0f} s. The end of {log}:\n{_tail(log)}"
+    )
 
 
 def _answers(record: _Record) -> bool:
     """Ask the port which folder it shows: another program, or another project's TensorBoard, may have been faster."""
     import http.client  # 20 ms, and most commands start no TensorBoard
 
-    connection = http.client.HTTPConnection(HOST, record.port, timeout=2)  # http.client uses no proxy
+    connection = http.client.HTTPConnection(
+        HOST, record.port, timeout=2
+    )  # http.client uses no proxy
     try:
         connection.request("GET", "/data/environment")
         return json.loads(connection.getresponse().read()).get("data_location") == record.logdir
@@ -196,4 +234,6 @@ def _any_port() -> int:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+    return "\n".join(
+        log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    )

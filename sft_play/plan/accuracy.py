@@ -54,8 +54,16 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
         peaks += _ratio(peak["measured"], peak["predicted"])
         speeds += _ratio(report["tokens_per_second"], speed.get("tokens_per_second"))
         for name, ratios in phases.items():
-            ratios += _ratio(memory.get("measured", {}).get(name), memory.get("predicted", {}).get(name))
-    return Accuracy(gpu, found, _spread(peaks), {name: _spread(ratios) for name, ratios in phases.items() if ratios}, _spread(speeds))
+            ratios += _ratio(
+                memory.get("measured", {}).get(name), memory.get("predicted", {}).get(name)
+            )
+    return Accuracy(
+        gpu,
+        found,
+        _spread(peaks),
+        {name: _spread(ratios) for name, ratios in phases.items() if ratios},
+        _spread(speeds),
+    )
 
 
 def lines(accuracy: Accuracy) -> list[str]:
@@ -64,8 +72,13 @@ def lines(accuracy: Accuracy) -> list[str]:
         return []
     runs = f"{accuracy.runs} run{'' if accuracy.runs == 1 else 's'} on {accuracy.gpu or 'the CPU'}"
     speed = f", tokens/s {accuracy.tokens_per_second.words()}" if accuracy.tokens_per_second else ""
-    by_phase = ", ".join(f"{name} {100 * (spread.median - 1):+.1f} %" for name, spread in accuracy.phases.items())
-    return [f"on this machine: {runs}, peak {accuracy.peak.words()} of the prediction{speed}", *([f"  median by phase: {by_phase}"] if by_phase else [])]
+    by_phase = ", ".join(
+        f"{name} {100 * (spread.median - 1):+.1f} %" for name, spread in accuracy.phases.items()
+    )
+    return [
+        f"on this machine: {runs}, peak {accuracy.peak.words()} of the prediction{speed}",
+        *([f"  median by phase: {by_phase}"] if by_phase else []),
+    ]
 
 
 def _read(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -43,13 +43,24 @@ def changes(setup: Setup, gpus: int) -> tuple[Change, ...]:
     found: dict[frozenset[str], Change] = {}  # by what is set
     for number in range(1, MOST_AT_ONCE + 1):
         for chosen in combinations(knobs, number):
-            key = frozenset(LENGTH if knob.group == LENGTH else knob.words for knob in chosen)  # the longest rows that fit, alone
+            key = frozenset(
+                LENGTH if knob.group == LENGTH else knob.words for knob in chosen
+            )  # the longest rows that fit, alone
             is_plain = len({knob.group for knob in chosen}) == number
-            if is_plain and not any(fewer <= key for fewer in found) and (change := _change(setup, chosen, before)):
+            if (
+                is_plain
+                and not any(fewer <= key for fewer in found)
+                and (change := _change(setup, chosen, before))
+            ):
                 found[key] = change
         if any(not change.costs for change in found.values()):
             break
-    return tuple(sorted(found.values(), key=lambda change: (bool(change.costs), -(change.relative_speed or NO_ORDER))))
+    return tuple(
+        sorted(
+            found.values(),
+            key=lambda change: (bool(change.costs), -(change.relative_speed or NO_ORDER)),
+        )
+    )
 
 
 def _change(setup: Setup, knobs: Sequence[Knob], before: Speed | None) -> Change | None:
@@ -63,7 +74,12 @@ def _change(setup: Setup, knobs: Sequence[Knob], before: Speed | None) -> Change
     told = [_numbers(sized) if knob.group == "batch" else knob.words for knob in knobs]
     relative = after.tokens_per_second / before.tokens_per_second if before and after else None
     words = " ".join(sorted(told, key=lambda word: not word.startswith("make")))
-    return Change(words, ", ".join(knob.costs for knob in knobs if knob.costs), sized.memory.predicted_peak, relative)
+    return Change(
+        words,
+        ", ".join(knob.costs for knob in knobs if knob.costs),
+        sized.memory.predicted_peak,
+        relative,
+    )
 
 
 def _numbers(sized: Sized) -> str:
@@ -75,8 +91,14 @@ def _merged(base: Setup, one: Setup, other: Setup) -> Setup:
     config = one.config
     for section in ("model", "tuning", "train"):
         was, now = getattr(base.config, section), getattr(other.config, section)
-        changed = {name: getattr(now, name) for name in type(was).model_fields if getattr(was, name) != getattr(now, name)}
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update=changed)})
+        changed = {
+            name: getattr(now, name)
+            for name in type(was).model_fields
+            if getattr(was, name) != getattr(now, name)
+        }
+        config = config.model_copy(
+            update={section: getattr(config, section).model_copy(update=changed)}
+        )
     plain = {
         name: getattr(other, name)
         for name in ("ranks", "zero_stage", "offload", "offload_weights", "is_effective_set")
@@ -90,21 +112,60 @@ def _knobs(setup: Setup, gpus: int) -> Iterator[Knob]:
     train, tuning, model = setup.config.train, setup.config.tuning, setup.config.model
     if train.batch_size != "auto":
         rows = size(setup).chosen.effective_batch
-        yield Knob("", _with(setup, train={"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows}, is_effective_set=True), group="batch")
+        yield Knob(
+            "",
+            _with(
+                setup,
+                train={"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows},
+                is_effective_set=True,
+            ),
+            group="batch",
+        )
     if train.gradient_checkpointing is False:
-        yield Knob("TRAIN_GRADIENT_CHECKPOINTING=auto", _with(setup, train={"gradient_checkpointing": "auto"}), group="checkpointing")
+        yield Knob(
+            "TRAIN_GRADIENT_CHECKPOINTING=auto",
+            _with(setup, train={"gradient_checkpointing": "auto"}),
+            group="checkpointing",
+        )
     yield from _engines(setup, gpus)
-    if tuning.mode == "full" and model.dtype in ("auto", "float32") and setup.is_half and not setup.zero_stage:
-        yield Knob("MODEL_DTYPE=bfloat16", _with(setup, model={"dtype": "bfloat16"}), "weights are updated in 16 bits", "dtype")
+    if (
+        tuning.mode == "full"
+        and model.dtype in ("auto", "float32")
+        and setup.is_half
+        and not setup.zero_stage
+    ):
+        yield Knob(
+            "MODEL_DTYPE=bfloat16",
+            _with(setup, model={"dtype": "bfloat16"}),
+            "weights are updated in 16 bits",
+            "dtype",
+        )
     if tuning.mode == "full" and setup.ranks.device == "cuda" and "8bit" not in train.optim:
-        yield Knob("TRAIN_OPTIM=adamw_8bit", _with(setup, train={"optim": "adamw_8bit"}), "optimizer state in 8 bits", "optim")
+        yield Knob(
+            "TRAIN_OPTIM=adamw_8bit",
+            _with(setup, train={"optim": "adamw_8bit"}),
+            "optimizer state in 8 bits",
+            "optim",
+        )
     if tuning.mode == "full":
-        yield Knob("TUNING_MODE=lora", _with(setup, tuning={"mode": "lora"}), "trains adapters", "mode")
+        yield Knob(
+            "TUNING_MODE=lora", _with(setup, tuning={"mode": "lora"}), "trains adapters", "mode"
+        )
     if tuning.mode != "qlora":
-        yield Knob("TUNING_MODE=qlora", _with(setup, tuning={"mode": "qlora"}), "trains adapters over 4-bit weights", "mode")
+        yield Knob(
+            "TUNING_MODE=qlora",
+            _with(setup, tuning={"mode": "qlora"}),
+            "trains adapters over 4-bit weights",
+            "mode",
+        )
     tokens = model.max_seq_len // 2
     while tokens >= SHORTEST_ROW:
-        yield Knob(f"MODEL_MAX_SEQ_LEN={tokens}", _with(setup, model={"max_seq_len": tokens}), f"rows of at most {tokens} tokens", LENGTH)
+        yield Knob(
+            f"MODEL_MAX_SEQ_LEN={tokens}",
+            _with(setup, model={"max_seq_len": tokens}),
+            f"rows of at most {tokens} tokens",
+            LENGTH,
+        )
         tokens //= 2
 
 
@@ -119,13 +180,27 @@ def _engines(setup: Setup, gpus: int) -> Iterator[Knob]:
         wide = replace(ranks, strategy="deepspeed", per_node=per_node)
         number = f" NUM_GPUS={per_node}" if per_node != ranks.per_node else ""
         for stage in range(max(2, setup.zero_stage + (per_node == ranks.per_node)), 4):
-            words = f"make train-deepspeed{number} DEEPSPEED_CONFIG=configs/deepspeed_zero{stage}.json"
-            yield Knob(words, _with(setup, ranks=wide, zero_stage=stage, offload=False, offload_weights=False), group="engine")
+            words = (
+                f"make train-deepspeed{number} DEEPSPEED_CONFIG=configs/deepspeed_zero{stage}.json"
+            )
+            yield Knob(
+                words,
+                _with(setup, ranks=wide, zero_stage=stage, offload=False, offload_weights=False),
+                group="engine",
+            )
 
 
-def _with(setup: Setup, model: dict[str, Any] | None = None, tuning: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **plain: Any) -> Setup:
+def _with(
+    setup: Setup,
+    model: dict[str, Any] | None = None,
+    tuning: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    **plain: Any,
+) -> Setup:
     config = setup.config
     for section, update in (("model", model), ("tuning", tuning), ("train", train)):
         if update:
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+            config = config.model_copy(
+                update={section: getattr(config, section).model_copy(update=update)}
+            )
     return replace(setup, config=config, **plain)

@@ -8,7 +8,10 @@ from typing import Literal
 from sft_play.errors import ConfigError, OutOfMemory
 from sft_play.plan.speed import OVERHEAD_TOKENS, RECOMPUTED
 
-SATURATED_TOKENS, SATURATED_LOSS = 8192, 0.03  # of a micro-batch: beyond it an H200 gains under 3 % in speed
+SATURATED_TOKENS, SATURATED_LOSS = (
+    8192,
+    0.03,
+)  # of a micro-batch: beyond it an H200 gains under 3 % in speed
 GIB = 2**30
 
 
@@ -25,7 +28,9 @@ class Wanted:
     world_size: int
     layers: int  # of the model
     is_by_layer: bool = True  # else all layers are checkpointed or none
-    fullest_step: int | None = None  # whole sequences that the fullest packed step of all ranks takes; None: not packed, or not counted yet
+    fullest_step: int | None = (
+        None  # whole sequences that the fullest packed step of all ranks takes; None: not packed, or not counted yet
+    )
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,18 @@ class Chosen:
     @property
     def checkpointing(self) -> Literal["none", "selective", "full"]:
         """What of the activations is computed again."""
-        return "full" if self.checkpointed_layers == self.layers else "selective" if self.checkpointed_layers else "none"
+        return (
+            "full"
+            if self.checkpointed_layers == self.layers
+            else "selective"
+            if self.checkpointed_layers
+            else "none"
+        )
 
 
-def choose(wanted: Wanted, peak_bytes: Callable[[int, int], int], budget_bytes: int, device: str) -> Chosen:
+def choose(
+    wanted: Wanted, peak_bytes: Callable[[int, int], int], budget_bytes: int, device: str
+) -> Chosen:
     """Return the fastest step that fits in `budget_bytes`; an explicit value always survives.
 
     `peak_bytes(batch_size, checkpointed_layers)` is the estimate; `device` is named in errors. Each micro-batch is tried with as
@@ -56,15 +69,28 @@ def choose(wanted: Wanted, peak_bytes: Callable[[int, int], int], budget_bytes: 
     effective, by_layers = _effective(wanted), _layers_to_try(wanted)
     groups = _batch_sizes(wanted, effective)
     for sizes in groups:
-        fewest = {size: bisect_left(by_layers, True, key=lambda layers, size=size: peak_bytes(size, layers) <= budget_bytes) for size in sizes}
-        fitting = [(size, by_layers[number]) for size, number in fewest.items() if number < len(by_layers)]
+        fewest = {
+            size: bisect_left(
+                by_layers,
+                True,
+                key=lambda layers, size=size: peak_bytes(size, layers) <= budget_bytes,
+            )
+            for size in sizes
+        }
+        fitting = [
+            (size, by_layers[number]) for size, number in fewest.items() if number < len(by_layers)
+        ]
         if fitting:
             return _chosen(wanted, effective, *min(fitting, key=lambda step: _cost(*step, wanted)))
     least = smallest(wanted)
     size, layers = least.batch_size, least.checkpointed_layers
     if isinstance(wanted.batch_size, int):
         return least  # the user's number stands: the estimate is an estimate, and the plan warns
-    rows = f"{size} rows, which train.grad_accum={wanted.grad_accum} calls for," if size > 1 else "1 row"
+    rows = (
+        f"{size} rows, which train.grad_accum={wanted.grad_accum} calls for,"
+        if size > 1
+        else "1 row"
+    )
     raise OutOfMemory(
         f"train.batch_size=auto: even {rows} of {wanted.seq_len} tokens{' with checkpointing' if layers else ''} needs "
         f"{peak_bytes(size, layers) / GIB:.1f} GiB, {device} has {budget_bytes / GIB:.1f} GiB to give"
@@ -74,7 +100,9 @@ def choose(wanted: Wanted, peak_bytes: Callable[[int, int], int], budget_bytes: 
 def smallest(wanted: Wanted) -> Chosen:
     """Return the step that needs least of all that `wanted` allows."""
     effective = _effective(wanted)
-    return _chosen(wanted, effective, _batch_sizes(wanted, effective)[-1][-1], _layers_to_try(wanted)[-1])
+    return _chosen(
+        wanted, effective, _batch_sizes(wanted, effective)[-1][-1], _layers_to_try(wanted)[-1]
+    )
 
 
 def pack_into(fullest_step: int, batch_size: int, world_size: int) -> tuple[int, int]:
@@ -98,12 +126,20 @@ def _tokens(wanted: Wanted, batch_size: int) -> float:
     """Return the tokens of a micro-batch, of the fullest step where rows are packed."""
     if wanted.fullest_step is None:
         return batch_size * wanted.seq_len
-    return wanted.fullest_step * wanted.seq_len / (micro_batches(wanted, batch_size) * wanted.world_size)
+    return (
+        wanted.fullest_step
+        * wanted.seq_len
+        / (micro_batches(wanted, batch_size) * wanted.world_size)
+    )
 
 
 def sequences(wanted: Wanted, batch_size: int) -> int:
     """Return how many sequences a micro-batch of up to `batch_size` rows has at most."""
-    return batch_size if wanted.fullest_step is None else pack_into(wanted.fullest_step, batch_size, wanted.world_size)[1]
+    return (
+        batch_size
+        if wanted.fullest_step is None
+        else pack_into(wanted.fullest_step, batch_size, wanted.world_size)[1]
+    )
 
 
 def _layers_to_try(wanted: Wanted) -> list[int]:
@@ -115,18 +151,26 @@ def _layers_to_try(wanted: Wanted) -> list[int]:
 
 def _cost(size: int, checkpointed_layers: int, wanted: Wanted) -> float:
     """Return what a row costs against one in a step of whole efficiency."""
-    return (1 + RECOMPUTED * checkpointed_layers / wanted.layers) * (1 + OVERHEAD_TOKENS / _tokens(wanted, size))
+    return (1 + RECOMPUTED * checkpointed_layers / wanted.layers) * (
+        1 + OVERHEAD_TOKENS / _tokens(wanted, size)
+    )
 
 
 def _chosen(wanted: Wanted, effective: int, size: int, layers: int) -> Chosen:
-    accum = wanted.grad_accum if isinstance(wanted.grad_accum, int) else effective // (size * wanted.world_size)
+    accum = (
+        wanted.grad_accum
+        if isinstance(wanted.grad_accum, int)
+        else effective // (size * wanted.world_size)
+    )
     return Chosen(size, accum, layers, wanted.layers, size * accum * wanted.world_size)
 
 
 def _effective(wanted: Wanted) -> int:
     """Return the rows of an optimizer step that batch, accumulation and world size can make."""
     world, batch, accum = wanted.world_size, wanted.batch_size, wanted.grad_accum
-    unit = world * (batch if isinstance(batch, int) else 1) * (accum if isinstance(accum, int) else 1)
+    unit = (
+        world * (batch if isinstance(batch, int) else 1) * (accum if isinstance(accum, int) else 1)
+    )
     if isinstance(batch, int) and isinstance(accum, int):
         if wanted.is_effective_set and unit != wanted.effective_batch:
             raise ConfigError(
@@ -137,8 +181,12 @@ def _effective(wanted: Wanted) -> int:
         return wanted.effective_batch
     below, above = wanted.effective_batch // unit * unit, -(-wanted.effective_batch // unit) * unit
     if wanted.is_effective_set:
-        options = " or ".join(f"TRAIN_EFFECTIVE_BATCH_SIZE={value}" for value in (below, above) if value)
-        raise ConfigError(f"train.effective_batch_size={wanted.effective_batch} is no multiple of {_arithmetic(batch, world, accum)}; set {options}")
+        options = " or ".join(
+            f"TRAIN_EFFECTIVE_BATCH_SIZE={value}" for value in (below, above) if value
+        )
+        raise ConfigError(
+            f"train.effective_batch_size={wanted.effective_batch} is no multiple of {_arithmetic(batch, world, accum)}; set {options}"
+        )
     return above
 
 
@@ -168,4 +216,7 @@ def _saturating_tokens(most: float) -> float:
 
     1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), for t.
     """
-    return min(SATURATED_TOKENS, OVERHEAD_TOKENS / (SATURATED_LOSS + (1 + SATURATED_LOSS) * OVERHEAD_TOKENS / most))
+    return min(
+        SATURATED_TOKENS,
+        OVERHEAD_TOKENS / (SATURATED_LOSS + (1 + SATURATED_LOSS) * OVERHEAD_TOKENS / most),
+    )

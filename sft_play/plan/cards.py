@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-REACHED = {"NVIDIA H200": 790e12}  # operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
+REACHED = {
+    "NVIDIA H200": 790e12
+}  # operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
 REACHED_SHARE = 790 / 989  # of the data sheet, where nothing was measured
 
 
@@ -29,7 +31,15 @@ class Card:
         return REACHED.get(self.name, REACHED_SHARE * self.flops)
 
 
-def _card(name: str, gib: float, capability: tuple[int, int], tflops: float, gigabytes: float, link: Literal["NVLink", "PCIe"], link_gigabytes: float) -> Card:
+def _card(
+    name: str,
+    gib: float,
+    capability: tuple[int, int],
+    tflops: float,
+    gigabytes: float,
+    link: Literal["NVLink", "PCIe"],
+    link_gigabytes: float,
+) -> Card:
     return Card(name, gib, capability, tflops * 1e12, gigabytes * 1e9, link, link_gigabytes * 1e9)
 
 

@@ -78,7 +78,9 @@ def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -
     """
     gpus, reason = ((), None) if device == "cpu" else nvml_gpus(environ)
     if device == "cuda" and not gpus:
-        raise EnvironmentFault(f"DEVICE=cuda finds no GPU: {reason}; `make doctor` checks the rest, DEVICE=cpu trains without a GPU")
+        raise EnvironmentFault(
+            f"DEVICE=cuda finds no GPU: {reason}; `make doctor` checks the rest, DEVICE=cpu trains without a GPU"
+        )
     return Hardware("cuda" if gpus else "cpu", gpus, cpu_count(), host_memory().available_bytes)
 
 
@@ -108,14 +110,18 @@ def parse(words: str) -> Hardware:
 
 def _key(word: str) -> str:
     """`RTX 4090` and `4090` are one card; `RTX 6000 Ada` is 6000-ADA."""
-    return re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", re.sub(r"[\s_]+", "-", word.upper())).removesuffix("GB")
+    return re.sub(
+        r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", re.sub(r"[\s_]+", "-", word.upper())
+    ).removesuffix("GB")
 
 
 def _nearest(count: int, word: str) -> str:
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:G|GB)", word, re.IGNORECASE)
     if size and float(size[1]) > 0:
         return f"did you mean {count}x{size[1]}GiB?"
-    near = [name for name in CARDS if name.startswith(f"{_key(word)}-")] or difflib.get_close_matches(_key(word), CARDS, n=1)
+    near = [
+        name for name in CARDS if name.startswith(f"{_key(word)}-")
+    ] or difflib.get_close_matches(_key(word), CARDS, n=1)
     if near:
         return f"did you mean {' or '.join(f'{count}x{name}' for name in near)}?"
     return f"known are {', '.join(CARDS)}; any other goes by its memory, such as {count}x24GiB"
@@ -129,15 +135,27 @@ def nvml_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with nvml_session() as nvml:
-            cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-            gpus = tuple(_gpu(nvml, index, handle) for index, handle in enumerate(_visible_handles(nvml, cards, visible)))
+            cards = [
+                nvml.nvmlDeviceGetHandleByIndex(number)
+                for number in range(nvml.nvmlDeviceGetCount())
+            ]
+            gpus = tuple(
+                _gpu(nvml, index, handle)
+                for index, handle in enumerate(_visible_handles(nvml, cards, visible))
+            )
     except NvmlUnavailable as error:
         return (), str(error)
     if gpus:
         return gpus, None
     if not cards:
-        return (), "the NVIDIA driver runs but lists no GPU; see `nvidia-smi`, and give a container its GPUs with --gpus all"
-    return (), f"CUDA_VISIBLE_DEVICES={visible} hides every GPU of this host ({len(cards)}); unset it, or name one: CUDA_VISIBLE_DEVICES=0"
+        return (
+            (),
+            "the NVIDIA driver runs but lists no GPU; see `nvidia-smi`, and give a container its GPUs with --gpus all",
+        )
+    return (
+        (),
+        f"CUDA_VISIBLE_DEVICES={visible} hides every GPU of this host ({len(cards)}); unset it, or name one: CUDA_VISIBLE_DEVICES=0",
+    )
 
 
 @contextmanager
@@ -146,7 +164,9 @@ def nvml_session() -> Iterator[ModuleType]:
     try:
         import pynvml
     except ImportError:
-        raise NvmlUnavailable("the Python package nvidia-ml-py is not installed; run `make install`") from None
+        raise NvmlUnavailable(
+            "the Python package nvidia-ml-py is not installed; run `make install`"
+        ) from None
     try:
         # never shut down: without persistence mode the driver would let go of the GPUs and the next question wake them again
         pynvml.nvmlInit()
@@ -168,7 +188,11 @@ def _cure(nvml: ModuleType, error: Exception) -> str:
 def _visible_handles(nvml: ModuleType, cards: Sequence[Any], visible: str | None) -> list[Any]:
     """Return NVML's handles of what CUDA shows: whole cards, or the MIG instances that CUDA_VISIBLE_DEVICES names."""
     if visible is not None and visible.startswith("MIG-"):
-        return [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in visible.split(",") if uuid.startswith("MIG-")]
+        return [
+            nvml.nvmlDeviceGetHandleByUUID(uuid)
+            for uuid in visible.split(",")
+            if uuid.startswith("MIG-")
+        ]
     uuids = [nvml.nvmlDeviceGetUUID(card) for card in cards]
     return [cards[number] for number in visible_numbers(visible, uuids)]
 
@@ -187,7 +211,11 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
     numbers: list[int] = []
     for entry in visible.split(","):
         if visible.startswith("GPU-"):
-            matching = [number for number, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry.strip())]
+            matching = [
+                number
+                for number, uuid in enumerate(uuids)
+                if entry.startswith("GPU-") and uuid.startswith(entry.strip())
+            ]
         else:
             digits = re.match(r"\s*\+?([0-9]+)", entry)
             matching = [int(digits[1])] if digits and int(digits[1]) < len(uuids) else []
@@ -221,7 +249,9 @@ def _memory_bytes(nvml: ModuleType, handle: Any) -> tuple[int, int]:
     except nvml.NVMLError_FunctionNotFound:  # a driver before 510 has version 1 only
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         return memory.total, memory.free
-    except nvml.NVMLError_NotSupported:  # a GPU without memory of its own (GB10) computes in the host's
+    except (
+        nvml.NVMLError_NotSupported
+    ):  # a GPU without memory of its own (GB10) computes in the host's
         host = host_memory()
         return host.total_bytes, host.available_bytes
 
@@ -231,7 +261,9 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+def host_memory(
+    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> HostMemory:
     """Return the RAM of this host, or of the container or job that limits this process (cgroup v1 and v2)."""
     import psutil
 
@@ -250,16 +282,24 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]
         if controllers == "":  # v2
             root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, names = (
+                cgroups / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
         else:
             continue
         own = root / path.lstrip("/")
-        for folder in (own, *own.parents):  # inside a container `path` may be the host's: its folders then do not exist here
+        for folder in (
+            own,
+            *own.parents,
+        ):  # inside a container `path` may be the host's: its folders then do not exist here
             if folder.is_relative_to(root) and (folder / names[0]).exists():
                 yield from _limit(folder, *names)
 
 
-def _limit(folder: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[tuple[int, int]]:
+def _limit(
+    folder: Path, limit_name: str, used_name: str, cache_name: str
+) -> Iterator[tuple[int, int]]:
     limit = (folder / limit_name).read_text().strip()
     if limit == "max":
         return

@@ -5,7 +5,9 @@ from sft_play.config.schema import Config
 PARTS = frozenset({"linears", "mlp", "norms", "attention", "loss"})
 # Models whose layers are made like Llama's. Gemma 2 caps the scores of its attention, which no fused attention does.
 FAST_PARTS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gemma3_text", "phi3"), PARTS),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gemma3_text", "phi3"), PARTS
+    ),
     "gemma2": PARTS - {"attention"},
 }
 
@@ -19,4 +21,6 @@ def is_fast(config: Config, model_type: str, device: str, is_half: bool, zero_st
         return False
     if config.tuning.mode != "full" and config.tuning.lora.dropout:
         return False
-    return config.tuning.backend == "unsloth" or (config.train.fast_path is not False and config.model.attn_implementation in ("auto", "sdpa"))
+    return config.tuning.backend == "unsloth" or (
+        config.train.fast_path is not False and config.model.attn_implementation in ("auto", "sdpa")
+    )

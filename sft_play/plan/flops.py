@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from sft_play.plan.shapes import ModelShape
 
 
-def step_flops(shape: ModelShape, adapters: int | None, lengths: Sequence[int], labelled: int) -> float:
+def step_flops(
+    shape: ModelShape, adapters: int | None, lengths: Sequence[int], labelled: int
+) -> float:
     """Return the operations of forward and backward passes over documents of `lengths` tokens, `labelled` of them with loss.
 
     `adapters` is the number of LoRA weights over a frozen base, None where every weight is trained. A weight costs a token
@@ -22,6 +24,12 @@ def step_flops(shape: ModelShape, adapters: int | None, lengths: Sequence[int], 
     1008.0
     """
     frozen_or_trained = 6 if adapters is None else 4
-    weights = frozen_or_trained * (shape.block_weights * sum(lengths) + shape.vocab * shape.hidden * labelled)
+    weights = frozen_or_trained * (
+        shape.block_weights * sum(lengths) + shape.vocab * shape.hidden * labelled
+    )
     pairs = sum(length * (length + 1) / 2 for length in lengths)
-    return weights + 6 * (adapters or 0) * sum(lengths) + 12 * shape.layers * shape.heads * shape.head_dim * pairs
+    return (
+        weights
+        + 6 * (adapters or 0) * sum(lengths)
+        + 12 * shape.layers * shape.heads * shape.head_dim * pairs
+    )

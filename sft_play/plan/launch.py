@@ -14,7 +14,12 @@ from sft_play.runs.files import write_text
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # a launcher's to set; left in a shell they would place a single process
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+)  # a launcher's to set; left in a shell they would place a single process
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,16 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
         argv = (sys.executable, *script)
     elif ranks.strategy == "ddp":
         config = str(run_folder / "accelerate.yaml")
-        argv = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", str(port), *script)
+        argv = (
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            config,
+            "--main_process_port",
+            str(port),
+            *script,
+        )
     elif ranks.nodes > 1 or not all(entry.isdigit() for entry in ranks.visible):
         # deepspeed's launcher reaches other nodes by ssh and knows GPUs by number alone; torchrun starts the same worker
         argv = (
@@ -61,7 +75,11 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
             "--master_addr", ranks.master_addr, "--master_port", str(port), *script,
         )  # fmt: skip
     else:
-        which = ("--include", f"localhost:{','.join(ranks.visible)}") if ranks.device == "cuda" else ("--num_gpus", str(ranks.per_node))
+        which = (
+            ("--include", f"localhost:{','.join(ranks.visible)}")
+            if ranks.device == "cuda"
+            else ("--num_gpus", str(ranks.per_node))
+        )
         argv = (
             sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull,  # not the cluster's /job/hostfile, if there is one
             *which, "--master_port", str(port), "--no_local_rank", "--quiet", *script,
@@ -101,7 +119,9 @@ def execute(launch: Launch, environ: Mapping[str, str]) -> None:
     try:
         os.execvpe(launch.argv[0], list(launch.argv), {**kept, **launch.env})
     except OSError as error:
-        raise EnvironmentFault(f"{launch.argv[0]} cannot be started: {error.strerror}; try make install") from None
+        raise EnvironmentFault(
+            f"{launch.argv[0]} cannot be started: {error.strerror}; try make install"
+        ) from None
 
 
 def free_port() -> int:
@@ -120,21 +140,42 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
         "OMP_NUM_THREADS": str(max(1, ranks.cpu_count // ranks.per_node)),
     }
     if ranks.device == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(ranks.visible)  # one process that sees two GPUs would be wrapped in DataParallel
-        if "PYTORCH_CUDA_ALLOC_CONF" not in environ and "PYTORCH_ALLOC_CONF" not in environ:  # torch reads both names, from 2.9 on
-            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # steps of other lengths find the memory of those before
-        env["UNSLOTH_COMPILE_LOCATION"] = str(run_folder.absolute() / "unsloth")  # the code that it writes, by itself into the working folder
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(
+            ranks.visible
+        )  # one process that sees two GPUs would be wrapped in DataParallel
+        if (
+            "PYTORCH_CUDA_ALLOC_CONF" not in environ and "PYTORCH_ALLOC_CONF" not in environ
+        ):  # torch reads both names, from 2.9 on
+            env["PYTORCH_CUDA_ALLOC_CONF"] = (
+                "expandable_segments:True"  # steps of other lengths find the memory of those before
+            )
+        env["UNSLOTH_COMPILE_LOCATION"] = str(
+            run_folder.absolute() / "unsloth"
+        )  # the code that it writes, by itself into the working folder
         if "NCCL_ASYNC_ERROR_HANDLING" in environ:
-            env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ["NCCL_ASYNC_ERROR_HANDLING"]  # the name that torch reads
+            env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ[
+                "NCCL_ASYNC_ERROR_HANDLING"
+            ]  # the name that torch reads
     else:
         env["CUDA_VISIBLE_DEVICES"] = ""
-        env["ACCELERATE_USE_CPU"] = str(ranks.strategy != "deepspeed").lower()  # accelerate takes it for "no DeepSpeed"
+        env["ACCELERATE_USE_CPU"] = str(
+            ranks.strategy != "deepspeed"
+        ).lower()  # accelerate takes it for "no DeepSpeed"
         if "OMP_WAIT_POLICY" not in environ:
-            env["GOMP_SPINCOUNT"] = "20000"  # then sleep: endless spinning slowed generation 60-fold beside another busy program
+            env["GOMP_SPINCOUNT"] = (
+                "20000"  # then sleep: endless spinning slowed generation 60-fold beside another busy program
+            )
         env["DS_ACCELERATOR"] = "cpu"
-    env = {name: value for name, value in env.items() if name not in environ or name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU", "DS_ACCELERATOR")}
+    env = {
+        name: value
+        for name, value in env.items()
+        if name not in environ
+        or name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU", "DS_ACCELERATOR")
+    }
     if bin_folder not in environ.get("PATH", "").split(os.pathsep):
-        env["PATH"] = f"{bin_folder}{os.pathsep}{environ.get('PATH', os.defpath)}"  # ninja, which compiles DeepSpeed's ops
+        env["PATH"] = (
+            f"{bin_folder}{os.pathsep}{environ.get('PATH', os.defpath)}"  # ninja, which compiles DeepSpeed's ops
+        )
     return env
 
 

@@ -12,10 +12,21 @@ from sft_play.plan.shapes import ModelShape
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
-ADAM_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "paged_adamw_32bit": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2, "sgd": 0}  # over float32
+ADAM_BYTES = {
+    "adamw_torch": 8,
+    "adamw_torch_fused": 8,
+    "paged_adamw_32bit": 8,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "sgd": 0,
+}  # over float32
 TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
-LOGIT_BYTES = 12  # a token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
-GPU_CONTEXT_BYTES = int(0.75 * 2**30)  # CUDA context and libraries: what an H200 held beside the allocator in three runs
+LOGIT_BYTES = (
+    12  # a token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
+)
+GPU_CONTEXT_BYTES = int(
+    0.75 * 2**30
+)  # CUDA context and libraries: what an H200 held beside the allocator in three runs
 CPU_CONTEXT_BYTES = int(0.8 * 2**30)  # Python with torch and transformers loaded
 LOSS_CHUNK_BYTES = int(0.25 * 2**30)  # of logits, in 16 bits: models.fast.loss.CHUNK_BYTES
 COLLECTIVE_BYTES = int(0.5 * 2**30)  # NCCL's buffers
@@ -44,8 +55,12 @@ class StepShape:
     zero_stage: int  # 0 without DeepSpeed
     offload: bool  # of the optimizer's state, to the host
     is_gpu: bool
-    accumulates: bool = True  # a step has several micro-batches, whose gradients stay through the forward passes
-    eval_rows: int | None = None  # of an evaluation at once; None: as many as `evaluation_rows` says
+    accumulates: bool = (
+        True  # a step has several micro-batches, whose gradients stay through the forward passes
+    )
+    eval_rows: int | None = (
+        None  # of an evaluation at once; None: as many as `evaluation_rows` says
+    )
     generates: bool = False  # evaluations answer with a key-value cache
     offload_weights: bool = False  # ZeRO-3's, to the host
 
@@ -103,15 +118,28 @@ def step_bytes(shape: ModelShape, step: StepShape) -> StepBytes:
     held, at_work = _held(shape, step), _at_work(shape, step)
     kept, _ = _activation_bytes(shape, step)
     loss, _ = _loss_bytes(shape, step)
-    passing = max(0, _passing_bytes(shape, step, step.batch_size) - loss) if step.checkpointed_layers == shape.layers else 0
+    passing = (
+        max(0, _passing_bytes(shape, step, step.batch_size) - loss)
+        if step.checkpointed_layers == shape.layers
+        else 0
+    )
     rows = step.eval_rows or evaluation_rows(shape, step)
     scored = _evaluation_logit_bytes(shape, step, rows)
     answering = rows * step.seq_len * _cache_bytes_per_token(shape, step) if step.generates else 0
     evaluating = max(answering, _passing_bytes(shape, step, rows) - scored)
-    whole = step.weight_bytes * shape.parameters // step.world_size * (step.world_size - 1) if step.zero_stage == 3 and step.mode == "full" else 0
+    whole = (
+        step.weight_bytes * shape.parameters // step.world_size * (step.world_size - 1)
+        if step.zero_stage == 3 and step.mode == "full"
+        else 0
+    )
     phases = {
         "load": _loading(shape, step, held),
-        "forward": replace(at_work, gradients=_gradients_while_forward(step, held), activations=kept + passing, logits=loss),
+        "forward": replace(
+            at_work,
+            gradients=_gradients_while_forward(step, held),
+            activations=kept + passing,
+            logits=loss,
+        ),
         "backward": max(_backward(shape, step), key=lambda moment: moment.total),
         "optimizer": replace(held, activations=_optimizer_copies(step) * held.gradients),
         "evaluation": replace(held, gradients=0, activations=evaluating, logits=scored),
@@ -141,17 +169,35 @@ def begins_fullest(shape: ModelShape, step: StepShape) -> bool:
 
 def _backward(shape: ModelShape, step: StepShape) -> tuple[PhaseBytes, PhaseBytes]:
     """The two moments of the backward pass that may hold most: its begin and its end."""
-    held, (kept, transient), (_, loss) = _at_work(shape, step), _activation_bytes(shape, step), _loss_bytes(shape, step)
+    held, (kept, transient), (_, loss) = (
+        _at_work(shape, step),
+        _activation_bytes(shape, step),
+        _loss_bytes(shape, step),
+    )
     layer = step.batch_size * step.seq_len * layer_bytes_per_token(shape, step)
-    begin = replace(held, gradients=_gradients_while_forward(step, held), activations=kept + transient, logits=loss)
+    begin = replace(
+        held,
+        gradients=_gradients_while_forward(step, held),
+        activations=kept + transient,
+        logits=loss,
+    )
     return begin, replace(held, activations=transient + layer)
 
 
 def _at_work(shape: ModelShape, step: StepShape) -> PhaseBytes:
     """What is held while a micro-batch is computed: autocast keeps 16-bit copies of float32 weights for the backward pass."""
     held = _held(shape, step)
-    is_cast = step.mode == "full" and step.weight_bytes == 4 and step.compute_bytes == 2 and not step.zero_stage
-    return replace(held, weights=held.weights + step.compute_bytes * shape.block_weights) if is_cast else held
+    is_cast = (
+        step.mode == "full"
+        and step.weight_bytes == 4
+        and step.compute_bytes == 2
+        and not step.zero_stage
+    )
+    return (
+        replace(held, weights=held.weights + step.compute_bytes * shape.block_weights)
+        if is_cast
+        else held
+    )
 
 
 def _gradients_while_forward(step: StepShape, held: PhaseBytes) -> int:
@@ -161,23 +207,41 @@ def _gradients_while_forward(step: StepShape, held: PhaseBytes) -> int:
 
 def _held(shape: ModelShape, step: StepShape) -> PhaseBytes:
     """What lives from the first step on, between the steps, too; gradients as they are when a step is complete."""
-    trainable = shape.parameters if step.mode == "full" else shape.lora_parameters(step.lora_rank, step.lora_targets)
+    trainable = (
+        shape.parameters
+        if step.mode == "full"
+        else shape.lora_parameters(step.lora_rank, step.lora_targets)
+    )
     by_stage = [step.world_size if step.zero_stage >= stage else 1 for stage in (1, 2, 3)]
     # DeepSpeed turns the weights themselves to 16 bits, and keeps a float32 copy of what it trains, in float32 too
     is_sharded_half = bool(step.zero_stage) and step.compute_bytes == 2
     weight_bytes = step.compute_bytes if is_sharded_half else step.weight_bytes
     master = 4 * trainable if step.zero_stage else 0
     trained_bytes = step.weight_bytes if step.mode == "full" else 4
-    state_bytes = 2 * trained_bytes if step.optim in TORCH_ADAM and not step.zero_stage else ADAM_BYTES[step.optim]
+    state_bytes = (
+        2 * trained_bytes
+        if step.optim in TORCH_ADAM and not step.zero_stage
+        else ADAM_BYTES[step.optim]
+    )
     optimizer = (state_bytes * trainable + master) // by_stage[0]
     weights = base_weight_bytes(shape, replace(step, weight_bytes=weight_bytes)) // by_stage[2]
     return PhaseBytes(
-        weights=0 if step.offload_weights and step.is_gpu else weights,  # without a GPU they only move within the host's memory
-        adapters=0 if step.mode == "full" else (2 if is_sharded_half else 4) * trainable // by_stage[2],
+        weights=0
+        if step.offload_weights and step.is_gpu
+        else weights,  # without a GPU they only move within the host's memory
+        adapters=0
+        if step.mode == "full"
+        else (2 if is_sharded_half else 4) * trainable // by_stage[2],
         gradients=trained_bytes * trainable // by_stage[1],
         optimizer=0 if step.offload and step.is_gpu else optimizer,
-        buckets=OFFLOAD_BUCKET_BYTES if step.zero_stage else trained_bytes * trainable if step.world_size > 1 else 0,
-        context=(GPU_CONTEXT_BYTES + (COLLECTIVE_BYTES if step.world_size > 1 else 0)) if step.is_gpu else CPU_CONTEXT_BYTES,
+        buckets=OFFLOAD_BUCKET_BYTES
+        if step.zero_stage
+        else trained_bytes * trainable
+        if step.world_size > 1
+        else 0,
+        context=(GPU_CONTEXT_BYTES + (COLLECTIVE_BYTES if step.world_size > 1 else 0))
+        if step.is_gpu
+        else CPU_CONTEXT_BYTES,
     )
 
 
@@ -189,7 +253,11 @@ def at_batch(step: StepShape, batch_size: int, checkpointed_layers: int) -> Step
 def evaluation_rows(shape: ModelShape, step: StepShape) -> int:
     """Return how many rows, no more than of a micro-batch, an evaluation takes at once: their logits fit where a step has its activations."""
     room = sum(_activation_bytes(shape, step)) + _loss_bytes(shape, step)[0]
-    return max(rows for rows in range(1, step.batch_size + 1) if rows == 1 or _evaluation_logit_bytes(shape, step, rows) <= room)
+    return max(
+        rows
+        for rows in range(1, step.batch_size + 1)
+        if rows == 1 or _evaluation_logit_bytes(shape, step, rows) <= room
+    )
 
 
 def _evaluation_logit_bytes(shape: ModelShape, step: StepShape, rows: int) -> int:
@@ -217,11 +285,15 @@ def layer_bytes_per_token(shape: ModelShape, step: StepShape) -> int:
     if not step.is_fast:
         adapters = {"lora": 4 * h + 2 * i, "qlora": h + i // 2, "full": 0}[step.mode]
         return wide * (18 * h + 9 * i + adapters)
-    heads = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim  # queries, output, keys, values
+    heads = (
+        2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+    )  # queries, output, keys, values
     if shape.model_type in HEAD_NORMS:
         heads += (shape.heads + shape.kv_heads) * shape.head_dim
     norms = 4 if shape.model_type in FOUR_NORMS else 2
-    residual = norms * h * step.weight_bytes if step.mode == "full" else 2 * norms * h  # the stream has the type of the embedding
+    residual = (
+        norms * h * step.weight_bytes if step.mode == "full" else 2 * norms * h
+    )  # the stream has the type of the embedding
     product = 2 * i if step.mode == "full" else 0  # the gradient of down_proj's weight needs it
     return wide * (4 * h + residual + 2 * heads + 4 * i + product)
 
@@ -235,13 +307,24 @@ def _activation_bytes(shape: ModelShape, step: StepShape) -> tuple[int, int]:
     tokens, kept = step.batch_size * step.seq_len, shape.layers - step.checkpointed_layers
     layer = tokens * layer_bytes_per_token(shape, step)
     again = 0 if kept else max(0, layer - _loss_bytes(shape, step)[1])
-    gradients = tokens * step.compute_bytes * (2 * shape.hidden + 3 * shape.intermediate) if step.is_fast else 0
-    return kept * layer + step.checkpointed_layers * tokens * step.compute_bytes * shape.hidden, again + gradients
+    gradients = (
+        tokens * step.compute_bytes * (2 * shape.hidden + 3 * shape.intermediate)
+        if step.is_fast
+        else 0
+    )
+    return (
+        kept * layer + step.checkpointed_layers * tokens * step.compute_bytes * shape.hidden,
+        again + gradients,
+    )
 
 
 def _passing_bytes(shape: ModelShape, step: StepShape, rows: int) -> int:
     """Return what a layer holds while it computes and nothing of it is kept, fitted to 1B, 8B and 14B; unfused, the whole logits are far more."""
-    return rows * step.seq_len * step.compute_bytes * (10 * shape.hidden + 3 * shape.intermediate) if step.is_fast else 0
+    return (
+        rows * step.seq_len * step.compute_bytes * (10 * shape.hidden + 3 * shape.intermediate)
+        if step.is_fast
+        else 0
+    )
 
 
 def _cache_bytes_per_token(shape: ModelShape, step: StepShape) -> int:

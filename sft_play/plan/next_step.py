@@ -13,10 +13,17 @@ from sft_play.plan.launch import PROJECT_ROOT
 TARGETS = {"single": "train", "ddp": "train-distributed", "deepspeed": "train-deepspeed"}
 OF_A_MICRO_BATCH = ("forward", "backward")
 ZERO3 = PROJECT_ROOT / "configs" / "deepspeed_zero3.json"
-KEEPS_CHECKPOINTS = {"train.batch_size", "train.grad_accum", "train.eval_batch_size", "train.gradient_checkpointing"}
+KEEPS_CHECKPOINTS = {
+    "train.batch_size",
+    "train.grad_accum",
+    "train.eval_batch_size",
+    "train.gradient_checkpointing",
+}
 
 
-def next_command(config: Config, plan: Mapping[str, Any], run: Path, phase: str, has_checkpoint: bool) -> str:
+def next_command(
+    config: Config, plan: Mapping[str, Any], run: Path, phase: str, has_checkpoint: bool
+) -> str:
     """Return the make command of a run that needs less in `phase`, one of memory.PHASES, where `run` ran out of memory.
 
     `config` and `plan` are the run's resolved ones, and CONFIG is the file that holds them: whatever else was set stays, the
@@ -32,20 +39,33 @@ def next_command(config: Config, plan: Mapping[str, Any], run: Path, phase: str,
     target = TARGETS[plan["strategy"]]
     if not changes:  # nothing is left to make smaller on these GPUs
         target, changes = "train-deepspeed", {"tuning.backend": "bnb", "train.grad_accum": "auto"}
-        words |= {"NUM_GPUS": 2 * len(plan["used_before_bytes"]), "DEEPSPEED_CONFIG": displayed(ZERO3)}
+        words |= {
+            "NUM_GPUS": 2 * len(plan["used_before_bytes"]),
+            "DEEPSPEED_CONFIG": displayed(ZERO3),
+        }
     words |= {name.upper().replace(".", "_"): value for name, value in changes.items()}
     if has_checkpoint and changes.keys() <= KEEPS_CHECKPOINTS:
         words["TRAIN_RESUME_FROM"] = run
-    return " ".join(["make", target, *(f"{name}={shlex.quote(_text(value))}" for name, value in words.items())])
+    return " ".join(
+        ["make", target, *(f"{name}={shlex.quote(_text(value))}" for name, value in words.items())]
+    )
 
 
 def smaller(config: Config, plan: Mapping[str, Any], phase: str) -> dict[str, object]:
     """Return the settings, by dotted name, with which `phase` needs less; {} where only more GPUs help."""
-    rows, accum, eval_rows = plan["per_device_batch_size"], plan["grad_accum"], config.train.eval_batch_size
+    rows, accum, eval_rows = (
+        plan["per_device_batch_size"],
+        plan["grad_accum"],
+        config.train.eval_batch_size,
+    )
     if phase == "evaluation" and isinstance(eval_rows, int) and eval_rows > 1:
         return {"train.eval_batch_size": eval_rows // 2}
     if phase in OF_A_MICRO_BATCH and plan["sequences"] > 1:
-        half = max(size for size in range(1, rows) if rows * accum % size == 0 and _sequences(plan, size) <= max(1, plan["sequences"] // 2))
+        half = max(
+            size
+            for size in range(1, rows)
+            if rows * accum % size == 0 and _sequences(plan, size) <= max(1, plan["sequences"] // 2)
+        )
         return {"train.batch_size": half, "train.grad_accum": rows * accum // half}
     if phase in OF_A_MICRO_BATCH and plan["checkpointing"] != "full":
         return {"train.gradient_checkpointing": True}

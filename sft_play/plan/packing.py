@@ -14,7 +14,10 @@ ISOLATING = frozenset(
 
 # Architectures that Unsloth computes with code of its own, under adapters, told the lengths of a packed row's documents; looked at
 # on an H200. Without flash-attn it masks the whole row, which beats padding up to rows of so many tokens.
-UNSLOTH_ISOLATING, UNSLOTH_LONGEST = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"}), 8192
+UNSLOTH_ISOLATING, UNSLOTH_LONGEST = (
+    frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"}),
+    8192,
+)
 
 
 def resolve_packing(config: Config, model_type: str) -> tuple[bool, str | None]:
@@ -30,15 +33,23 @@ def resolve_packing(config: Config, model_type: str) -> tuple[bool, str | None]:
         return False, None
     if by_unsloth and config.tuning.mode == "full":
         if setting is True:
-            raise ConfigError("train.packing=true: Unsloth keeps packed documents apart under adapters alone; set TRAIN_PACKING=auto, or TUNING_BACKEND=bnb")
+            raise ConfigError(
+                "train.packing=true: Unsloth keeps packed documents apart under adapters alone; set TRAIN_PACKING=auto, or TUNING_BACKEND=bnb"
+            )
         return False, "Unsloth keeps packed documents apart under adapters alone"
     if setting is True:
         return True, None
     if model_type not in (UNSLOTH_ISOLATING if by_unsloth else ISOLATING):
         by = " under Unsloth" if by_unsloth else ""
-        return False, f"nobody has looked whether {model_type} keeps packed documents apart{by}; TRAIN_PACKING=true looks before the first step"
+        return (
+            False,
+            f"nobody has looked whether {model_type} keeps packed documents apart{by}; TRAIN_PACKING=true looks before the first step",
+        )
     if by_unsloth and config.model.max_seq_len > UNSLOTH_LONGEST:
-        return False, f"Unsloth masks whole packed rows, which costs more than padding beyond {UNSLOTH_LONGEST} tokens"
+        return (
+            False,
+            f"Unsloth masks whole packed rows, which costs more than padding beyond {UNSLOTH_LONGEST} tokens",
+        )
     return True, None
 
 

@@ -22,7 +22,11 @@ from sft_play.runs.files import read_json, write_json
 logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).resolve().parents[1]
-COMPUTING = ("models/**/*.py", "training/trainer.py", "training/rehearsal.py")  # sources that decide what a step allocates
+COMPUTING = (
+    "models/**/*.py",
+    "training/trainer.py",
+    "training/rehearsal.py",
+)  # sources that decide what a step allocates
 FRAGMENTATION = 0.03  # of what the allocator can have: pieces too small for any tensor. The rest of the plan's reserve is measured now
 BY_TOKENS = ("forward", "backward")  # phases that grow with the tokens; the optimizer's does not
 GIB = 2**30
@@ -73,13 +77,27 @@ class Fit:
 
     def phases(self, batch_size: int, checkpointed_layers: int) -> dict[str, int]:
         """Return the bytes of every phase of a step."""
-        step, closed = self.choice.step_of(batch_size, checkpointed_layers), self.choice.bytes_of(batch_size, checkpointed_layers)
+        step, closed = (
+            self.choice.step_of(batch_size, checkpointed_layers),
+            self.choice.bytes_of(batch_size, checkpointed_layers),
+        )
         found = {name: phase.total for name, phase in closed.phases.items()}
         for name in self.large.phases:
             found[name] += self._excess(name, step, found[name])
-        if "backward" in found and len({begins_fullest(self.choice.shape, each) for each in (self._step_of(self.small), self._step_of(self.large), step)}) > 1:
+        if (
+            "backward" in found
+            and len(
+                {
+                    begins_fullest(self.choice.shape, each)
+                    for each in (self._step_of(self.small), self._step_of(self.large), step)
+                }
+            )
+            > 1
+        ):
             # the points saw gradients where this step has activations, or the other way round; the forward pass saw those activations
-            found["backward"] = closed.phases["backward"].total + found["forward"] - closed.phases["forward"].total
+            found["backward"] = (
+                closed.phases["backward"].total + found["forward"] - closed.phases["forward"].total
+            )
         return found
 
     def peak(self, batch_size: int, checkpointed_layers: int) -> int:
@@ -89,8 +107,17 @@ class Fit:
     def _excess(self, name: str, step: StepShape, closed_bytes: int) -> int:
         """What was measured beyond the closed form in a phase, for `step`."""
         if name not in BY_TOKENS:
-            return max(self.small.phases[name], self.large.phases[name]) + self._context - self._closed(name, self.large)
-        measured = Line.through(*((point.tokens, point.phases[name] + self._context) for point in (self.small, self.large)))
+            return (
+                max(self.small.phases[name], self.large.phases[name])
+                + self._context
+                - self._closed(name, self.large)
+            )
+        measured = Line.through(
+            *(
+                (point.tokens, point.phases[name] + self._context)
+                for point in (self.small, self.large)
+            )
+        )
         closed = self._closed_line(name, self.large.checkpointed_layers, self.large.accumulates)
         of_step = self._closed_line(name, step.checkpointed_layers, step.accumulates)
         ratio = measured.slope / closed.slope if closed.slope else 1.0
@@ -98,7 +125,10 @@ class Fit:
 
     def _closed_line(self, name: str, checkpointed_layers: int, accumulates: bool) -> "Line":
         """The closed form between the two token counts, with other layers checkpointed."""
-        points = (replace(point, checkpointed_layers=checkpointed_layers, accumulates=accumulates) for point in (self.small, self.large))
+        points = (
+            replace(point, checkpointed_layers=checkpointed_layers, accumulates=accumulates)
+            for point in (self.small, self.large)
+        )
         return Line.through(*((point.tokens, self._closed(name, point)) for point in points))
 
     def _closed(self, name: str, point: Point) -> int:
@@ -107,7 +137,12 @@ class Fit:
 
     def _step_of(self, point: Point) -> StepShape:
         """The step of a point: a row as long as it has tokens."""
-        return replace(self.choice.step, seq_len=point.tokens, checkpointed_layers=point.checkpointed_layers, accumulates=point.accumulates)
+        return replace(
+            self.choice.step,
+            seq_len=point.tokens,
+            checkpointed_layers=point.checkpointed_layers,
+            accumulates=point.accumulates,
+        )
 
     @property
     def _context(self) -> int:
@@ -132,11 +167,19 @@ def to_choose_again(choice: Choice, effective_batch: int, checkpointed_layers: i
     return replace(choice, wanted=wanted)
 
 
-def is_known_to_fit(chosen: batch.Chosen, choice: Choice, points: Sequence[Point], budget: int) -> bool:
+def is_known_to_fit(
+    chosen: batch.Chosen, choice: Choice, points: Sequence[Point], budget: int
+) -> bool:
     """Return whether a step that needs at least as much was measured, within the budget."""
     step = choice.step_of(chosen.batch_size, chosen.checkpointed_layers)
     tokens, accumulates = step.batch_size * step.seq_len, step.accumulates
-    larger = [p for p in points if p.tokens >= tokens and p.checkpointed_layers <= chosen.checkpointed_layers and p.accumulates >= accumulates]
+    larger = [
+        p
+        for p in points
+        if p.tokens >= tokens
+        and p.checkpointed_layers <= chosen.checkpointed_layers
+        and p.accumulates >= accumulates
+    ]
     return any(point.peak + context_bytes(choice) <= budget for point in larger)
 
 
@@ -144,9 +187,18 @@ def no_room(fit: Fit, chosen: batch.Chosen, allowed: int, budget: int, device: s
     """Return the error of a step that does not fit, with what to type for the same effective batch; tries have shown that no more than `allowed` is safe."""
     wanted = fit.choice.wanted
     try:
-        fitting = batch.choose(replace(wanted, batch_size="auto", grad_accum="auto", gradient_checkpointing="auto"), fit.peak, allowed, device)
+        fitting = batch.choose(
+            replace(wanted, batch_size="auto", grad_accum="auto", gradient_checkpointing="auto"),
+            fit.peak,
+            allowed,
+            device,
+        )
         words = f"TRAIN_BATCH_SIZE={fitting.batch_size} TRAIN_GRAD_ACCUM={fitting.grad_accum}"
-        words += " TRAIN_GRADIENT_CHECKPOINTING=auto" if fitting.checkpointed_layers > chosen.checkpointed_layers else ""
+        words += (
+            " TRAIN_GRADIENT_CHECKPOINTING=auto"
+            if fitting.checkpointed_layers > chosen.checkpointed_layers
+            else ""
+        )
     except OutOfMemory:
         words = smaller(wanted.seq_len)
     needs = fit.peak(chosen.batch_size, chosen.checkpointed_layers)
@@ -163,7 +215,14 @@ def smaller(seq_len: int) -> str:
 
 def phases_json(fitted: Mapping[str, int], closed: StepBytes) -> dict[str, dict[str, int]]:
     """Return the phases of a plan.json whose sums are the fitted ones: what they differ by is a component of its own."""
-    return {name: {**phase.as_json(), "measured_beyond": fitted[name] - phase.total, "total": fitted[name]} for name, phase in closed.phases.items()}
+    return {
+        name: {
+            **phase.as_json(),
+            "measured_beyond": fitted[name] - phase.total,
+            "total": fitted[name],
+        }
+        for name, phase in closed.phases.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -186,7 +245,9 @@ class Subject:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of its canonical JSON."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
 
 @cache
@@ -208,7 +269,9 @@ def remembered(folder: Path, fingerprint: str) -> tuple[Point, ...]:
     except FileNotFoundError:
         return ()
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s: cannot be read (%s: %s); measuring anew", path, type(error).__name__, error)
+        logger.warning(
+            "%s: cannot be read (%s: %s); measuring anew", path, type(error).__name__, error
+        )
         return ()
 
 

@@ -15,10 +15,16 @@ WIDTH = 110  # columns
 LABEL = 14  # of them, for what a line is about
 TYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32"}
 STRATEGIES = {"single": "one process", "ddp": "DDP", "deepspeed": "DeepSpeed ZeRO-"}
-NAMES = {"logits": "logits and loss", "buckets": "gradient buckets", "context": "context, libraries"}  # else as the component is called
+NAMES = {
+    "logits": "logits and loss",
+    "buckets": "gradient buckets",
+    "context": "context, libraries",
+}  # else as the component is called
 
 
-def lines(plan: Plan, command: Launch, make_words: Iterable[str], workload: Workload | str) -> list[str]:
+def lines(
+    plan: Plan, command: Launch, make_words: Iterable[str], workload: Workload | str
+) -> list[str]:
     """Return a plan as a person reads it: what and where, bytes by phase, batch, speed, hours, and what to type.
 
     `make_words` start the run; `workload` is what it trains, or why that is not known.
@@ -42,15 +48,29 @@ def lines(plan: Plan, command: Launch, make_words: Iterable[str], workload: Work
         shown += ["", "it fits, by estimate, with"]
         shown += [line for change in plan.changes for line in _change(change)]
     elif not plan.fits:
-        shown += ["", "no three settings together make it fit: a smaller model, or GPUs with more memory"]
+        shown += [
+            "",
+            "no three settings together make it fit: a smaller model, or GPUs with more memory",
+        ]
     if not plan.fits and not plan.is_batch_explicit:
         return shown  # which `make train` refuses
     env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items() if name != "PATH"]
-    return [*shown, "", *_command("start", make_words), *_command("which runs", [*env, *map(shlex.quote, command.argv)])]
+    return [
+        *shown,
+        "",
+        *_command("start", make_words),
+        *_command("which runs", [*env, *map(shlex.quote, command.argv)]),
+    ]
 
 
 def _line(about: str, text: str) -> list[str]:
-    return textwrap.wrap(f"{about:<{LABEL}}{text}", WIDTH, subsequent_indent=" " * LABEL, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        f"{about:<{LABEL}}{text}",
+        WIDTH,
+        subsequent_indent=" " * LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _command(about: str, words: Iterable[str]) -> list[str]:
@@ -69,7 +89,13 @@ def _what(plan: Plan) -> str:
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         how = f"{tuning.mode} of rank {tuning.lora.r} on {'all linear layers' if targets == 'all-linear' else ', '.join(targets)}"
-    kernels = "Unsloth" if tuning.backend == "unsloth" else "fused kernels" if plan.step.is_fast else "no fused kernels"
+    kernels = (
+        "Unsloth"
+        if tuning.backend == "unsloth"
+        else "fused kernels"
+        if plan.step.is_fast
+        else "no fused kernels"
+    )
     return f"{plan.config.model.name} ({_count(plan.shape.parameters)} weights), {how}, {kernels}"
 
 
@@ -94,10 +120,16 @@ def _table(plan: Plan) -> list[str]:
     rows = [(f"GiB on each {device}", *(f"{name}{'*' if name == peak else ''}" for name in phases))]
     columns = [asdict(phase) for phase in phases.values()]
     for component in columns[0]:
-        label = f"weights ({_weights(plan)})" if component == "weights" else NAMES.get(component, component)
+        label = (
+            f"weights ({_weights(plan)})"
+            if component == "weights"
+            else NAMES.get(component, component)
+        )
         rows.append((label, *(_gib(column[component]) for column in columns)))
     rows.append(("total", *(_gib(phase.total) for phase in phases.values())))
-    return [f"{label:<32}{''.join(f'{cell:>13}' for cell in cells)}".rstrip() for label, *cells in rows]
+    return [
+        f"{label:<32}{''.join(f'{cell:>13}' for cell in cells)}".rstrip() for label, *cells in rows
+    ]
 
 
 def _gib(number: int) -> str:
@@ -107,16 +139,27 @@ def _gib(number: int) -> str:
 def _weights(plan: Plan) -> str:
     tuning = plan.config.tuning
     if tuning.mode == "qlora":
-        return tuning.bnb_4bit_quant_type.upper() + (", double quantised" if tuning.bnb_4bit_use_double_quant else "")
+        return tuning.bnb_4bit_quant_type.upper() + (
+            ", double quantised" if tuning.bnb_4bit_use_double_quant else ""
+        )
     computed = TYPES[precision(plan.config)]
     if plan.zero_stage and plan.step.compute_bytes == 2:
         return computed  # DeepSpeed turns them to it
-    return "float32" if plan.step.weight_bytes == 4 else plan.config.model.dtype if plan.config.model.dtype != "auto" else computed
+    return (
+        "float32"
+        if plan.step.weight_bytes == 4
+        else plan.config.model.dtype
+        if plan.config.model.dtype != "auto"
+        else computed
+    )
 
 
 def _memory(plan: Plan) -> str:
     peak, budget = plan.memory.predicted_peak / GIB, plan.budget_bytes / GIB
-    free, where = budget / (1 - RESERVE), "on each GPU" if plan.ranks.device == "cuda" else "of the host for each process"
+    free, where = (
+        budget / (1 - RESERVE),
+        "on each GPU" if plan.ranks.device == "cuda" else "of the host for each process",
+    )
     verdict = "fits" if plan.fits else f"does NOT fit, by {peak - budget:.2f} GiB"
     shares = f"{peak / budget:.0%} of the {budget:.2f} GiB that may be used, {peak / free:.0%} of the {free:.2f} GiB free {where}"
     return f"{verdict}: {peak:.2f} GiB in the {plan.memory.peak_phase} phase, {shares}; {RESERVE:.0%} are kept in reserve"
@@ -134,7 +177,9 @@ def _checkpointing(plan: Plan) -> str:
     chosen = plan.chosen
     if chosen.checkpointing == "none":
         return "none: no layer is computed twice"
-    which = "all" if chosen.checkpointing == "full" else f"the first {chosen.checkpointed_layers} of"
+    which = (
+        "all" if chosen.checkpointing == "full" else f"the first {chosen.checkpointed_layers} of"
+    )
     return f"{which} {chosen.layers} layers are computed again in the backward pass"
 
 
@@ -189,6 +234,10 @@ def _duration(seconds: float) -> str:
 
 
 def _change(change: Change) -> list[str]:
-    speed = f", {change.relative_speed:.2f} x the speed" if change.relative_speed is not None else ""
+    speed = (
+        f", {change.relative_speed:.2f} x the speed" if change.relative_speed is not None else ""
+    )
     text = f"  {change.words}  ({change.predicted_peak / GIB:.2f} GiB{speed}{f'; {change.costs}' if change.costs else ''})"
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+    )

@@ -20,9 +20,14 @@ from sft_play.plan.sizing import Setup, Sized, size
 
 GIB = 2**30
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
-ENGINES = tuple(PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (2, 3))  # that train-deepspeed tries where none is named
+ENGINES = tuple(
+    PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (2, 3)
+)  # that train-deepspeed tries where none is named
 NCCL_SECONDS = 1800
-OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # accelerate puts DeepSpeed's CPU Adam in the place of any other too, without a word
+OFFLOADED_OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+)  # accelerate puts DeepSpeed's CPU Adam in the place of any other too, without a word
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,9 @@ class Plan:
     memory: memory.StepBytes
     budget_bytes: int
     gpu: str | None  # the name of the first one, None on a CPU
-    used_before_bytes: tuple[int, ...]  # of each local rank's GPU, what others held when this was planned; 0 on a CPU
+    used_before_bytes: tuple[
+        int, ...
+    ]  # of each local rank's GPU, what others held when this was planned; 0 on a CPU
     deepspeed: dict[str, Any] | None
     deepspeed_source: str | None
     shortage: str | None  # why it does not fit
@@ -130,15 +137,39 @@ class Plan:
 
 def with_counted_rows(plan: Plan, fullest_step: int) -> Plan:
     """Return the plan of a packed run whose rows are known: fewer and smaller micro-batches make the same step, in less memory."""
-    setup, chosen, engine = replace(plan.setup, fullest_step=fullest_step), plan.chosen, plan.deepspeed
-    plan = replace(plan, setup=setup, memory=setup.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers))
+    setup, chosen, engine = (
+        replace(plan.setup, fullest_step=fullest_step),
+        plan.chosen,
+        plan.deepspeed,
+    )
+    plan = replace(
+        plan,
+        setup=setup,
+        memory=setup.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers),
+    )
     if engine is None:
         return plan
-    whole = chosen.batch_size * plan.micro_batches * plan.ranks.world_size  # the product must hold; in samples it would be effective_batch
-    return replace(plan, deepspeed={**engine, "gradient_accumulation_steps": plan.micro_batches, "train_batch_size": whole})
+    whole = (
+        chosen.batch_size * plan.micro_batches * plan.ranks.world_size
+    )  # the product must hold; in samples it would be effective_batch
+    return replace(
+        plan,
+        deepspeed={
+            **engine,
+            "gradient_accumulation_steps": plan.micro_batches,
+            "train_batch_size": whole,
+        },
+    )
 
 
-def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str], distributed: bool, use_deepspeed: bool) -> Plan:
+def resolve(
+    loaded: LoadedConfig,
+    invocation: Invocation,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+    distributed: bool,
+    use_deepspeed: bool,
+) -> Plan:
     """Return the plan of a run, which need not fit.
 
     `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO, where no JSON is named of the first stage
@@ -148,24 +179,49 @@ def resolve(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, en
     ranks = plan_ranks(invocation, hardware, environ, distributed, use_deepspeed)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
-    paths = [None] if not use_deepspeed else [Path(invocation.deepspeed_config)] if invocation.deepspeed_config else ENGINES
+    paths = (
+        [None]
+        if not use_deepspeed
+        else [Path(invocation.deepspeed_config)]
+        if invocation.deepspeed_config
+        else ENGINES
+    )
     tried = (_resolve(loaded, hardware, environ, ranks, path) for path in paths)
     plan = next(tried)
     return plan if plan.fits else next((other for other in tried if other.fits), plan)
 
 
-def _resolve(loaded: LoadedConfig, hardware: Hardware, environ: Mapping[str, str], ranks: Ranks, engine_path: Path | None) -> Plan:
+def _resolve(
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+    ranks: Ranks,
+    engine_path: Path | None,
+) -> Plan:
     """Return the plan under one strategy: DDP or a single process without `engine_path`, else the DeepSpeed JSON there."""
     config = loaded.config
     raw = deepspeed.read(engine_path) if engine_path else None
     shape = load_shape(config.model.name, config.model.revision, environ)
-    bf16, fp16, notes = choose_precision(loaded, hardware, deepspeed.precision(raw) if raw else None)
+    bf16, fp16, notes = choose_precision(
+        loaded, hardware, deepspeed.precision(raw) if raw else None
+    )
     stage = deepspeed.zero_stage(raw) if raw else 0
     offload, offload_weights = deepspeed.offloads(raw) if raw else (False, False)
     _refuse_combinations(loaded, stage, offload, ranks)
     is_effective_set = loaded.is_set("train.effective_batch_size")
     gpu_names = tuple(gpu.name for gpu in hardware.gpus[: ranks.per_node])
-    setup = Setup(config, is_effective_set, shape, ranks, bf16 or fp16, stage, offload, _budget(hardware, ranks), offload_weights, gpu_names)
+    setup = Setup(
+        config,
+        is_effective_set,
+        shape,
+        ranks,
+        bf16 or fp16,
+        stage,
+        offload,
+        _budget(hardware, ranks),
+        offload_weights,
+        gpu_names,
+    )
     sized = size(setup)
     chosen = sized.chosen
     notes += _batch_notes(loaded, sized, ranks)
@@ -203,16 +259,24 @@ def _resolve(loaded: LoadedConfig, hardware: Hardware, environ: Mapping[str, str
     )
 
 
-def fastest(loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]) -> Plan:
+def fastest(
+    loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]
+) -> Plan:
     """Return the plan of the strategy that is fastest on all GPUs of `hardware`, of those that fit: one process or DDP, or ZeRO.
 
     Where nobody knows how fast a card is, whole weights on every GPU come first. Raises as `resolve`.
     """
     plan = resolve(loaded, invocation, hardware, environ, distributed=True, use_deepspeed=False)
-    if plan.ranks.world_size == 1 or plan.ranks.device == "cpu" or plan.config.tuning.backend == "unsloth":
+    if (
+        plan.ranks.world_size == 1
+        or plan.ranks.device == "cpu"
+        or plan.config.tuning.backend == "unsloth"
+    ):
         return plan
     sharded = resolve(loaded, invocation, hardware, environ, distributed=True, use_deepspeed=True)
-    return max(plan, sharded, key=lambda one: (one.fits, one.speed.tokens_per_second if one.speed else 0.0))
+    return max(
+        plan, sharded, key=lambda one: (one.fits, one.speed.tokens_per_second if one.speed else 0.0)
+    )
 
 
 def short_of_memory(plan: Plan) -> OutOfMemory:
@@ -226,7 +290,10 @@ def short_of_memory(plan: Plan) -> OutOfMemory:
 def _batch_notes(loaded: LoadedConfig, sized: Sized, ranks: Ranks) -> list[str]:
     """Say where the step is not the effective batch of the config."""
     train, chosen, notes = loaded.config.train, sized.chosen, []
-    if chosen.effective_batch != train.effective_batch_size and "auto" in (train.batch_size, train.grad_accum):
+    if chosen.effective_batch != train.effective_batch_size and "auto" in (
+        train.batch_size,
+        train.grad_accum,
+    ):
         notes.append(
             f"{loaded.described('train.effective_batch_size')} becomes {chosen.effective_batch}: train.batch_size={chosen.batch_size} x "
             f"world={ranks.world_size} x train.grad_accum={chosen.grad_accum}; TRAIN_EFFECTIVE_BATCH_SIZE={chosen.effective_batch} says so"
@@ -234,7 +301,13 @@ def _batch_notes(loaded: LoadedConfig, sized: Sized, ranks: Ranks) -> list[str]:
     return notes
 
 
-def plan_ranks(invocation: Invocation, hardware: Hardware, environ: Mapping[str, str], distributed: bool, use_deepspeed: bool) -> Ranks:
+def plan_ranks(
+    invocation: Invocation,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+    distributed: bool,
+    use_deepspeed: bool,
+) -> Ranks:
     """Return how many processes run where.
 
     Raises: EnvironmentFault when NUM_GPUS is more than there are, or a cluster counts on more processes than are asked for; ConfigError
@@ -248,7 +321,9 @@ def plan_ranks(invocation: Invocation, hardware: Hardware, environ: Mapping[str,
     is_cuda = hardware.kind == "cuda"
     per_node = invocation.num_gpus or (hardware.count if is_cuda and distributed else 1)
     if is_cuda and per_node > hardware.count:
-        raise EnvironmentFault(f"NUM_GPUS={per_node}: this host has {hardware.count} usable GPUs; set NUM_GPUS={hardware.count}, or see make gpu-info")
+        raise EnvironmentFault(
+            f"NUM_GPUS={per_node}: this host has {hardware.count} usable GPUs; set NUM_GPUS={hardware.count}, or see make gpu-info"
+        )
     world = per_node * invocation.nnodes
     strategy = "deepspeed" if use_deepspeed else "ddp" if world > 1 else "single"
     if strategy == "single" and environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
@@ -270,7 +345,9 @@ def plan_ranks(invocation: Invocation, hardware: Hardware, environ: Mapping[str,
     )
 
 
-def choose_precision(loaded: LoadedConfig, hardware: Hardware, asked: str | None) -> tuple[bool, bool, list[str]]:
+def choose_precision(
+    loaded: LoadedConfig, hardware: Hardware, asked: str | None
+) -> tuple[bool, bool, list[str]]:
     """Return (bf16, fp16, warnings): never both, bfloat16 where every GPU has it, float32 on a CPU unless asked.
 
     `asked` is what a DeepSpeed JSON says; it decides where the config leaves both to auto.
@@ -280,32 +357,52 @@ def choose_precision(loaded: LoadedConfig, hardware: Hardware, asked: str | None
     if asked and train.bf16 == train.fp16 == "auto":
         bf16, fp16 = asked == "bf16", asked == "fp16"
     else:
-        bf16 = train.bf16 is True or (train.bf16 == "auto" and hardware.supports_bf16 and train.fp16 is not True)
-        fp16 = train.fp16 is True or (train.fp16 == "auto" and has_gpu and not hardware.supports_bf16 and not bf16)
+        bf16 = train.bf16 is True or (
+            train.bf16 == "auto" and hardware.supports_bf16 and train.fp16 is not True
+        )
+        fp16 = train.fp16 is True or (
+            train.fp16 == "auto" and has_gpu and not hardware.supports_bf16 and not bf16
+        )
     if bf16 and has_gpu and not hardware.supports_bf16:
         bf16, fp16 = False, train.fp16 is not False
-        name, says = ("float16", "TRAIN_FP16=true TRAIN_BF16=false") if fp16 else ("float32", "TRAIN_BF16=false")
-        notes.append(f"train.bf16=true, but a GPU here has no bfloat16 (capability under 8.0): computing in {name}; {says} says so")
+        name, says = (
+            ("float16", "TRAIN_FP16=true TRAIN_BF16=false")
+            if fp16
+            else ("float32", "TRAIN_BF16=false")
+        )
+        notes.append(
+            f"train.bf16=true, but a GPU here has no bfloat16 (capability under 8.0): computing in {name}; {says} says so"
+        )
     if bf16 and fp16:
-        notes.append("train.bf16 and train.fp16 are both true: computing in bfloat16; TRAIN_FP16=false says so")
+        notes.append(
+            "train.bf16 and train.fp16 are both true: computing in bfloat16; TRAIN_FP16=false says so"
+        )
         fp16 = False
     if fp16 and not has_gpu:
-        raise ConfigError(f"{loaded.described('train.fp16')}: float16 needs a GPU; set TRAIN_FP16=auto")
+        raise ConfigError(
+            f"{loaded.described('train.fp16')}: float16 needs a GPU; set TRAIN_FP16=auto"
+        )
     return bf16, fp16, notes
 
 
 def precision(config: Config) -> str:
     """Return the name of a resolved config's compute type, as accelerate spells it, or float32."""
-    return "bf16" if config.train.bf16 is True else "fp16" if config.train.fp16 is True else "float32"
+    return (
+        "bf16" if config.train.bf16 is True else "fp16" if config.train.fp16 is True else "float32"
+    )
 
 
 def _require_backend(config: Config, hardware: Hardware) -> None:
     if config.tuning.backend != "unsloth":
         return
     if hardware.kind != "cuda":
-        raise EnvironmentFault("tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb, or see make gpu-info")
+        raise EnvironmentFault(
+            "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb, or see make gpu-info"
+        )
     if importlib.util.find_spec("unsloth") is None:
-        raise EnvironmentFault("tuning.backend=unsloth: unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb")
+        raise EnvironmentFault(
+            "tuning.backend=unsloth: unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb"
+        )
 
 
 def _refuse_combinations(loaded: LoadedConfig, stage: int, offload: bool, ranks: Ranks) -> None:
@@ -316,23 +413,44 @@ def _refuse_combinations(loaded: LoadedConfig, stage: int, offload: bool, ranks:
             "or delete offload_optimizer from the DeepSpeed JSON"
         )
     if stage == 3 and config.tuning.mode == "qlora" and ranks.device == "cpu":
-        raise ConfigError("ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or DEEPSPEED_CONFIG=configs/deepspeed_zero2.json")
+        raise ConfigError(
+            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or DEEPSPEED_CONFIG=configs/deepspeed_zero2.json"
+        )
     if stage and config.tuning.backend == "unsloth":
-        raise ConfigError("tuning.backend=unsloth does not run under DeepSpeed; use make train-distributed, or set TUNING_BACKEND=bnb")
+        raise ConfigError(
+            "tuning.backend=unsloth does not run under DeepSpeed; use make train-distributed, or set TUNING_BACKEND=bnb"
+        )
 
 
 def _budget(hardware: Hardware, ranks: Ranks) -> int:
     """Bytes that one rank may take: the least free of its GPUs, or its share of the host's memory."""
-    free = min(gpu.free_bytes for gpu in hardware.gpus[: ranks.per_node]) if hardware.kind == "cuda" else hardware.ram_available_bytes // ranks.per_node
+    free = (
+        min(gpu.free_bytes for gpu in hardware.gpus[: ranks.per_node])
+        if hardware.kind == "cuda"
+        else hardware.ram_available_bytes // ranks.per_node
+    )
     return int(free * (1 - RESERVE))
 
 
 def _used_before(hardware: Hardware, ranks: Ranks) -> tuple[int, ...]:
-    used = [gpu.total_bytes - gpu.free_bytes for gpu in hardware.gpus] if ranks.device == "cuda" else [0] * ranks.per_node
+    used = (
+        [gpu.total_bytes - gpu.free_bytes for gpu in hardware.gpus]
+        if ranks.device == "cuda"
+        else [0] * ranks.per_node
+    )
     return tuple(used[: ranks.per_node])
 
 
-def _resolved(config: Config, chosen: batch.Chosen, eval_rows: int, packing: bool, bf16: bool, fp16: bool, ranks: Ranks, environ: Mapping[str, str]) -> Config:
+def _resolved(
+    config: Config,
+    chosen: batch.Chosen,
+    eval_rows: int,
+    packing: bool,
+    bf16: bool,
+    fp16: bool,
+    ranks: Ranks,
+    environ: Mapping[str, str],
+) -> Config:
     """Return the config with no auto left and every path absolute, so that the run folder explains itself anywhere."""
     model = config.model
     if Path(model.name).is_dir():
@@ -348,19 +466,31 @@ def _resolved(config: Config, chosen: batch.Chosen, eval_rows: int, packing: boo
             "gradient_checkpointing": chosen.checkpointed_layers > 0,
             "bf16": bf16,
             "fp16": fp16,
-            "eval_batch_size": eval_rows if config.train.eval_batch_size == "auto" else config.train.eval_batch_size,
-            "dataloader_pin_memory": ranks.device == "cuda" if config.train.dataloader_pin_memory == "auto" else config.train.dataloader_pin_memory,
-            "probe": (ranks.device == "cuda" and config.tuning.backend == "bnb") if config.train.probe == "auto" else config.train.probe,
+            "eval_batch_size": eval_rows
+            if config.train.eval_batch_size == "auto"
+            else config.train.eval_batch_size,
+            "dataloader_pin_memory": ranks.device == "cuda"
+            if config.train.dataloader_pin_memory == "auto"
+            else config.train.dataloader_pin_memory,
+            "probe": (ranks.device == "cuda" and config.tuning.backend == "bnb")
+            if config.train.probe == "auto"
+            else config.train.probe,
             "ddp_timeout": config.train.ddp_timeout or _nccl_timeout(environ),
-            "resume_from": str(Path(config.train.resume_from).resolve()) if config.train.resume_from else None,
+            "resume_from": str(Path(config.train.resume_from).resolve())
+            if config.train.resume_from
+            else None,
         }
     )
-    return config.model_copy(update={"model": model, "train": train, "data": sources.resolved(config.data)})
+    return config.model_copy(
+        update={"model": model, "train": train, "data": sources.resolved(config.data)}
+    )
 
 
 def _nccl_timeout(environ: Mapping[str, str]) -> int:
     """NCCL_TIMEOUT in seconds: a name that people set and no library reads."""
     text = environ.get("NCCL_TIMEOUT") or str(NCCL_SECONDS)
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"NCCL_TIMEOUT={text}: write whole seconds, such as NCCL_TIMEOUT={NCCL_SECONDS}")
+        raise ConfigError(
+            f"NCCL_TIMEOUT={text}: write whole seconds, such as NCCL_TIMEOUT={NCCL_SECONDS}"
+        )
     return int(text)

@@ -13,8 +13,21 @@ from sft_play.errors import EnvironmentFault
 KNOWN = Path(__file__).parent / "known_shapes.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings")
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block, as transformers names them
-TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their config.json on the hub does not say it; the class does
+LINEARS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # of a block, as transformers names them
+TIED_BY_DEFAULT = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+)  # their config.json on the hub does not say it; the class does
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,10 @@ class ModelShape:
     @property
     def other_weights(self) -> int:
         """Embedding, head and norms."""
-        return self.vocab * self.hidden * (1 if self.is_tied else 2) + (2 * self.layers + 1) * self.hidden
+        return (
+            self.vocab * self.hidden * (1 if self.is_tied else 2)
+            + (2 * self.layers + 1) * self.hidden
+        )
 
     @property
     def parameters(self) -> int:
@@ -55,12 +71,26 @@ class ModelShape:
     def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
         """Return r * (inputs + outputs) summed over the target layers; names that are not of a block count nothing."""
         chosen = adapted_linears(targets)
-        return self.layers * rank * sum(sum(sizes) for name, sizes in zip(LINEARS, self.linears, strict=True) if name in chosen)
+        return (
+            self.layers
+            * rank
+            * sum(
+                sum(sizes)
+                for name, sizes in zip(LINEARS, self.linears, strict=True)
+                if name in chosen
+            )
+        )
 
 
 def adapted_linears(targets: str | list[str]) -> tuple[str, ...]:
     """Return which of a block's LINEARS get an adapter."""
-    return LINEARS if targets == "all-linear" else tuple(name for name in LINEARS if any(target.rpartition(".")[2] == name for target in targets))
+    return (
+        LINEARS
+        if targets == "all-linear"
+        else tuple(
+            name for name in LINEARS if any(target.rpartition(".")[2] == name for target in targets)
+        )
+    )
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -70,7 +100,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         text = _completed(config)
     missing = [key for key in REQUIRED if text.get(key) is None]
     if missing:
-        raise EnvironmentFault(f"model.name={name}: its config.json names no {', '.join(missing)}; is it a language model? Set MODEL_NAME to one that is")
+        raise EnvironmentFault(
+            f"model.name={name}: its config.json names no {', '.join(missing)}; is it a language model? Set MODEL_NAME to one that is"
+        )
     heads = text["num_attention_heads"]
     tied_by_default = text.get("model_type") in TIED_BY_DEFAULT
     return ModelShape(
@@ -82,7 +114,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         model_type=config.get("model_type") or "",
-        is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))),
+        is_tied=bool(
+            text.get("tie_word_embeddings", config.get("tie_word_embeddings", tied_by_default))
+        ),
     )
 
 
@@ -92,7 +126,11 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
     try:
         text = AutoConfig.for_model(**config).get_text_config()
-    except (TypeError, ValueError, KeyError):  # no model_type, or one that transformers does not have
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+    ):  # no model_type, or one that transformers does not have
         return {}
     return {key: getattr(text, key, None) for key in (*REQUIRED, *OPTIONAL)}
 
@@ -119,14 +157,20 @@ def known_config(name: str) -> dict[str, Any] | None:
 
     The file names a shape once: models under `also` share it.
     """
-    return next((config for known, config in known_shapes().items() if known.lower() == name.lower()), None)
+    return next(
+        (config for known, config in known_shapes().items() if known.lower() == name.lower()), None
+    )
 
 
 @cache
 def known_shapes() -> dict[str, dict[str, Any]]:
     """Return the configs of all well-known models by name."""
     shapes = json.loads(KNOWN.read_text(encoding="utf-8"))
-    return {name: config for first, config in shapes.items() for name in (first, *config.pop("also", ()))}
+    return {
+        name: config
+        for first, config in shapes.items()
+        for name in (first, *config.pop("also", ()))
+    }
 
 
 def _nearest(name: str) -> str:
@@ -140,18 +184,29 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise EnvironmentFault(f"model.name={name}: the folder has no config.json, so it is no transformers model; see what is in it with ls {name}") from None
+        raise EnvironmentFault(
+            f"model.name={name}: the folder has no config.json, so it is no transformers model; see what is in it with ls {name}"
+        ) from None
     except ValueError as error:
-        raise EnvironmentFault(f"{path}: not valid JSON: {error}; download the model again") from None
+        raise EnvironmentFault(
+            f"{path}: not valid JSON: {error}; download the model again"
+        ) from None
     if not isinstance(config, dict):
-        raise EnvironmentFault(f"{path}: holds {type(config).__name__} rather than an object; download the model again")
+        raise EnvironmentFault(
+            f"{path}: holds {type(config).__name__} rather than an object; download the model again"
+        )
     return config
 
 
 def _cached(name: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
     """The config.json in huggingface_hub's cache, found without importing it (half a second)."""
-    home = Path(environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
-    repo = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{name.replace('/', '--')}"
+    home = Path(
+        environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    ).expanduser()
+    repo = (
+        Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        / f"models--{name.replace('/', '--')}"
+    )
     reference = repo / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else revision or ""
     path = repo / "snapshots" / commit / "config.json"

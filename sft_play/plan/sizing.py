@@ -67,7 +67,9 @@ class Setup:
             optim=train.optim,
             double_quant=tuning.bnb_4bit_use_double_quant,
             checkpointed_layers=0,
-            is_fast=is_fast(self.config, self.shape.model_type, self.ranks.device, self.is_half, self.zero_stage),
+            is_fast=is_fast(
+                self.config, self.shape.model_type, self.ranks.device, self.is_half, self.zero_stage
+            ),
             world_size=self.ranks.world_size,
             zero_stage=self.zero_stage,
             offload=self.offload,
@@ -90,7 +92,9 @@ class Setup:
     def speed_of(self, chosen: batch.Chosen) -> speed.Speed | None:
         """Return what is predicted where all rows are full; None where nothing is known of the device."""
         step = replace(self.step_of(chosen), batch_size=chosen.batch_size)
-        return speed.predict(self.shape, step, speed.full_rows(step, chosen.grad_accum), self.card, self.ranks.nodes)
+        return speed.predict(
+            self.shape, step, speed.full_rows(step, chosen.grad_accum), self.card, self.ranks.nodes
+        )
 
     @property
     def choice(self) -> "Choice":
@@ -109,7 +113,11 @@ class Choice:
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Self:
         """Return what `as_json` gave."""
-        return cls(batch.Wanted(**facts["wanted"]), memory.StepShape(**facts["step"]), ModelShape(**facts["shape"]))
+        return cls(
+            batch.Wanted(**facts["wanted"]),
+            memory.StepShape(**facts["step"]),
+            ModelShape(**facts["shape"]),
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -119,7 +127,12 @@ class Choice:
         step = memory.at_batch(self.step, batch_size, checkpointed_layers)
         eval_rows = step.eval_rows or memory.evaluation_rows(self.shape, step)
         accumulates = batch.micro_batches(self.wanted, batch_size) > 1
-        return replace(step, batch_size=batch.sequences(self.wanted, batch_size), eval_rows=eval_rows, accumulates=accumulates)
+        return replace(
+            step,
+            batch_size=batch.sequences(self.wanted, batch_size),
+            eval_rows=eval_rows,
+            accumulates=accumulates,
+        )
 
     def bytes_of(self, batch_size: int, checkpointed_layers: int) -> memory.StepBytes:
         """Return the closed form of its bytes."""

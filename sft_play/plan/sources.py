@@ -9,7 +9,9 @@ from sft_play.errors import DataError
 
 SHIPPED = PROJECT_ROOT / "data" / "desk"
 SETTINGS = ("train_path", "val_path", "test_path")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.tsv)(?<!\.parquet)(?<!\.arrow)(?<!\.gz)(?<!\.txt)")
+HUB_ID = re.compile(
+    r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.tsv)(?<!\.parquet)(?<!\.arrow)(?<!\.gz)(?<!\.txt)"
+)
 
 Value = str | list[str | SourceSection] | None
 
@@ -17,8 +19,12 @@ Value = str | list[str | SourceSection] | None
 def resolved(data: DataSection) -> DataSection:
     """Return the section with the set that ships in place of a null train_path, and every path absolute."""
     if data.train_path is None:
-        shipped = {f"{split}_path": str(SHIPPED / f"{split}.jsonl") for split in ("train", "val", "test")}
-        data = data.model_copy(update={name: getattr(data, name) or path for name, path in shipped.items()})
+        shipped = {
+            f"{split}_path": str(SHIPPED / f"{split}.jsonl") for split in ("train", "val", "test")
+        }
+        data = data.model_copy(
+            update={name: getattr(data, name) or path for name, path in shipped.items()}
+        )
     return data.model_copy(update={name: _absolute(getattr(data, name)) for name in SETTINGS})
 
 
@@ -42,7 +48,12 @@ def paths_of(value: Value) -> list[str]:
 
 def _absolute(value: Value) -> Value:
     if isinstance(value, list):
-        return [_absolute(part) if isinstance(part, str) else part.model_copy(update={"path": _absolute(part.path)}) for part in value]
+        return [
+            _absolute(part)
+            if isinstance(part, str)
+            else part.model_copy(update={"path": _absolute(part.path)})
+            for part in value
+        ]
     if value is None or (not Path(value).exists() and HUB_ID.fullmatch(value)):
         return value
     return str(Path(value).resolve())

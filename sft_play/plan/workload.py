@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from sft_play.plan.resolve import Plan
 from sft_play.plan.speed import LABELLED, StepWork, predict
 
-CHARACTERS_PER_TOKEN = 4  # of English under vocabularies of 32,000 words and more; others take fewer
+CHARACTERS_PER_TOKEN = (
+    4  # of English under vocabularies of 32,000 words and more; others take fewer
+)
 # What ragged rows cost, by the real sampler on log-normal lengths (median 300, at most 2,048), steps of 32 rows
 PACKED = 1.07  # tokens computed for each real one
 PADDED = 2.4  # the same, unpacked, is 1 + PADDED x (batch size / rows of a step)
@@ -33,7 +35,9 @@ class Workload:
     is_estimated: bool
     epochs: float
     steps: int
-    tokens_per_second: float | None  # real ones of these rows, all ranks; None where the speed is not known
+    tokens_per_second: (
+        float | None
+    )  # real ones of these rows, all ranks; None where the speed is not known
     seconds: float | None
     gpu_hours: float | None
 
@@ -54,7 +58,9 @@ def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: fl
     """
     weights = [weight for _, _, weight in sources]
     most = max((rows / weight for rows, _, weight in sources if weight), default=0.0)
-    taken = [most * weight if weight and None not in weights else rows for rows, _, weight in sources]
+    taken = [
+        most * weight if weight and None not in weights else rows for rows, _, weight in sources
+    ]
     kept = 1 - held_out
     tokens = sum(rows * length for rows, (_, length, _) in zip(taken, sources, strict=True))
     return Counted(max(1, round(kept * sum(taken))), round(kept * tokens), is_estimated=True)
@@ -86,6 +92,18 @@ def _work(plan: Plan, counted: Counted) -> StepWork:
     room = chosen.batch_size * plan.config.model.max_seq_len
     if plan.packing:
         fewest = math.ceil(FULLEST * rows * mean / room)
-        return StepWork(rows, mean, min(fewest, chosen.grad_accum), counted.labelled, PACKED if mean < 0.9 * plan.config.model.max_seq_len else 1.0)
+        return StepWork(
+            rows,
+            mean,
+            min(fewest, chosen.grad_accum),
+            counted.labelled,
+            PACKED if mean < 0.9 * plan.config.model.max_seq_len else 1.0,
+        )
     longest = plan.config.model.max_seq_len / mean  # no row is padded further
-    return StepWork(rows, mean, chosen.grad_accum, counted.labelled, min(longest, 1 + PADDED * chosen.batch_size / chosen.effective_batch))
+    return StepWork(
+        rows,
+        mean,
+        chosen.grad_accum,
+        counted.labelled,
+        min(longest, 1 + PADDED * chosen.batch_size / chosen.effective_batch),
+    )

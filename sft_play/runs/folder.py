@@ -56,21 +56,27 @@ class RunFolder:
         try:
             return Config.model_validate(yaml.safe_load(self._read("config.yaml")))
         except (yaml.YAMLError, ValidationError) as error:
-            raise EnvironmentFault(f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written by another version: train anew") from None
+            raise EnvironmentFault(
+                f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written by another version: train anew"
+            ) from None
 
     def read_plan(self) -> dict[str, Any]:
         """Return plan.json. Raises EnvironmentFault when this is no run folder."""
         try:
             return json.loads(self._read("plan.json"))
         except ValueError as error:
-            raise EnvironmentFault(f"{self.path / 'plan.json'}: cannot be read ({error}); train anew") from None
+            raise EnvironmentFault(
+                f"{self.path / 'plan.json'}: cannot be read ({error}); train anew"
+            ) from None
 
     def read_data(self) -> dict[str, Any]:
         """Return data.json: where the tokenised rows are. Raises EnvironmentFault when this is no run folder."""
         try:
             return json.loads(self._read("data.json"))
         except ValueError as error:
-            raise EnvironmentFault(f"{self.path / 'data.json'}: cannot be read ({error}); train anew") from None
+            raise EnvironmentFault(
+                f"{self.path / 'data.json'}: cannot be read ({error}); train anew"
+            ) from None
 
     def write_inputs(self, config: Config, plan: dict[str, Any]) -> None:
         """Write config.yaml and plan.json, the whole input of the worker."""
@@ -95,7 +101,9 @@ class RunFolder:
         try:
             return (self.path / name).read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
-            raise EnvironmentFault(f"{self.path} is no run folder: it has no {name}; `make runs` lists the runs") from None
+            raise EnvironmentFault(
+                f"{self.path} is no run folder: it has no {name}; `make runs` lists the runs"
+            ) from None
 
 
 def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
@@ -118,13 +126,17 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
             return RunFolder(output_dir / name)
         except FileExistsError:  # another run started in the same second
             name = f"{base}-{number}"
-    raise EnvironmentFault(f"{output_dir}: a thousand runs named {base}; give this one a name with RUN=")
+    raise EnvironmentFault(
+        f"{output_dir}: a thousand runs named {base}; give this one a name with RUN="
+    )
 
 
 def fill(folder: RunFolder, config: Config, plan: dict[str, Any]) -> None:
     """Write the input of the worker, and a run.json that says so."""
     folder.write_inputs(config, plan)
-    folder.write_report({"status": "planned", "exit_class": None, "cause": None, "run": folder.name})
+    folder.write_report(
+        {"status": "planned", "exit_class": None, "cause": None, "run": folder.name}
+    )
 
 
 def find(output_dir: Path, run: str | None) -> RunFolder:
@@ -133,7 +145,9 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
         for path in (output_dir / run, Path(run)):
             if (path / "plan.json").exists():
                 return RunFolder(path)
-        raise EnvironmentFault(f"RUN={run}: no such run in {output_dir}; `make runs` lists the runs")
+        raise EnvironmentFault(
+            f"RUN={run}: no such run in {output_dir}; `make runs` lists the runs"
+        )
     found = listing(output_dir)
     if not found:
         raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
@@ -162,7 +176,9 @@ def _refuse_bad_name(run_name: str) -> None:
     try:
         TrainSection(run_name=run_name)
     except ValidationError:
-        raise ConfigError(f"RUN={run_name} is no name for a run's folder; write {settings()['train.run_name'].json_schema_extra['write']}") from None
+        raise ConfigError(
+            f"RUN={run_name} is no name for a run's folder; write {settings()['train.run_name'].json_schema_extra['write']}"
+        ) from None
 
 
 def _first_fault(error: yaml.YAMLError | ValidationError) -> str:

@@ -25,7 +25,9 @@ def listen(process: Process, follow: Callable[[int, ExitClass, str], None]) -> "
     """Return the alarm of the process group, None for a process that is alone. Every rank must call it, once the group is there."""
     if process.world_size == 1:
         return None
-    return Alarm(distributed.distributed_c10d._get_default_store(), process.rank, process.world_size, follow)
+    return Alarm(
+        distributed.distributed_c10d._get_default_store(), process.rank, process.world_size, follow
+    )
 
 
 class Alarm:
@@ -35,11 +37,19 @@ class Alarm:
     because a client is for one thread. `follow(rank, exit_class, cause)` is called in that thread when another rank has failed.
     """
 
-    def __init__(self, store: distributed.Store, rank: int, world_size: int, follow: Callable[[int, ExitClass, str], None]):
+    def __init__(
+        self,
+        store: distributed.Store,
+        rank: int,
+        world_size: int,
+        follow: Callable[[int, ExitClass, str], None],
+    ):
         self.rank, self.follow = rank, follow
         self._heard = [f"{KEY}/heard/{number}" for number in range(world_size)]
         self._store, self._stopped = store.clone(), threading.Event()
-        self.thread = threading.Thread(target=self._watch, args=(store.clone(),), name="alarm", daemon=True)
+        self.thread = threading.Thread(
+            target=self._watch, args=(store.clone(),), name="alarm", daemon=True
+        )
         self.thread.start()
 
     def leave(self, exit_class: ExitClass, cause: str) -> NoReturn:
@@ -49,7 +59,9 @@ class Alarm:
         and its class is that of all.
         """
         try:
-            _, exit_class, _ = json.loads(self._store.compare_set(KEY, "", json.dumps([self.rank, exit_class, cause])))
+            _, exit_class, _ = json.loads(
+                self._store.compare_set(KEY, "", json.dumps([self.rank, exit_class, cause]))
+            )
             self._store.set(self._heard[self.rank], "1")
             deadline = time.monotonic() + HEARD_SECONDS
             while not self._store.check(self._heard) and time.monotonic() < deadline:

@@ -11,12 +11,18 @@ from sft_play.runs.folder import RunFolder
 NEVER = 10**9  # steps: an interval that no run reaches
 
 
-def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) -> TrainingArguments:
+def training_arguments(
+    config: Config, plan: dict[str, Any], folder: RunFolder
+) -> TrainingArguments:
     """Return the arguments of transformers' Trainer for a resolved config; the process group runs already.
 
     `plan` adds what depends on the machine. Raises: EnvironmentFault when the group is not what was planned.
     """
-    train, on_cpu, uses_deepspeed = config.train, plan["device"] == "cpu", plan["deepspeed"] is not None
+    train, on_cpu, uses_deepspeed = (
+        config.train,
+        plan["device"] == "cpu",
+        plan["deepspeed"] is not None,
+    )
     arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=train.batch_size,
@@ -37,7 +43,8 @@ def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) 
         data_seed=train.data_seed,
         bf16=train.bf16,
         fp16=train.fp16,
-        use_cpu=on_cpu and not uses_deepspeed,  # with it Trainer would wrap the model in DDP, and DeepSpeed never start
+        use_cpu=on_cpu
+        and not uses_deepspeed,  # with it Trainer would wrap the model in DDP, and DeepSpeed never start
         gradient_checkpointing=False,  # models.checkpointing has chosen the layers; Trainer would take all of them
         ddp_find_unused_parameters=train.ddp_find_unused_parameters,
         ddp_broadcast_buffers=train.ddp_broadcast_buffers,
@@ -46,7 +53,10 @@ def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) 
         deepspeed=plan["deepspeed"],
         dataloader_num_workers=train.dataloader_num_workers,
         dataloader_pin_memory=train.dataloader_pin_memory,
-        accelerator_config={"non_blocking": train.dataloader_pin_memory, "use_configured_state": plan["strategy"] != "single"},
+        accelerator_config={
+            "non_blocking": train.dataloader_pin_memory,
+            "use_configured_state": plan["strategy"] != "single",
+        },
         eval_strategy=train.eval_strategy,
         eval_steps=train.eval_steps if train.eval_strategy == "steps" else None,
         eval_do_concat_batches=train.eval_do_concat_batches,
@@ -61,5 +71,7 @@ def training_arguments(config: Config, plan: dict[str, Any], folder: RunFolder) 
         remove_unused_columns=False,
     )
     if arguments.world_size != plan["world_size"]:
-        raise EnvironmentFault(f"the process group has {arguments.world_size} ranks, planned were {plan['world_size']}; try make doctor")
+        raise EnvironmentFault(
+            f"the process group has {arguments.world_size} ranks, planned were {plan['world_size']}; try make doctor"
+        )
     return arguments

@@ -40,7 +40,9 @@ class EvalSpeedCallback(TrainerCallback):
         """Evaluate `model` inside this context."""
         started, used_cache = time.perf_counter(), model.config.use_cache
         was_training = {module: module.training for module in model.modules()}
-        checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+        checkpointed = [
+            module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+        ]
         try:
             model.eval()
             model.config.use_cache = True
@@ -66,7 +68,9 @@ class Throughput(TrainerCallback):
         self.process, self.evaluations = process, evaluations
         self.tokens = 0
         self.save_seconds = self.first_step_seconds = 0.0
-        self._mark: tuple[float, int] | None = None  # (steady clock, tokens) at the end of the first step
+        self._mark: tuple[float, int] | None = (
+            None  # (steady clock, tokens) at the end of the first step
+        )
         self._end: tuple[float, int] | None = None
         self._begun = 0.0
 
@@ -98,7 +102,9 @@ class Throughput(TrainerCallback):
         """Return real tokens per second over all ranks, None for a run of one step. Every rank must call it."""
         if self._mark is None or self._end is None:
             return None
-        tokens = torch.tensor(self._end[1] - self._mark[1], dtype=torch.float64, device=self.process.device)
+        tokens = torch.tensor(
+            self._end[1] - self._mark[1], dtype=torch.float64, device=self.process.device
+        )
         if self.process.world_size > 1:
             distributed.all_reduce(tokens)
         seconds = self._end[0] - self._mark[0]
@@ -124,7 +130,9 @@ class StopOnSignal(TrainerCallback):
     def _watch(self, when_stuck: Callable[[], None]) -> None:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end)  # gets each signal's number at once, whatever the main thread does
+        signal.set_wakeup_fd(
+            write_end
+        )  # gets each signal's number at once, whatever the main thread does
 
         def watch() -> None:
             while os.read(read_end, 1)[0] not in STOPPING:
@@ -147,7 +155,11 @@ class StopOnSignal(TrainerCallback):
             if not self.has_begun:
                 raise KeyboardInterrupt
             name = signal.Signals(number).name
-            logger.warning("%s: stopping at the end of this step with a checkpoint; once more after %.0f seconds stops at once", name, GRACE_SECONDS)
+            logger.warning(
+                "%s: stopping at the end of this step with a checkpoint; once more after %.0f seconds stops at once",
+                name,
+                GRACE_SECONDS,
+            )
         elif now - self._requested_at > GRACE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -160,11 +172,17 @@ class StopOnSignal(TrainerCallback):
         if self.process.world_size > 1:
             requested = sum_over_ranks(int(requested), args.ddp_timeout_delta) > 0
         if requested and state.global_step < state.max_steps:
-            self.stopped = control.should_training_stop = control.should_save = control.should_log = True
-            control.should_evaluate = False  # whoever stops a run waits, and launchers kill after 30 seconds
+            self.stopped = control.should_training_stop = control.should_save = (
+                control.should_log
+            ) = True
+            control.should_evaluate = (
+                False  # whoever stops a run waits, and launchers kill after 30 seconds
+            )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stopped:  # Trainer ends the epoch that a stop cuts short, and would evaluate and save once more
+        if (
+            self.stopped
+        ):  # Trainer ends the epoch that a stop cuts short, and would evaluate and save once more
             control.should_save = control.should_evaluate = False
 
 
@@ -177,18 +195,36 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_shown and sys.stdout.isatty():
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                file=sys.stdout,
+                dynamic_ncols=True,
+                leave=False,
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not self.is_shown or not logs or not ("loss" in logs or "eval_loss" in logs):
             return
         names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rougeL")
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
-        with tqdm.external_write_mode(file=sys.stdout) if self.bar is not None else contextlib.nullcontext():
+        with (
+            tqdm.external_write_mode(file=sys.stdout)
+            if self.bar is not None
+            else contextlib.nullcontext()
+        ):
             logger.info("step %d/%d %s", state.global_step, state.max_steps, facts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -16,17 +16,23 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
     wrapped = type(model).__name__
     engines = {"single": None, "ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
     if engines[strategy] != (wrapped if wrapped in (*engines.values(), "DataParallel") else None):
-        raise EnvironmentFault(f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor")
+        raise EnvironmentFault(
+            f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor"
+        )
 
 
 def check_finite(model: torch.nn.Module, step: int) -> None:
     """Raise DivergedError when a trained weight is no number. Weights that ZeRO-3 has partitioned are empty here and pass."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not torch.isfinite(parameter).all():
-            raise DivergedError(f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower TRAIN_LEARNING_RATE")
+            raise DivergedError(
+                f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower TRAIN_LEARNING_RATE"
+            )
 
 
-def check_resumable(checkpoint: Path, made_of: Mapping[str, Any], strategy: str, world_size: int) -> None:
+def check_resumable(
+    checkpoint: Path, made_of: Mapping[str, Any], strategy: str, world_size: int
+) -> None:
     """Raise CheckpointError unless this run can go on with the checkpoint's optimizer; Trainer would start a new one without a word.
 
     DeepSpeed keeps a part of it for each process; `made_of` is the checkpoint's stamp.
@@ -34,25 +40,43 @@ def check_resumable(checkpoint: Path, made_of: Mapping[str, Any], strategy: str,
     was_deepspeed, is_deepspeed = made_of.get("strategy") == "deepspeed", strategy == "deepspeed"
     if was_deepspeed != is_deepspeed or (is_deepspeed and made_of.get("world_size") != world_size):
         saved_by = f"strategy={made_of.get('strategy')} world={made_of.get('world_size')}"
-        then = f"make train-deepspeed NUM_GPUS={made_of.get('world_size')}" if was_deepspeed else "make train or make train-distributed"
-        raise CheckpointError(f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is strategy={strategy} world={world_size}; go on with {then}")
+        then = (
+            f"make train-deepspeed NUM_GPUS={made_of.get('world_size')}"
+            if was_deepspeed
+            else "make train or make train-distributed"
+        )
+        raise CheckpointError(
+            f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is strategy={strategy} world={world_size}; go on with {then}"
+        )
     lacking = [name for name in ("latest",) if is_deepspeed and not (checkpoint / name).is_file()]
-    lacking += [name for name in ("optimizer.pt", "scheduler.pt") if not is_deepspeed and not (checkpoint / name).is_file()]
+    lacking += [
+        name
+        for name in ("optimizer.pt", "scheduler.pt")
+        if not is_deepspeed and not (checkpoint / name).is_file()
+    ]
     if lacking:
-        raise CheckpointError(f"{checkpoint}: has no {', '.join(lacking)}, so the run would start its optimizer anew; choose another checkpoint")
+        raise CheckpointError(
+            f"{checkpoint}: has no {', '.join(lacking)}, so the run would start its optimizer anew; choose another checkpoint"
+        )
 
 
-def check_saved_adapter(folder: Path, model: torch.nn.Module, zero_stage: int, is_complete: bool = True) -> None:
+def check_saved_adapter(
+    folder: Path, model: torch.nn.Module, zero_stage: int, is_complete: bool = True
+) -> None:
     """Read the saved adapter back: finite, trained, and under ZeRO stages below 3 equal to the weights in memory.
 
     A run that was stopped (not `is_complete`) may have learned nothing yet.
     Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN or never moved.
     """
     # the weights in memory are shards under ZeRO-3; without save_embedding_layers peft would ask the hub about the vocabulary
-    trained = None if zero_stage == 3 else get_peft_model_state_dict(model, save_embedding_layers=False)
+    trained = (
+        None if zero_stage == 3 else get_peft_model_state_dict(model, save_embedding_layers=False)
+    )
     seen = _check_saved(folder, trained)
     if trained is not None and seen != trained.keys():
-        raise CheckpointError(f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the disk")
+        raise CheckpointError(
+            f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the disk"
+        )
     if is_complete and not any(tensor.any() for name, tensor in _saved(folder) if "lora_B" in name):
         raise DivergedError(
             f"{folder}: the adapter is as it was initialised, so nothing was learned; raise TRAIN_LEARNING_RATE or the number of steps "
@@ -77,16 +101,26 @@ def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> se
             seen.add(name)
             if not torch.isfinite(tensor).all():
                 broken.append(name)
-            elif trained and name in trained and not torch.equal(trained[name].detach().cpu(), tensor.to(trained[name].dtype)):
+            elif (
+                trained
+                and name in trained
+                and not torch.equal(trained[name].detach().cpu(), tensor.to(trained[name].dtype))
+            ):
                 differing.append(name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: what was saved cannot be read back ({error}); check the disk") from None
+        raise CheckpointError(
+            f"{folder}: what was saved cannot be read back ({error}); check the disk"
+        ) from None
     if not seen:
         raise CheckpointError(f"{folder}: holds no weights; check the disk")
     if broken:
-        raise DivergedError(f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower TRAIN_LEARNING_RATE")
+        raise DivergedError(
+            f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower TRAIN_LEARNING_RATE"
+        )
     if differing:
-        raise CheckpointError(f"{folder}: {len(differing)} tensors on disk are not those that were trained, {differing[0]} first; check the disk")
+        raise CheckpointError(
+            f"{folder}: {len(differing)} tensors on disk are not those that were trained, {differing[0]} first; check the disk"
+        )
     return seen
 
 

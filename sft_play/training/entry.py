@@ -15,7 +15,9 @@ def main(path: Path) -> int:
     try:
         config, plan = folder.read_config(), folder.read_plan()
     except SftPlayError as error:  # no run folder, so nowhere to record it
-        sys.stderr.write(f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n")
+        sys.stderr.write(
+            f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n"
+        )
         return int(error.exit_class)
     report = Report(folder, plan, config.tuning.mode, config.tuning.backend, runtime.rank())
     with report:

@@ -36,7 +36,9 @@ class Isolation:
         return self.seen <= MOST_SEEN * self.joined and self.apart <= MOST_ROUNDED * self.joined
 
 
-def check_isolation(model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device) -> None:
+def check_isolation(
+    model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+) -> None:
     """Raise ConfigError unless `model`, called as a packed step calls it, keeps documents apart.
 
     Give it the wrapped model (DDP, ZeRO) after the trainer has turned the cache off. Every rank must call it.
@@ -52,15 +54,22 @@ def check_isolation(model: torch.nn.Module, collator: PackCollator, vocabulary: 
         )
 
 
-def measure_isolation(model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device) -> Isolation:
+def measure_isolation(
+    model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+) -> Isolation:
     """Return how far the documents of a batch of two sequences of two documents see each other, without dropout."""
     generator = np.random.default_rng(0)  # the same on all ranks
-    first, other, second = (generator.integers(vocabulary, size=length) for length in (LENGTHS[0], *LENGTHS))
+    first, other, second = (
+        generator.integers(vocabulary, size=length) for length in (LENGTHS[0], *LENGTHS)
+    )
 
     def packed(*rows: Sequence[np.ndarray]) -> torch.Tensor:
         batch = collator([_sequence(documents) for documents in rows])
         del batch["labels"]
-        inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        inputs = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
         return model(**inputs).logits.float()  # (2, T, V)
 
     def alone(ids: np.ndarray) -> torch.Tensor:

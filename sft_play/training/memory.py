@@ -72,7 +72,9 @@ class MemoryWatch:
         if self.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
-        return max(0, total - free - torch.cuda.memory_reserved(self.device) - self.used_before_bytes)
+        return max(
+            0, total - free - torch.cuda.memory_reserved(self.device) - self.used_before_bytes
+        )
 
     def phases(self) -> dict[str, int]:
         """Return the peak of each phase that was entered, in bytes, with the context; {} on a CPU."""
@@ -97,11 +99,15 @@ class MemoryWatch:
         counters = torch.cuda.memory_stats_as_nested_dict(self.device)
         self._reserved = max(self._reserved, counters["reserved_bytes"]["all"]["peak"])
         if self.current is not None:
-            self._allocated[self.current] = max(self._allocated.get(self.current, 0), counters["allocated_bytes"]["all"]["peak"])
+            self._allocated[self.current] = max(
+                self._allocated.get(self.current, 0), counters["allocated_bytes"]["all"]["peak"]
+            )
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def of_the_worst_rank(watch: MemoryWatch, phases: Iterable[str], timeout: timedelta) -> tuple[dict[str, int], dict[str, int]]:
+def of_the_worst_rank(
+    watch: MemoryWatch, phases: Iterable[str], timeout: timedelta
+) -> tuple[dict[str, int], dict[str, int]]:
     """Return the largest peaks over all ranks: of the run, `measured` with the context and `reserved` without; and of each of `phases`.
 
     A phase that no rank measured is left out. Every rank must call it.
@@ -109,7 +115,9 @@ def of_the_worst_rank(watch: MemoryWatch, phases: Iterable[str], timeout: timede
     run = {"measured": watch.peak_bytes(), "reserved": watch.reserved_bytes()}
     own = watch.phases()
     worst = {name: max_over_ranks(own.get(name, 0), timeout) for name in phases}
-    return {name: max_over_ranks(size, timeout) for name, size in run.items()}, {name: size for name, size in worst.items() if size}
+    return {name: max_over_ranks(size, timeout) for name, size in run.items()}, {
+        name: size for name, size in worst.items() if size
+    }
 
 
 def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
@@ -123,15 +131,31 @@ def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> 
     others = {id(parameter) for parameter in adapters}
     weights = [parameter for parameter in parameters if id(parameter) not in others]
     layers = list(_layers(optimizer)) if optimizer is not None else []
-    stepped = [parameter for group in layers[-1].param_groups for parameter in group["params"]] if layers else []
+    stepped = (
+        [parameter for group in layers[-1].param_groups for parameter in group["params"]]
+        if layers
+        else []
+    )
     tensors = {
         "weights": [*_of_parameters(weights), *model.buffers()],
         "adapters": _of_parameters(adapters),
-        "gradients": [*(parameter.grad for parameter in (*parameters, *stepped)), *_partitioned_gradients(layers)],
-        "optimizer": [*(value for state in (layers[-1].state.values() if layers else ()) for value in _tensors(state)), *stepped],
+        "gradients": [
+            *(parameter.grad for parameter in (*parameters, *stepped)),
+            *_partitioned_gradients(layers),
+        ],
+        "optimizer": [
+            *(
+                value
+                for state in (layers[-1].state.values() if layers else ())
+                for value in _tensors(state)
+            ),
+            *stepped,
+        ],
     }
     seen: set[int] = set()
-    return {name: sum(_storage_bytes(tensor, device, seen) for tensor in tensors[name]) for name in HELD}
+    return {
+        name: sum(_storage_bytes(tensor, device, seen) for tensor in tensors[name]) for name in HELD
+    }
 
 
 def _layers(optimizer: Any) -> Iterator[Any]:
@@ -147,7 +171,9 @@ def _of_parameters(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.T
     for parameter in parameters:
         yield parameter
         yield getattr(parameter, "ds_tensor", None)
-        state = getattr(parameter, "quant_state", None)  # bitsandbytes' QuantState, whose own constants are quantised in `state2`
+        state = getattr(
+            parameter, "quant_state", None
+        )  # bitsandbytes' QuantState, whose own constants are quantised in `state2`
         for constants in (state, getattr(state, "state2", None)):
             if constants is not None:
                 yield from (constants.absmax, constants.code, constants.offset)

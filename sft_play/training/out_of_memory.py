@@ -22,7 +22,12 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
 STEPPING = ("forward", "backward", "optimizer")
-TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")  # what the plan tells apart, the last where it was probed, and a measurement does not
+TRANSIENT = (
+    "activations",
+    "logits",
+    "buckets",
+    "measured_beyond",
+)  # what the plan tells apart, the last where it was probed, and a measurement does not
 
 
 @dataclass
@@ -41,23 +46,47 @@ class Explanation:
         phase, step = self.watch.current, self._step()
         place = str(self.process.device) if self.process.device.type == "cuda" else "the host"
         asked, free = amount(ASKED, error), amount(FREE, error)
-        command = next_command(self.config, self.plan, self.folder.path, phase or "forward", self._has_checkpoint())
+        command = next_command(
+            self.config, self.plan, self.folder.path, phase or "forward", self._has_checkpoint()
+        )
         held = self._components(phase)
         for line in table(held):
             logger.warning("%s", line)
-        where = f"in {phase or 'training'}{f' at step {step}' if step else ' before the first step'}"
-        wanted = f"; {_gib(asked)} GiB more were asked for{f', {_gib(free)} were free' if free is not None else ''}" if asked is not None else ""
-        facts = {"rank": self.process.rank, "device": place, "step": step, "phase": phase, "asked_bytes": asked, "free_bytes": free}
-        return f"rank {self.process.rank} ran out of memory on {place} {where}{wanted}; try {command}", {**facts, "components": held, "next": command}
+        where = (
+            f"in {phase or 'training'}{f' at step {step}' if step else ' before the first step'}"
+        )
+        wanted = (
+            f"; {_gib(asked)} GiB more were asked for{f', {_gib(free)} were free' if free is not None else ''}"
+            if asked is not None
+            else ""
+        )
+        facts = {
+            "rank": self.process.rank,
+            "device": place,
+            "step": step,
+            "phase": phase,
+            "asked_bytes": asked,
+            "free_bytes": free,
+        }
+        return (
+            f"rank {self.process.rank} ran out of memory on {place} {where}{wanted}; try {command}",
+            {**facts, "components": held, "next": command},
+        )
 
     def _step(self) -> int:
         """Return the step that runs or was the last, 0 before the first: while the model loads, while the plan is tried."""
-        return self.trainer.state.global_step + (self.watch.current in STEPPING) if self.trainer else 0
+        return (
+            self.trainer.state.global_step + (self.watch.current in STEPPING) if self.trainer else 0
+        )
 
     def _components(self, phase: str | None) -> dict[str, dict[str, int | None]]:
         """Return predicted and measured bytes by component; a CPU's activations and context cannot be told apart."""
         plan = self.plan["phases"][phase] if phase else self.plan["memory"]
-        predicted = {name: size for name, size in plan.items() if name not in (*TRANSIENT, "total", "predicted_peak")}
+        predicted = {
+            name: size
+            for name, size in plan.items()
+            if name not in (*TRANSIENT, "total", "predicted_peak")
+        }
         predicted["activations"] = sum(plan.get(name, 0) for name in TRANSIENT)
         measured: dict[str, int | None] = {}
         if self.trainer is not None:
@@ -65,7 +94,10 @@ class Explanation:
         if self.process.device.type == "cuda":
             measured["activations"] = max(0, self.watch.allocated_bytes() - sum(measured.values()))
             measured["context"] = self.watch.context_bytes()
-        return {name: {"predicted": predicted[name], "measured": measured.get(name)} for name in predicted}
+        return {
+            name: {"predicted": predicted[name], "measured": measured.get(name)}
+            for name in predicted
+        }
 
     def _has_checkpoint(self) -> bool:
         try:
@@ -77,8 +109,18 @@ class Explanation:
 
 def table(held: dict[str, dict[str, int | None]]) -> list[str]:
     """Return a line a component: what was predicted, what was held."""
-    rows = [(name, _gib(sizes["predicted"]), "-" if sizes["measured"] is None else _gib(sizes["measured"])) for name, sizes in held.items()]
-    return [f"{name:<12}{predicted:>12}{measured:>12}" for name, predicted, measured in [("GiB", "predicted", "measured"), *rows]]
+    rows = [
+        (
+            name,
+            _gib(sizes["predicted"]),
+            "-" if sizes["measured"] is None else _gib(sizes["measured"]),
+        )
+        for name, sizes in held.items()
+    ]
+    return [
+        f"{name:<12}{predicted:>12}{measured:>12}"
+        for name, predicted, measured in [("GiB", "predicted", "measured"), *rows]
+    ]
 
 
 def amount(words: re.Pattern[str], error: BaseException) -> int | None:

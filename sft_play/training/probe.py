@@ -56,32 +56,68 @@ class Probe:
         self.trainer, self.config, self.plan, self.process = trainer, config, plan, process
         self.meter = meter_of(process.device)
         self.is_resumed = config.train.resume_from is not None
-        self.chooses = self.meter.is_exact and plan["strategy"] != "deepspeed" and not self.is_resumed
-        self.choice = probing.to_choose_again(Choice.from_json(plan["choice"]), plan["effective_batch"], plan["checkpointed_layers"])
+        self.chooses = (
+            self.meter.is_exact and plan["strategy"] != "deepspeed" and not self.is_resumed
+        )
+        self.choice = probing.to_choose_again(
+            Choice.from_json(plan["choice"]), plan["effective_batch"], plan["checkpointed_layers"]
+        )
         self.device = "a GPU" if plan["device"] == "cuda" else "this host"
         wanted = self.choice.wanted
-        self.planned = batch.Chosen(plan["per_device_batch_size"], plan["grad_accum"], plan["checkpointed_layers"], wanted.layers, plan["effective_batch"])
+        self.planned = batch.Chosen(
+            plan["per_device_batch_size"],
+            plan["grad_accum"],
+            plan["checkpointed_layers"],
+            wanted.layers,
+            plan["effective_batch"],
+        )
 
     def run(self) -> Outcome:
         """Return the step to run, which has been tried. Raises OutOfMemory on every rank when none fits, or a batch that the user set does not."""
-        folder, fingerprint, timeout = root_of(self.config) / "probes", self._subject().fingerprint(), self.trainer.args.ddp_timeout_delta
-        cached = all_of_ranks(probing.remembered(folder, fingerprint) if self.chooses and self.process.is_main else (), timeout)[0]
-        budget = probing.budget_bytes(self.choice, min_over_ranks(self.meter.allocatable_bytes(), timeout))
+        folder, fingerprint, timeout = (
+            root_of(self.config) / "probes",
+            self._subject().fingerprint(),
+            self.trainer.args.ddp_timeout_delta,
+        )
+        cached = all_of_ranks(
+            probing.remembered(folder, fingerprint)
+            if self.chooses and self.process.is_main
+            else (),
+            timeout,
+        )[0]
+        budget = probing.budget_bytes(
+            self.choice, min_over_ranks(self.meter.allocatable_bytes(), timeout)
+        )
         with Rehearsal(self.trainer, self.meter, self._may_step_optimizer) as rehearsal:
             if not self.chooses:
-                return Outcome(self.planned, (self._try_as_planned(rehearsal, budget),), None, budget, is_cached=False)
+                return Outcome(
+                    self.planned,
+                    (self._try_as_planned(rehearsal, budget),),
+                    None,
+                    budget,
+                    is_cached=False,
+                )
             points = cached or self._points(rehearsal, budget)
             fit = Fit(self.choice, points[0], points[1])
             chosen, tried = self._choose(rehearsal, fit, points, budget)
         if not self.process.is_main:  # the main rank tells more, once it is settled
-            logger.info("probe chose batch=%d accum=%d checkpointed_layers=%d", chosen.batch_size, chosen.grad_accum, chosen.checkpointed_layers)
+            logger.info(
+                "probe chose batch=%d accum=%d checkpointed_layers=%d",
+                chosen.batch_size,
+                chosen.grad_accum,
+                chosen.checkpointed_layers,
+            )
         if self.process.is_main and len(tried) > len(cached):
             probing.remember(folder, fingerprint, tried)
         return Outcome(chosen, tried, fit, budget, is_cached=len(tried) == len(cached))
 
     @property
     def _may_step_optimizer(self) -> bool:
-        return not (self.is_resumed or self.trainer.is_deepspeed_enabled or self.config.train.optim.startswith("paged"))
+        return not (
+            self.is_resumed
+            or self.trainer.is_deepspeed_enabled
+            or self.config.train.optim.startswith("paged")
+        )
 
     def _try_as_planned(self, rehearsal: Rehearsal, budget: int) -> Point:
         point = self._measure_step(rehearsal, self.planned)
@@ -95,7 +131,12 @@ class Probe:
     def _points(self, rehearsal: Rehearsal, budget: int) -> tuple[Point, Point]:
         """Measure half a row and a whole one, with more layers checkpointed where they do not fit as planned."""
         seq_len = self.choice.wanted.seq_len
-        for layers in dict.fromkeys((self.planned.checkpointed_layers, batch.smallest(self.choice.wanted).checkpointed_layers)):
+        for layers in dict.fromkeys(
+            (
+                self.planned.checkpointed_layers,
+                batch.smallest(self.choice.wanted).checkpointed_layers,
+            )
+        ):
             accumulates = self.choice.step_of(self.planned.batch_size, layers).accumulates
             small = self._measure(rehearsal, 1, max(1, seq_len // 2), layers, accumulates)
             large = small and self._measure(rehearsal, 1, seq_len, layers, accumulates)
@@ -105,7 +146,9 @@ class Probe:
             f"model.max_seq_len={seq_len}: out of memory when one row was tried before training, of {budget / GIB:.1f} GiB; try {probing.smaller(seq_len)}"
         )
 
-    def _choose(self, rehearsal: Rehearsal, fit: Fit, points: Sequence[Point], budget: int) -> tuple[batch.Chosen, tuple[Point, ...]]:
+    def _choose(
+        self, rehearsal: Rehearsal, fit: Fit, points: Sequence[Point], budget: int
+    ) -> tuple[batch.Chosen, tuple[Point, ...]]:
         """Choose by the fit and try it; what does not fit lowers the budget to below what it was expected to need."""
         wanted, allowed, tried, last = self.choice.wanted, budget, tuple(points), None
         while True:
@@ -122,34 +165,58 @@ class Probe:
             tried += (point,) if point else ()
             if point and self._needs(point) <= budget:
                 return chosen, tried
-            if point and isinstance(wanted.batch_size, int) and chosen == batch.smallest(wanted):  # the user's number, and it runs
+            if (
+                point and isinstance(wanted.batch_size, int) and chosen == batch.smallest(wanted)
+            ):  # the user's number, and it runs
                 logger.warning(
                     "train.batch_size=%d takes %.1f GiB, and beyond %.1f GiB a tensor may find no room; TRAIN_BATCH_SIZE=auto chooses one that does",
                     *(chosen.batch_size, self._needs(point) / GIB, budget / GIB),
                 )
                 return chosen, tried
-            last, allowed = chosen, min(allowed, fit.peak(chosen.batch_size, chosen.checkpointed_layers)) - 1
+            last, allowed = (
+                chosen,
+                min(allowed, fit.peak(chosen.batch_size, chosen.checkpointed_layers)) - 1,
+            )
 
     def _cuts_as_planned(self, chosen: batch.Chosen) -> bool:
         """Whether steps would be the planned ones: packed micro-batches may be as many and as large at another batch size."""
         wanted, both = self.choice.wanted, (chosen, self.planned)
-        return len({(batch.micro_batches(wanted, one.batch_size), batch.sequences(wanted, one.batch_size), one.checkpointed_layers) for one in both}) == 1
+        return (
+            len(
+                {
+                    (
+                        batch.micro_batches(wanted, one.batch_size),
+                        batch.sequences(wanted, one.batch_size),
+                        one.checkpointed_layers,
+                    )
+                    for one in both
+                }
+            )
+            == 1
+        )
 
     def _needs(self, point: Point) -> int:
         return point.peak + probing.context_bytes(self.choice)
 
     def _measure_step(self, rehearsal: Rehearsal, chosen: batch.Chosen) -> Point | None:
         step = self.choice.step_of(chosen.batch_size, chosen.checkpointed_layers)
-        return self._measure(rehearsal, step.batch_size, step.seq_len, step.checkpointed_layers, step.accumulates)
+        return self._measure(
+            rehearsal, step.batch_size, step.seq_len, step.checkpointed_layers, step.accumulates
+        )
 
-    def _measure(self, rehearsal: Rehearsal, rows: int, length: int, layers: int, accumulates: bool) -> Point | None:
+    def _measure(
+        self, rehearsal: Rehearsal, rows: int, length: int, layers: int, accumulates: bool
+    ) -> Point | None:
         """Return what all ranks agree that a step takes, None where it does not fit on one of them."""
         timeout = self.trainer.args.ddp_timeout_delta
         self.checkpoint(layers)
         point = rehearsal.measure(rows, length, layers, accumulates)
         if not min_over_ranks(int(point is not None), timeout):
             return None
-        return replace(point, phases={name: max_over_ranks(peak, timeout) for name, peak in point.phases.items()})
+        return replace(
+            point,
+            phases={name: max_over_ranks(peak, timeout) for name, peak in point.phases.items()},
+        )
 
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
@@ -160,17 +227,29 @@ class Probe:
         config, plan, train = self.config, self.plan, self.config.train
         device = self.process.device
         is_gpu = device.type == "cuda"
-        gpu = (torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory) if is_gpu else ("cpu", 0)
+        gpu = (
+            (
+                torch.cuda.get_device_name(device),
+                torch.cuda.get_device_properties(device).total_memory,
+            )
+            if is_gpu
+            else ("cpu", 0)
+        )
         return Subject(
             shape=self.choice.shape,
             step=self.choice.step,
             tuning=config.tuning.model_dump(mode="json"),
-            model=config.model.model_dump(mode="json", include={"name", "revision", "dtype", "attn_implementation"}),
+            model=config.model.model_dump(
+                mode="json", include={"name", "revision", "dtype", "attn_implementation"}
+            ),
             precision=precision(config),
             packing=plan["packing"],
             strategy=plan["strategy"],
             deepspeed=plan["deepspeed"],
-            ddp={name: getattr(train, name) for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb")},
+            ddp={
+                name: getattr(train, name)
+                for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb")
+            },
             fast_parts=sorted(installed_on(self.trainer.model).on),
             gpus=all_of_ranks(gpu, self.trainer.args.ddp_timeout_delta),
             versions=stamp.versions(),
@@ -178,7 +257,9 @@ class Probe:
         )
 
 
-def settle(probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, report: Report) -> tuple[Config, dict[str, Any]]:
+def settle(
+    probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, report: Report
+) -> tuple[Config, dict[str, Any]]:
     """Try the plan, let the run follow what was found, write it down, and return config and plan as they then are.
 
     Every rank must call it, with the model wrapped and no step taken. Raises OutOfMemory, on every rank.
@@ -189,13 +270,17 @@ def settle(probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, rep
     if outcome.fit is not None:
         config, plan = _follow(probe, outcome, evaluators)
         report.facts["peak_bytes"]["predicted"] = plan["memory"]["predicted_peak"]
-        report.facts["memory"]["predicted"] = {name: phase["total"] for name, phase in plan["phases"].items()}
+        report.facts["memory"]["predicted"] = {
+            name: phase["total"] for name, phase in plan["phases"].items()
+        }
     plan = {**plan, "probe": facts}
     if probe.process.is_main:
         folder.write_inputs(config, plan)
         if facts["changed"]:
             data, order = folder.read_data(), probe.trainer.order
-            data["padding"] = vars(padding(order.lengths, *_layouts(order, outcome.chosen), order.seed))
+            data["padding"] = vars(
+                padding(order.lengths, *_layouts(order, outcome.chosen), order.seed)
+            )
             folder.write_data(data)
             report.facts["padding"] = data["padding"]
         logger.info("%s", _line(probe, outcome, facts))
@@ -203,20 +288,35 @@ def settle(probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, rep
     return config, plan
 
 
-def _follow(probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]) -> tuple[Config, dict[str, Any]]:
+def _follow(
+    probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]
+) -> tuple[Config, dict[str, Any]]:
     """Let trainer and evaluators take the chosen step, and return config and plan with it."""
     chosen, trainer, train, plan = outcome.chosen, probe.trainer, probe.config.train, probe.plan
     probe.checkpoint(chosen.checkpointed_layers)
-    step, micro_batches = probe.choice.step_of(chosen.batch_size, chosen.checkpointed_layers), batch.micro_batches(probe.choice.wanted, chosen.batch_size)
+    step, micro_batches = (
+        probe.choice.step_of(chosen.batch_size, chosen.checkpointed_layers),
+        batch.micro_batches(probe.choice.wanted, chosen.batch_size),
+    )
     if chosen.batch_size != probe.planned.batch_size:
-        layout = replace(trainer.order.layout, batch_size=step.batch_size, packed_into=micro_batches if plan["packing"] else None)
+        layout = replace(
+            trainer.order.layout,
+            batch_size=step.batch_size,
+            packed_into=micro_batches if plan["packing"] else None,
+        )
         trainer.recut(layout, chosen.batch_size)
     for evaluator in evaluators:
         evaluator.batch_size = step.eval_rows
-    resolved = {"batch_size": chosen.batch_size, "grad_accum": chosen.grad_accum, "eval_batch_size": step.eval_rows}
+    resolved = {
+        "batch_size": chosen.batch_size,
+        "grad_accum": chosen.grad_accum,
+        "eval_batch_size": step.eval_rows,
+    }
     resolved["gradient_checkpointing"] = chosen.checkpointed_layers > 0
     closed = probe.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
-    phases = probing.phases_json(outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers), closed)
+    phases = probing.phases_json(
+        outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers), closed
+    )
     peak = max(phases.values(), key=lambda phase: phase["total"])
     return probe.config.model_copy(update={"train": train.model_copy(update=resolved)}), {
         **plan,
@@ -229,7 +329,10 @@ def _follow(probe: Probe, outcome: Outcome, evaluators: Sequence[Evaluator]) -> 
         "gradient_checkpointing": chosen.checkpointed_layers > 0,
         "budget_bytes": outcome.budget_bytes,
         "phases": phases,
-        "memory": {**{name: value for name, value in peak.items() if name != "total"}, "predicted_peak": peak["total"]},
+        "memory": {
+            **{name: value for name, value in peak.items() if name != "total"},
+            "predicted_peak": peak["total"],
+        },
     }
 
 
@@ -247,11 +350,17 @@ def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
     context = probing.context_bytes(choice)
     closed = choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
     tokens = batch.sequences(choice.wanted, chosen.batch_size) * choice.wanted.seq_len
-    like_it = [point for point in outcome.points if (point.tokens, point.checkpointed_layers) == (tokens, chosen.checkpointed_layers)]
+    like_it = [
+        point
+        for point in outcome.points
+        if (point.tokens, point.checkpointed_layers) == (tokens, chosen.checkpointed_layers)
+    ]
     return {
         "points": [vars(point) for point in outcome.points],
         "predicted_before": {name: phase.total for name, phase in closed.phases.items()},
-        "predicted_after": outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers) if outcome.fit else None,
+        "predicted_after": outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers)
+        if outcome.fit
+        else None,
         "verified_bytes": like_it[-1].peak + context if like_it and probe.meter.is_exact else None,
         "seconds": round(seconds, 3),
         "cached": outcome.is_cached,
@@ -263,11 +372,25 @@ def _line(probe: Probe, outcome: Outcome, facts: dict[str, Any]) -> str:
     """Return the probe as one line of facts."""
     chosen, planned, world = outcome.chosen, probe.planned, probe.plan["world_size"]
     context = probing.context_bytes(probe.choice) if probe.meter.is_exact else 0
-    measured = " ".join(f"{name}={(peak + context) / GIB:.2f}GiB" for name, peak in outcome.points[-1].phases.items())
-    before, after = (max(phases.values()) / GIB if phases else None for phases in (facts["predicted_before"], facts["predicted_after"]))
-    predicted = f"predicted={before:.2f}GiB" if after is None else f"predicted={before:.2f}->{after:.2f}GiB"
-    was = f" (was {planned.batch_size} x {world} x {planned.grad_accum})" if facts["changed"] else ""
-    layers = f" checkpointing={chosen.checkpointing}:{chosen.checkpointed_layers}/{chosen.layers}" if facts["changed"] else ""
+    measured = " ".join(
+        f"{name}={(peak + context) / GIB:.2f}GiB"
+        for name, peak in outcome.points[-1].phases.items()
+    )
+    before, after = (
+        max(phases.values()) / GIB if phases else None
+        for phases in (facts["predicted_before"], facts["predicted_after"])
+    )
+    predicted = (
+        f"predicted={before:.2f}GiB" if after is None else f"predicted={before:.2f}->{after:.2f}GiB"
+    )
+    was = (
+        f" (was {planned.batch_size} x {world} x {planned.grad_accum})" if facts["changed"] else ""
+    )
+    layers = (
+        f" checkpointing={chosen.checkpointing}:{chosen.checkpointed_layers}/{chosen.layers}"
+        if facts["changed"]
+        else ""
+    )
     return (
         f"probe{' cached' if outcome.is_cached else ''} {measured} {predicted} of {outcome.budget_bytes / GIB:.2f}GiB "
         f"batch {chosen.batch_size} x {world} x {chosen.grad_accum} = {chosen.effective_batch}{was}{layers} in {facts['seconds']:.1f}s"

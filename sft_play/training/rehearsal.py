@@ -26,8 +26,15 @@ from sft_play.training.trainer import REAL_TOKENS, TARGETS, SftTrainer, for_a_st
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 24  # elements that are summed at once: a CPU makes a copy of them in 64 bits
-INITIAL_MICRO_STEP_ID = -1  # DeepSpeed's: the next gradient is the first of a step, and added to nothing
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes of an element
+INITIAL_MICRO_STEP_ID = (
+    -1
+)  # DeepSpeed's: the next gradient is the first of a step, and added to nothing
+BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # integers by bytes of an element
 
 
 class Rehearsal:
@@ -56,7 +63,9 @@ class Rehearsal:
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
 
-    def measure(self, rows: int, length: int, checkpointed_layers: int, accumulates: bool) -> Point | None:
+    def measure(
+        self, rows: int, length: int, checkpointed_layers: int, accumulates: bool
+    ) -> Point | None:
         """Return what a step of `rows` rows of `length` tokens takes on this rank; None where it runs out of memory.
 
         Under DeepSpeed, whose ranks would wait for this one within its passes, that is raised. The first call takes a step that is
@@ -69,7 +78,10 @@ class Rehearsal:
             tokens, phases = self._step(rows, length, accumulates)
             return Point(tokens, checkpointed_layers, accumulates, phases)
         except (MemoryError, RuntimeError) as error:
-            if self.trainer.is_deepspeed_enabled or classify(error)[0] is not ExitClass.OUT_OF_MEMORY:
+            if (
+                self.trainer.is_deepspeed_enabled
+                or classify(error)[0] is not ExitClass.OUT_OF_MEMORY
+            ):
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))
         self._drop_gradients()
@@ -81,7 +93,13 @@ class Rehearsal:
         """Return the tokens of a micro-batch, and the peak of each phase."""
         batch = worst_case(self.trainer, rows, length)
         passes = [self._micro_step(dict(batch)) for _ in range(1 + accumulates)]
-        peaks = dict(zip(("forward", "backward"), map(max, *passes) if accumulates else passes[0], strict=True))
+        peaks = dict(
+            zip(
+                ("forward", "backward"),
+                map(max, *passes) if accumulates else passes[0],
+                strict=True,
+            )
+        )
         if self.steps_optimizer:
             self.meter.reset()
             step_without_change(self.trainer.optimizer.optimizer)
@@ -100,7 +118,9 @@ class Rehearsal:
         del inputs
         forward = self.meter.peak_bytes()
         self.meter.reset()
-        trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}))
+        trainer.accelerator.backward(
+            loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {})
+        )
         return forward, self.meter.peak_bytes()
 
     def _drop_gradients(self) -> None:
@@ -126,7 +146,9 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
     sequences = []
     for _ in range(rows):
         ids = generator.integers(vocabulary, size=max(2, length - 1))
-        sequences.append(TokenSequence(ids, np.concatenate([[IGNORE_INDEX], ids[1:]]), (len(ids),), len(ids)))
+        sequences.append(
+            TokenSequence(ids, np.concatenate([[IGNORE_INDEX], ids[1:]]), (len(ids),), len(ids))
+        )
     batch = for_a_step(trainer.data_collator, sequences)
     del batch[REAL_TOKENS]
     return batch
@@ -139,7 +161,14 @@ def step_without_change(optimizer: torch.optim.Optimizer) -> None:
     since in a fused multiplication it would turn that one positive.
     """
     groups = optimizer.param_groups
-    torch._foreach_zero_([parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None])
+    torch._foreach_zero_(
+        [
+            parameter.grad
+            for group in groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+    )
     decays = [group["weight_decay"] for group in groups]
     try:
         for group in groups:
@@ -157,12 +186,16 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
     after = digest(model)
     changed = [name for name in before if after.get(name) != before[name]]
     if changed or after.keys() != before.keys():
-        raise EnvironmentFault(f"train.probe: {len(changed)} tensors are not as they were before the probe, {changed[:1]} first; set TRAIN_PROBE=false")
+        raise EnvironmentFault(
+            f"train.probe: {len(changed)} tensors are not as they were before the probe, {changed[:1]} first; set TRAIN_PROBE=false"
+        )
 
 
 def digest(model: nn.Module) -> dict[str, int]:
     """Return the sum of the bits of every parameter and buffer, as integers of an element's size, modulo 2^64; shards under ZeRO-3."""
-    sums = {name: _sum_of_bits(getattr(tensor, "ds_tensor", tensor)) for name, tensor in _tensors(model)}
+    sums = {
+        name: _sum_of_bits(getattr(tensor, "ds_tensor", tensor)) for name, tensor in _tensors(model)
+    }
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
 
@@ -190,8 +223,22 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 def _modules_kept(model: nn.Module) -> Iterator[None]:
     """Put back buffers, modes, and what modules note in plain values: how far rotary embeddings have grown, what DDP and DeepSpeed count."""
     modules = list(model.modules())
-    plain = [{name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str | None)} for module in modules]
-    buffers = [{name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None} for module in modules]
+    plain = [
+        {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | None)
+        }
+        for module in modules
+    ]
+    buffers = [
+        {
+            name: (buffer, buffer.clone())
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        for module in modules
+    ]
     yield
     for module, values, kept in zip(modules, plain, buffers, strict=True):
         vars(module).update(values)
@@ -215,7 +262,9 @@ def _accumulating(trainer: SftTrainer) -> Iterator[None]:
 def _drop_reduced_gradients(optimizer: Any) -> None:
     """Drop what DeepSpeed's optimizer has reduced and keeps for the next micro-batch, as its own step does when gradients overflow."""
     optimizer.zero_grad()
-    if hasattr(optimizer, "all_grad_tensors"):  # stages 1 and 2; at stage 3 the next gradient takes the place of what is there
+    if hasattr(
+        optimizer, "all_grad_tensors"
+    ):  # stages 1 and 2; at stage 3 the next gradient takes the place of what is there
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         for kept in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
             kept.update(dict.fromkeys(kept))

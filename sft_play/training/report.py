@@ -21,10 +21,17 @@ logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
 
 # What gloo and NCCL say when a peer is gone or a collective took too long; gloo's errors are plain RuntimeErrors.
-PEER_LOST = re.compile(r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting", re.IGNORECASE)
+PEER_LOST = re.compile(
+    r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting",
+    re.IGNORECASE,
+)
 # What safetensors and torch.save say of a full disk, where Python would raise an OSError.
-DISK_FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded|PytorchStreamWriter failed|iostream error|unexpected pos")
-NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)  # torch's CPU allocator, and CUDA outside torch's
+DISK_FULL = re.compile(
+    r"No space left on device|os error 28|Disk quota exceeded|PytorchStreamWriter failed|iostream error|unexpected pos"
+)
+NO_MEMORY = re.compile(
+    r"can't allocate memory|out of memory", re.IGNORECASE
+)  # torch's CPU allocator, and CUDA outside torch's
 
 
 class Report:
@@ -60,8 +67,15 @@ class Report:
             "versions": stamp.versions(),
             "seconds": {},
             "tokens_per_second": None,
-            "peak_bytes": {"predicted": plan["memory"]["predicted_peak"], "measured": None, "reserved": None},
-            "memory": {"predicted": {name: phase["total"] for name, phase in plan["phases"].items()}, "measured": {}},
+            "peak_bytes": {
+                "predicted": plan["memory"]["predicted_peak"],
+                "measured": None,
+                "reserved": None,
+            },
+            "memory": {
+                "predicted": {name: phase["total"] for name, phase in plan["phases"].items()},
+                "measured": {},
+            },
             "metrics": {},
         }
 
@@ -70,15 +84,24 @@ class Report:
             self.write()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if error is None:
             return False
         if self.is_following:
-            file_only.warning("raised while this rank followed another one", exc_info=(kind, error, trace))
+            file_only.warning(
+                "raised while this rank followed another one", exc_info=(kind, error, trace)
+            )
             self.alarm.thread.join()  # it ends the process, unless the store went away before it could say that it heard
             os._exit(self.exit_class)
         self.exit_class, cause = classify(error)
-        if self.exit_class is ExitClass.OUT_OF_MEMORY and not isinstance(error, SftPlayError):  # which has said what to type
+        if self.exit_class is ExitClass.OUT_OF_MEMORY and not isinstance(
+            error, SftPlayError
+        ):  # which has said what to type
             cause = self._explained(error, cause)
         # a cause that has a class is its sentence, on the terminal; the log file has every traceback
         where, is_known = (kind, error, trace), self.exit_class is not ExitClass.UNEXPECTED
@@ -88,7 +111,9 @@ class Report:
             file_only.warning("raised here", exc_info=where)
         try:
             self._record(cause)
-        except OSError as unwritable:  # a full disk: the cause was told, and must not be hidden by this
+        except (
+            OSError
+        ) as unwritable:  # a full disk: the cause was told, and must not be hidden by this
             logger.error("%s cannot be written: %s", self.folder.path / "run.json", unwritable)
         if self.alarm is not None:
             self.alarm.leave(self.exit_class, cause)
@@ -111,22 +136,41 @@ class Report:
             return
         if self.rank != 0:  # its log file is not what a person looks at
             sys.stderr.write(f"rank {self.rank}: {cause}\n")
-        self.finish("stopped" if self.exit_class is ExitClass.STOPPED else "failed", self.exit_class, cause, force=True)
+        self.finish(
+            "stopped" if self.exit_class is ExitClass.STOPPED else "failed",
+            self.exit_class,
+            cause,
+            force=True,
+        )
 
     def abandon(self) -> NoReturn:
         """Record that this rank waits for another one in vain, and end the process. For a thread, while the main one is stuck."""
         self.exit_class = ExitClass.PEER_LOST
-        self._record("another rank is gone or hangs: this one was told to stop while it waited; logs/rank-*.log of the run say which")
+        self._record(
+            "another rank is gone or hangs: this one was told to stop while it waited; logs/rank-*.log of the run say which"
+        )
         os._exit(self.exit_class)
 
     def follow(self, rank: int, exit_class: ExitClass, cause: str) -> None:
         """Record that another rank's error ends this one. For the alarm's thread, while the main one is stuck."""
         self.is_following, self.exit_class = True, exit_class
-        logger.error("rank %d failed first: %s\nexit class %d (%s), rank %d follows it", rank, cause, exit_class, exit_class.name.lower(), self.rank)
+        logger.error(
+            "rank %d failed first: %s\nexit class %d (%s), rank %d follows it",
+            rank,
+            cause,
+            exit_class,
+            exit_class.name.lower(),
+            self.rank,
+        )
         if self._has_ended_elsewhere():
             return
         try:  # a machine of its own has a run folder of its own
-            self.finish("stopped" if exit_class is ExitClass.STOPPED else "failed", exit_class, cause, force=True)
+            self.finish(
+                "stopped" if exit_class is ExitClass.STOPPED else "failed",
+                exit_class,
+                cause,
+                force=True,
+            )
         except OSError as unwritable:
             logger.error("%s cannot be written: %s", self.folder.path / "run.json", unwritable)
 
@@ -136,7 +180,9 @@ class Report:
         if not self._has_ended_elsewhere():
             self.write()
 
-    def finish(self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False) -> None:
+    def finish(
+        self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
+    ) -> None:
         """Record how the run ended."""
         self.exit_class = exit_class
         self.facts |= {"status": status, "exit_class": int(exit_class), "cause": cause}
@@ -152,7 +198,10 @@ class Report:
         if self.world_size == 1:
             return False
         there = self.folder.read_report()
-        return there.get("status") in ("failed", "stopped") and there.get("launcher_pid") == self.facts["launcher_pid"]
+        return (
+            there.get("status") in ("failed", "stopped")
+            and there.get("launcher_pid") == self.facts["launcher_pid"]
+        )
 
 
 def classify(error: BaseException) -> tuple[ExitClass, str]:
@@ -160,14 +209,30 @@ def classify(error: BaseException) -> tuple[ExitClass, str]:
     first = first_line(error)
     if isinstance(error, SftPlayError):
         return error.exit_class, str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
-        return ExitClass.OUT_OF_MEMORY, f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))
+    ):
+        return (
+            ExitClass.OUT_OF_MEMORY,
+            f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ExitClass.DISK_FULL, f"{error.strerror}: {error.filename or 'a file of the run'}; free some space, then resume"
+        return (
+            ExitClass.DISK_FULL,
+            f"{error.strerror}: {error.filename or 'a file of the run'}; free some space, then resume",
+        )
     if DISK_FULL.search(str(error)):
-        return ExitClass.DISK_FULL, f"a file of the run could not be written: {first}; free some space, then resume"
-    if isinstance(error, torch.distributed.DistError | ConnectionError) or (isinstance(error, RuntimeError) and PEER_LOST.search(str(error))):
-        return ExitClass.PEER_LOST, f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which"
+        return (
+            ExitClass.DISK_FULL,
+            f"a file of the run could not be written: {first}; free some space, then resume",
+        )
+    if isinstance(error, torch.distributed.DistError | ConnectionError) or (
+        isinstance(error, RuntimeError) and PEER_LOST.search(str(error))
+    ):
+        return (
+            ExitClass.PEER_LOST,
+            f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which",
+        )
     if isinstance(error, KeyboardInterrupt):
         return ExitClass.STOPPED, "stopped on request before the first step; nothing was trained"
     return ExitClass.UNEXPECTED, f"{type(error).__name__}: {first}"

@@ -44,7 +44,10 @@ def start(plan: dict[str, Any], folder: RunFolder) -> Process:
 
     Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or a GPU is missing.
     """
-    local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, world_size = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("WORLD_SIZE", 1)),
+    )
     _log_to(folder, rank())
     if world_size != plan["world_size"]:
         raise EnvironmentFault(
@@ -64,7 +67,11 @@ def join_group(plan: dict[str, Any], timeout_seconds: int) -> None:
         return
     uses_deepspeed = plan["strategy"] == "deepspeed"
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
-    PartialState(cpu=plan["device"] == "cpu" and not uses_deepspeed, backend=plan["backend_of_collectives"], timeout=timedelta(seconds=timeout_seconds))
+    PartialState(
+        cpu=plan["device"] == "cpu" and not uses_deepspeed,
+        backend=plan["backend_of_collectives"],
+        timeout=timedelta(seconds=timeout_seconds),
+    )
 
 
 def seed_everything(seed: int) -> None:
@@ -125,7 +132,9 @@ def _log_to(folder: RunFolder, rank: int) -> None:
     if rank == 0:
         terminal = logging.StreamHandler(sys.stdout)
         terminal.setFormatter(logging.Formatter("%(message)s"))
-        terminal.addFilter(lambda record: record.name.startswith("sft_play") or record.levelno >= logging.ERROR)
+        terminal.addFilter(
+            lambda record: record.name.startswith("sft_play") or record.levelno >= logging.ERROR
+        )
         root.addHandler(terminal)
     else:
         os.dup2(file.stream.fileno(), sys.stdout.fileno())

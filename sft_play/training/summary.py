@@ -11,7 +11,9 @@ SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
 
 
-def summary_lines(facts: dict[str, Any], judge: Judge, folder: RunFolder, weights: Path) -> list[str]:
+def summary_lines(
+    facts: dict[str, Any], judge: Judge, folder: RunFolder, weights: Path
+) -> list[str]:
     """Return the closing screen: scores before and after, sample answers, speed, and what to type next."""
     name = folder.name
     return [
@@ -20,7 +22,9 @@ def summary_lines(facts: dict[str, Any], judge: Judge, folder: RunFolder, weight
         fact_line(facts),
         f"weights  {weights}",
         f"run      {folder.path}  (run.json, eval/, logs/, tb/)",
-        str(facts["cause"]) if facts["cause"] else f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}",
+        str(facts["cause"])
+        if facts["cause"]
+        else f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}",
     ]
 
 
@@ -29,11 +33,20 @@ def score_lines(judge: Judge) -> list[str]:
     before, after = judge.found.get("before"), judge.found.get("after")
     if before is None or after is None:
         return []
-    lines = ["", f"{'held-out rows':<16}{'before':>10}{'after':>10}", f"{'loss':<16}{before.eval_loss:>10.4f}{after.eval_loss:>10.4f}"]
+    lines = [
+        "",
+        f"{'held-out rows':<16}{'before':>10}{'after':>10}",
+        f"{'loss':<16}{before.eval_loss:>10.4f}{after.eval_loss:>10.4f}",
+    ]
     if before.rouge_l is not None and after.rouge_l is not None:
         lines.append(f"{'ROUGE-L':<16}{before.rouge_l:>10.3f}{after.rouge_l:>10.3f}")
     for number in sample_indices(len(after.answers)):
-        lines += ["", *_sample(judge.evaluator.questions[number], before.answers[number], after.answers[number])]
+        lines += [
+            "",
+            *_sample(
+                judge.evaluator.questions[number], before.answers[number], after.answers[number]
+            ),
+        ]
     return lines
 
 
@@ -55,9 +68,17 @@ def sample_indices(count: int) -> list[int]:
 
 def _sample(question: Question, before: str, after: str) -> list[str]:
     flat = " ".join(question.words.split())
-    asked = flat if len(flat) <= WIDTH else f"...{flat[3 - WIDTH :]}"  # the question stands at a prompt's end
+    asked = (
+        flat if len(flat) <= WIDTH else f"...{flat[3 - WIDTH :]}"
+    )  # the question stands at a prompt's end
     return [
-        f"{name:<9}{text}" for name, text in (("prompt", asked), ("expected", _short(question.expected)), ("before", _short(before)), ("after", _short(after)))
+        f"{name:<9}{text}"
+        for name, text in (
+            ("prompt", asked),
+            ("expected", _short(question.expected)),
+            ("before", _short(before)),
+            ("after", _short(after)),
+        )
     ]
 
 

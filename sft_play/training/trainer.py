@@ -32,7 +32,10 @@ from sft_play.training.memory import MemoryWatch
 
 # What goes beside a micro-batch's inputs, up to the step
 REAL_TOKENS = "real_tokens"  # int: neither padding nor fillers
-POSITIONS, TARGETS = "loss_positions", "loss_targets"  # (N,) of its labelled tokens, see `collate.labelled`
+POSITIONS, TARGETS = (
+    "loss_positions",
+    "loss_targets",
+)  # (N,) of its labelled tokens, see `collate.labelled`
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
@@ -44,11 +47,18 @@ def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int)
     return summed_nll(outputs.logits, labels) / num_items_in_batch
 
 
-def for_a_step(collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]) -> Batch:
+def for_a_step(
+    collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]
+) -> Batch:
     """Return the collated batch with what is counted and looked for on the CPU, since a GPU would make it wait for the answer."""
     batch = collate(sequences)
     positions, targets = labelled(batch["labels"])
-    return {**batch, POSITIONS: positions, TARGETS: targets, REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences)}
+    return {
+        **batch,
+        POSITIONS: positions,
+        TARGETS: targets,
+        REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences),
+    }
 
 
 class SftTrainer(Trainer):
@@ -65,9 +75,17 @@ class SftTrainer(Trainer):
         memory: MemoryWatch | None = None,
         **kwargs: Any,
     ):
-        self.base_use_cache = kwargs["model"].config.use_cache  # Trainer turns it off, and it is saved with the weights
+        self.base_use_cache = kwargs[
+            "model"
+        ].config.use_cache  # Trainer turns it off, and it is saved with the weights
         super().__init__(compute_loss_func=token_mean_loss, **kwargs)
-        self.order, self.evaluator, self.speed, self.throughput, self.stamp = order, evaluator, speed, throughput, stamp
+        self.order, self.evaluator, self.speed, self.throughput, self.stamp = (
+            order,
+            evaluator,
+            speed,
+            throughput,
+            stamp,
+        )
         self.memory = memory or MemoryWatch(throughput.process)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -100,23 +118,40 @@ class SftTrainer(Trainer):
 
         How many steps there are, and so the schedule of the learning rate, does not follow from how one is cut.
         """
-        assert self.state.global_step == 0 and not self.is_deepspeed_enabled and layout.effective_batch == self.order.layout.effective_batch
+        assert (
+            self.state.global_step == 0
+            and not self.is_deepspeed_enabled
+            and layout.effective_batch == self.order.layout.effective_batch
+        )
         self.order.layout = layout
-        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = layout.micro_batches, batch_size
+        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = (
+            layout.micro_batches,
+            batch_size,
+        )
         self._train_batch_size = self.state.train_batch_size = batch_size  # which checkpoints note
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> tuple[list[Batch], int]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], int]:
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
-        return batches, sum_over_ranks(sum(len(batch[TARGETS]) for batch in batches), self.args.ddp_timeout_delta)
+        return batches, sum_over_ranks(
+            sum(len(batch[TARGETS]) for batch in batches), self.args.ddp_timeout_delta
+        )
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Go through a micro-batch, forward and backward."""
         self.memory.enter("forward")
         return super().training_step(*args, **kwargs)
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: int = 1) -> torch.Tensor:
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: int = 1,
+    ) -> torch.Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks, since gradients become the ranks' mean."""
         assert not return_outputs, "evaluations have an evaluator"
         inputs = dict(inputs)
@@ -136,7 +171,9 @@ class SftTrainer(Trainer):
         arguments = super()._build_accelerator_args(**kwargs)
         for handler in arguments["kwargs_handlers"]:
             if isinstance(handler, DistributedDataParallelKwargs):
-                handler.gradient_as_bucket_view = True  # one copy of the gradients less; Trainer has no argument for it
+                handler.gradient_as_bucket_view = (
+                    True  # one copy of the gradients less; Trainer has no argument for it
+                )
         return arguments
 
     def scores(self, evaluator: Evaluator) -> Scores:
@@ -146,15 +183,24 @@ class SftTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on the validation rows, log and return `eval_…` metrics."""
-        metrics = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in self.scores(self.evaluator).as_metrics().items()}
+        metrics = {
+            name if name.startswith("eval_") else f"eval_{name}": value
+            for name, value in self.scores(self.evaluator).as_metrics().items()
+        }
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, unless a value that steers training is no number. Raises: DivergedError, on every rank."""
         for name in ("loss", "grad_norm", "train_loss"):
-            if name in logs and not math.isfinite(logs[name]) and not (self.args.fp16 and name == "grad_norm"):
+            if (
+                name in logs
+                and not math.isfinite(logs[name])
+                and not (self.args.fp16 and name == "grad_norm")
+            ):
                 raise DivergedError(
                     f"{name}={logs[name]} at step {self.state.global_step}: the run has diverged; try TRAIN_LEARNING_RATE="
                     f"{self.args.learning_rate / 10:g}, or TRAIN_RESUME_FROM an earlier checkpoint"
@@ -164,27 +210,38 @@ class SftTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
         check_finite(self.model, self.state.global_step)
-        kept, self.args.save_total_limit = self.args.save_total_limit, None  # no older one goes before this one is complete
+        kept, self.args.save_total_limit = (
+            self.args.save_total_limit,
+            None,
+        )  # no older one goes before this one is complete
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             with self.memory.phase("save"):
                 super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
-            shutil.rmtree(folder, ignore_errors=True)  # of no use to anyone, and on a full disk run.json needs the room
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # of no use to anyone, and on a full disk run.json needs the room
             raise
         finally:
             self.args.save_total_limit = kept
         self.accelerator.wait_for_everyone()  # every rank writes files of its own
         if self.args.should_save:
-            stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})  # last: its presence marks it complete
+            stamp.write(
+                folder, {**self.stamp, "global_step": self.state.global_step}
+            )  # last: its presence marks it complete
             rotate_checkpoints(self.args.output_dir, save_total_limit=kept, use_mtime=True)
         self.throughput.save_seconds += time.perf_counter() - started
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         # without training_args.bin, which holds the hub token in clear
         target = output_dir or self.args.output_dir
         if not is_deepspeed_zero3_enabled():
-            state_dict = None  # the model is whole: below stage 3 DeepSpeed's copy holds tied weights twice
+            state_dict = (
+                None  # the model is whole: below stage 3 DeepSpeed's copy holds tied weights twice
+            )
         # peft would ask the hub whether the vocabulary has changed
         options = {"save_embedding_layers": False} if isinstance(self.model, PeftModel) else {}
         used_cache, self.model.config.use_cache = self.model.config.use_cache, self.base_use_cache

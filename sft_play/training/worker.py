@@ -37,8 +37,19 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.alarm import listen
 from sft_play.training.arguments import training_arguments
-from sft_play.training.callbacks import BeforeFirstStep, EvalSpeedCallback, Progress, StopOnSignal, Throughput
-from sft_play.training.check import check_engine, check_resumable, check_saved_adapter, check_saved_model
+from sft_play.training.callbacks import (
+    BeforeFirstStep,
+    EvalSpeedCallback,
+    Progress,
+    StopOnSignal,
+    Throughput,
+)
+from sft_play.training.check import (
+    check_engine,
+    check_resumable,
+    check_saved_adapter,
+    check_saved_model,
+)
 from sft_play.training.isolation import check_isolation
 from sft_play.training.judge import Judge
 from sft_play.training.memory import MemoryWatch, of_the_worst_rank
@@ -52,7 +63,9 @@ from sft_play.training.trainer import SftTrainer
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Process, report: Report) -> None:
+def run(
+    config: Config, plan: dict[str, Any], folder: RunFolder, process: Process, report: Report
+) -> None:
     """Train, evaluate before and after, save and check; what happened is in `report`."""
     clock = Clock(report)
     send_transformers_records_to_our_log()
@@ -77,13 +90,19 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
     check_vocabulary(config, tokenizer, data.vocabulary())
     runtime.allow_tf32(process.device, compute_dtype(config))
     with memory.phase("load"):
-        model = load_model(config, Placement(process.device, compute_dtype(config), plan["zero_stage"]))
+        model = load_model(
+            config, Placement(process.device, compute_dtype(config), plan["zero_stage"])
+        )
     log_model(model, config, process, plan)
     report.update(fast_path=dataclasses.asdict(installed_on(model)))
     clock.lap("load")
 
-    trainer = explain.trainer = build_trainer(config, plan, process, tokenizer, data, model, arguments, made_of, memory)
-    judge = Judge(trainer, evaluator_of(data.test, tokenizer, config, plan, process), folder, report)
+    trainer = explain.trainer = build_trainer(
+        config, plan, process, tokenizer, data, model, arguments, made_of, memory
+    )
+    judge = Judge(
+        trainer, evaluator_of(data.test, tokenizer, config, plan, process), folder, report
+    )
 
     def before_the_first_step() -> None:
         nonlocal config, plan
@@ -91,14 +110,30 @@ def run(config: Config, plan: dict[str, Any], folder: RunFolder, process: Proces
         memory.watch_optimizer(trainer.optimizer)
         if config.train.probe:  # first: it may choose another batch
             with memory.paused():
-                config, plan = settle(Probe(trainer, config, plan, process), (trainer.evaluator, judge.evaluator), folder, report)
+                config, plan = settle(
+                    Probe(trainer, config, plan, process),
+                    (trainer.evaluator, judge.evaluator),
+                    folder,
+                    report,
+                )
             explain.config, explain.plan = config, plan
         if plan["packing"]:
-            check_isolation(trainer.model_wrapped, trainer.data_collator, model.get_input_embeddings().num_embeddings, process.device)
+            check_isolation(
+                trainer.model_wrapped,
+                trainer.data_collator,
+                model.get_input_embeddings().num_embeddings,
+                process.device,
+            )
         judge.score("before")
 
     # the clock of the throughput starts behind the scores
-    for callback in (BeforeFirstStep(before_the_first_step), trainer.throughput, stop, Progress(process), *tensorboard(folder, process)):
+    for callback in (
+        BeforeFirstStep(before_the_first_step),
+        trainer.throughput,
+        stop,
+        Progress(process),
+        *tensorboard(folder, process),
+    ):
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     clock.lap("training")
@@ -137,7 +172,13 @@ class Clock:
 
 def compute_dtype(config: Config) -> torch.dtype:
     """Return the type of matmuls: what bf16 and fp16 of a resolved config say."""
-    return torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
+    return (
+        torch.bfloat16
+        if config.train.bf16
+        else torch.float16
+        if config.train.fp16
+        else torch.float32
+    )
 
 
 def build_trainer(
@@ -155,14 +196,22 @@ def build_trainer(
     if config.tuning.backend != "unsloth":  # which has its own
         checkpoint_layers(model, plan["checkpointed_layers"])
     packed_into = plan["micro_batches"] if plan["packing"] else None
-    layout = Layout(config.model.max_seq_len, plan["sequences"], plan["effective_batch"], plan["world_size"], packed_into)
+    layout = Layout(
+        config.model.max_seq_len,
+        plan["sequences"],
+        plan["effective_batch"],
+        plan["world_size"],
+        packed_into,
+    )
     speed = EvalSpeedCallback()
     trainer = SftTrainer(
         model=model,
         args=arguments,
         processing_class=tokenizer,
         train_dataset=TrainRows(data.train),
-        eval_dataset=TrainRows(data.validation),  # Trainer asks for one; the evaluator holds what is evaluated
+        eval_dataset=TrainRows(
+            data.validation
+        ),  # Trainer asks for one; the evaluator holds what is evaluated
         data_collator=collator(config, plan, tokenizer, model),
         order=StepSampler(data.train.lengths, layout, config.train.order_seed),
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
@@ -176,7 +225,9 @@ def build_trainer(
     return trainer
 
 
-def collator(config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module) -> PackCollator | PadCollator:
+def collator(
+    config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
+) -> PackCollator | PadCollator:
     """Return what makes a micro-batch of sequences: several documents in each where the run packs, else one."""
     if plan["packing"]:
         varlen = needs_boundaries(config.model.attn_implementation, takes_boundaries(model))
@@ -184,19 +235,29 @@ def collator(config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenize
     return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
 
 
-def evaluator_of(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config, plan: dict[str, Any], process: Process) -> Evaluator:
+def evaluator_of(
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    plan: dict[str, Any],
+    process: Process,
+) -> Evaluator:
     """Return an evaluator whose work is shared by all ranks."""
     ranks = Ranks(process.rank, process.world_size, process.device)
     return Evaluator(split, tokenizer, config.train, ranks, synced_gpus=plan["zero_stage"] == 3)
 
 
-def make_stamp(config: Config, plan: dict[str, Any], data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def make_stamp(
+    config: Config, plan: dict[str, Any], data: PreparedData, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Return the stamp of this run's checkpoints and weights."""
     return {
         **stamp.wanted(config),
         "tokenizer_digest": stamp.digest_of_text(json.dumps(tokenizer.get_vocab(), sort_keys=True)),
         "template_digest": stamp.digest_of_text(template_of(tokenizer)),
-        "template": "built-in" if template_of(tokenizer) == DEFAULT_TEMPLATE else config.model.chat_template or "the tokenizer's own",
+        "template": "built-in"
+        if template_of(tokenizer) == DEFAULT_TEMPLATE
+        else config.model.chat_template or "the tokenizer's own",
         "data_digest": stamp.digest_of_text(*data.digests),
         "world_size": plan["world_size"],
         "strategy": plan["strategy"],
@@ -205,7 +266,9 @@ def make_stamp(config: Config, plan: dict[str, Any], data: PreparedData, tokeniz
     }
 
 
-def checkpoint_to_resume(config: Config, plan: dict[str, Any], made_of: dict[str, Any]) -> Path | None:
+def checkpoint_to_resume(
+    config: Config, plan: dict[str, Any], made_of: dict[str, Any]
+) -> Path | None:
     """Return the checkpoint folder to go on from. Raises CheckpointError when it does not fit this run or lacks a part."""
     if config.train.resume_from is None:
         return None
@@ -215,13 +278,23 @@ def checkpoint_to_resume(config: Config, plan: dict[str, Any], made_of: dict[str
     for name in ("data_digest", "effective_batch"):
         if was_made_of.get(name) != made_of[name]:
             logger.warning(
-                "resume: %s was %s and is %s: the rows of the steps to come are not those that were left", name, was_made_of.get(name), made_of[name]
+                "resume: %s was %s and is %s: the rows of the steps to come are not those that were left",
+                name,
+                was_made_of.get(name),
+                made_of[name],
             )
     logger.info("resume from=%s", checkpoint)
     return checkpoint
 
 
-def save_checked(trainer: SftTrainer, config: Config, plan: dict[str, Any], folder: RunFolder, process: Process, is_complete: bool) -> Path:
+def save_checked(
+    trainer: SftTrainer,
+    config: Config,
+    plan: dict[str, Any],
+    folder: RunFolder,
+    process: Process,
+    is_complete: bool,
+) -> Path:
     """Save adapter/ or model/, read it back, stamp it, and return it. Raises CheckpointError, DivergedError."""
     weights = folder.weights(config.tuning.mode)
     with trainer.memory.phase("save"):
@@ -237,10 +310,16 @@ def save_checked(trainer: SftTrainer, config: Config, plan: dict[str, Any], fold
 
 def tensorboard(folder: RunFolder, process: Process) -> list[TensorBoardCallback]:
     """Return the callback that writes scalars to tb/, on the main rank alone."""
-    return [TensorBoardCallback(SummaryWriter(log_dir=str(folder.tensorboard)))] if process.is_main else []
+    return (
+        [TensorBoardCallback(SummaryWriter(log_dir=str(folder.tensorboard)))]
+        if process.is_main
+        else []
+    )
 
 
-def close(report: Report, trainer: SftTrainer, process: Process, stop: StopOnSignal, folder: RunFolder) -> None:
+def close(
+    report: Report, trainer: SftTrainer, process: Process, stop: StopOnSignal, folder: RunFolder
+) -> None:
     """Complete run.json: times, speed, peak memory, losses, and how the run ended. Every rank must call it."""
     throughput, step = trainer.throughput, trainer.state.global_step
     report.facts["seconds"] |= {
@@ -248,17 +327,27 @@ def close(report: Report, trainer: SftTrainer, process: Process, stop: StopOnSig
         "first_step": round(throughput.first_step_seconds, 3),
         "evaluate": round(trainer.speed.seconds, 3),
     }
-    peak, phases = of_the_worst_rank(trainer.memory, report.facts["memory"]["predicted"], trainer.args.ddp_timeout_delta)
+    peak, phases = of_the_worst_rank(
+        trainer.memory, report.facts["memory"]["predicted"], trainer.args.ddp_timeout_delta
+    )
     report.facts["peak_bytes"] |= peak
     report.facts["memory"]["measured"] = phases
     report.update(
         global_step=step,
         engine=type(trainer.model_wrapped).__name__,
         tokens_per_second=throughput.tokens_per_second(),
-        loss=[{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry],
+        loss=[
+            {"step": entry["step"], "loss": entry["loss"]}
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ],
     )
     if stop.stopped:
-        report.finish("stopped", ExitClass.STOPPED, f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}")
+        report.finish(
+            "stopped",
+            ExitClass.STOPPED,
+            f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder.path}",
+        )
     else:
         report.finish("done", ExitClass.DONE)
 
@@ -273,17 +362,36 @@ def send_transformers_records_to_our_log() -> None:
 def log_data(data: PreparedData, process: Process) -> None:
     """Log a line a split: rows, what was dropped and why, tokens."""
     for name, facts in data.ledger.items() if process.is_main else ():
-        dropped = " ".join(f"{reason}={count}" for reason, count in facts["dropped"].items()) or "dropped=0"
+        dropped = (
+            " ".join(f"{reason}={count}" for reason, count in facts["dropped"].items())
+            or "dropped=0"
+        )
         counts = f"rows={facts['rows_in']} used={facts['rows_used']} {dropped} tokens={facts['tokens']} trained={facts['trained_tokens']}"
         logger.info("data %s %s", name, counts)
 
 
-def log_model(model: torch.nn.Module, config: Config, process: Process, plan: dict[str, Any]) -> None:
+def log_model(
+    model: torch.nn.Module, config: Config, process: Process, plan: dict[str, Any]
+) -> None:
     """Log what is trained, and once, truthfully, by how many ranks on what."""
     if not process.is_main:
         return
     trainable, total = trainable_parameters(model)
-    share = f"parameters={total / 1e6:.2f}M trainable={trainable / 1e6:.2f}M ({trainable / total:.2%})"
-    logger.info("model %s mode=%s backend=%s %s", config.model.name, config.tuning.mode, config.tuning.backend, share)
+    share = (
+        f"parameters={total / 1e6:.2f}M trainable={trainable / 1e6:.2f}M ({trainable / total:.2%})"
+    )
+    logger.info(
+        "model %s mode=%s backend=%s %s",
+        config.model.name,
+        config.tuning.mode,
+        config.tuning.backend,
+        share,
+    )
     dtype = str(compute_dtype(config)).removeprefix("torch.")
-    logger.info("ranks world=%d strategy=%s device=%s compute=%s", process.world_size, plan["strategy"], process.device.type, dtype)
+    logger.info(
+        "ranks world=%d strategy=%s device=%s compute=%s",
+        process.world_size,
+        plan["strategy"],
+        process.device.type,
+        dtype,
+    )

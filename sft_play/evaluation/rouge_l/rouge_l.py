@@ -15,10 +15,15 @@ class RougeL(evaluate.Metric):
             description=_DESCRIPTION,
             citation="Chin-Yew Lin. 2004. ROUGE: A Package for Automatic Evaluation of Summaries.",
             inputs_description="predictions: answers; references: what they should say.",
-            features=datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")}),
+            features=datasets.Features(
+                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
+            ),
         )
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         scorer = RougeScorer(["rougeL"], use_stemmer=False)
-        scores = [scorer.score(reference, answer)["rougeL"].fmeasure for answer, reference in zip(predictions, references, strict=True)]
+        scores = [
+            scorer.score(reference, answer)["rougeL"].fmeasure
+            for answer, reference in zip(predictions, references, strict=True)
+        ]
         return {"rougeL": sum(scores) / len(scores)}

@@ -26,7 +26,9 @@ def activation_of(module: nn.Module) -> Activation | None:
     """Return the name that the functions here have for an activation module; None for one that they do not compute."""
     if isinstance(module, nn.SiLU | SiLUActivation):
         return "silu"
-    is_tanh = isinstance(module, GELUTanh) or (isinstance(module, nn.GELU) and module.approximate == "tanh")
+    is_tanh = isinstance(module, GELUTanh) or (
+        isinstance(module, nn.GELU) and module.approximate == "tanh"
+    )
     return "gelu_tanh" if is_tanh else None
 
 
@@ -67,7 +69,15 @@ def gated_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return (g * torch.sigmoid(p) * u).to(gate.dtype)
 
 
-def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, activation: Activation, dgate: Tensor, dup: Tensor, h: Tensor | None = None) -> None:
+def gated_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    h: Tensor | None = None,
+) -> None:
     """Write the gradients of gate and up to dgate and dup (N, I), and act(gate) * up to h where it is given, which may be dh itself."""
     if gate.is_cuda:
         from sft_play.models.fast import gated_kernels

@@ -21,7 +21,9 @@ def _exponent(g, is_gelu: tl.constexpr):
 
 
 @triton.jit
-def _forward(gate, up, h, gate_stride, up_stride, features, is_gelu: tl.constexpr, block: tl.constexpr):
+def _forward(
+    gate, up, h, gate_stride, up_stride, features, is_gelu: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < features
@@ -33,7 +35,20 @@ def _forward(gate, up, h, gate_stride, up_stride, features, is_gelu: tl.constexp
 
 @triton.jit
 def _backward(
-    dh, gate, up, dgate, dup, h, gate_stride, up_stride, dgate_stride, dup_stride, features, is_gelu: tl.constexpr, with_h: tl.constexpr, block: tl.constexpr
+    dh,
+    gate,
+    up,
+    dgate,
+    dup,
+    h,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    features,
+    is_gelu: tl.constexpr,
+    with_h: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -55,17 +70,48 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     with torch.cuda.device(gate.device):
-        _forward[_grid(gate)](gate, up, h, gate.stride(0), up.stride(0), gate.shape[1], activation == "gelu_tanh", BLOCK)
+        _forward[_grid(gate)](
+            gate,
+            up,
+            h,
+            gate.stride(0),
+            up.stride(0),
+            gate.shape[1],
+            activation == "gelu_tanh",
+            BLOCK,
+        )
     return h
 
 
-def backward(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor | None) -> None:
+def backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    dgate: Tensor,
+    dup: Tensor,
+    h: Tensor | None,
+) -> None:
     """Write dgate, dup and, where it is given, h; all (N, I)."""
     dh = dh.contiguous()
-    assert all(tensor.stride(1) == 1 for tensor in (gate, up, dgate, dup)) and (h is None or h.is_contiguous()), "features lie side by side"
+    assert all(tensor.stride(1) == 1 for tensor in (gate, up, dgate, dup)) and (
+        h is None or h.is_contiguous()
+    ), "features lie side by side"
     strides = [tensor.stride(0) for tensor in (gate, up, dgate, dup)]
     with torch.cuda.device(gate.device):
-        _backward[_grid(gate)](dh, gate, up, dgate, dup, dh if h is None else h, *strides, gate.shape[1], activation == "gelu_tanh", h is not None, BLOCK)
+        _backward[_grid(gate)](
+            dh,
+            gate,
+            up,
+            dgate,
+            dup,
+            dh if h is None else h,
+            *strides,
+            gate.shape[1],
+            activation == "gelu_tanh",
+            h is not None,
+            BLOCK,
+        )
 
 
 def _grid(gate: Tensor) -> tuple[int, int]:

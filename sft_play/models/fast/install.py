@@ -28,8 +28,20 @@ from sft_play.plan.fast import FAST_PARTS
 
 logger = logging.getLogger(__name__)
 
-NORMS = {"gemma": norms.GEMMA, "gemma2": norms.GEMMA_SANDWICH, "gemma3": norms.GEMMA_SANDWICH, "gemma3_text": norms.GEMMA_SANDWICH}
-LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"}  # layers of h += attention(norm(h)), h += mlp(norm(h))
+NORMS = {
+    "gemma": norms.GEMMA,
+    "gemma2": norms.GEMMA_SANDWICH,
+    "gemma3": norms.GEMMA_SANDWICH,
+    "gemma3_text": norms.GEMMA_SANDWICH,
+}
+LIKE_LLAMA = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi3",
+}  # layers of h += attention(norm(h)), h += mlp(norm(h))
 FIRST_CAPABILITY = (8, 0)  # of a GPU that torch's flash attention runs on
 
 
@@ -81,9 +93,13 @@ def make_fast(model: PreTrainedModel | PeftModel, config: Config, placement: Any
 
     `placement` is a `load.Placement`. Raises: ConfigError for train.fast_path=true where nothing fits.
     """
-    installed = _install(Target(model, config, placement.device, placement.compute_dtype, placement.zero_stage))
+    installed = _install(
+        Target(model, config, placement.device, placement.compute_dtype, placement.zero_stage)
+    )
     if config.train.fast_path is True and not installed.on:
-        raise ConfigError(f"train.fast_path=true: {next(iter(installed.off.values()))}; set TRAIN_FAST_PATH=auto")
+        raise ConfigError(
+            f"train.fast_path=true: {next(iter(installed.off.values()))}; set TRAIN_FAST_PATH=auto"
+        )
     base_of(model).fast_path = installed
     logger.info("%s", installed.line())
     return installed
@@ -155,7 +171,11 @@ def _look_for_kernels_of_attention(target: Target) -> None:
 
 def _install_linears(target: Target) -> int:
     """The linears of attention: `attention_forward` calls them fused, and those of a model that keeps its own are fused one by one."""
-    linears = [linear for module in target.attentions for linear in (*attention.projections(module), module.o_proj)]
+    linears = [
+        linear
+        for module in target.attentions
+        for linear in (*attention.projections(module), module.o_proj)
+    ]
     adapted = _fusable(target, linears)
     for linear in adapted if "forward" not in vars(target.attentions[0]) else ():
         fuse_linear(linear)
@@ -188,7 +208,11 @@ def mlp_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """Forward method of a gated MLP while it trains, of its class else; (B, T, H) to (B, T, H)."""
     if not is_training(self):
         return type(self).forward(self, hidden_states)
-    gate, up = (self.gate_up_proj, None) if hasattr(self, "gate_up_proj") else (self.gate_proj, self.up_proj)
+    gate, up = (
+        (self.gate_up_proj, None)
+        if hasattr(self, "gate_up_proj")
+        else (self.gate_proj, self.up_proj)
+    )
     return lora_mlp(hidden_states, gate, up, self.down_proj, activation_of(_gate(self)))
 
 
@@ -201,18 +225,26 @@ def _install_norms(target: Target) -> int:
     if target.zero_stage == 3:
         raise NotHere("ZeRO-3 partitions the weights")
     kind = NORMS.get(target.base.config.model_type, norms.LLAMA)
-    found = {module for module in target.decoder.modules() if type(module).__name__.endswith("RMSNorm")}
+    found = {
+        module for module in target.decoder.modules() if type(module).__name__.endswith("RMSNorm")
+    }
     joined: set[nn.Module] = set()
     for layer in target.decoder.layers if target.base.config.model_type in LIKE_LLAMA else ():
         pair = {layer.input_layernorm, layer.post_attention_layernorm}
-        if any(norm.weight.requires_grad for norm in pair) or getattr(target.base.config, "resid_pdrop", 0.0):
+        if any(norm.weight.requires_grad for norm in pair) or getattr(
+            target.base.config, "resid_pdrop", 0.0
+        ):
             continue
         layer.norm_kind = kind
         layer.forward = MethodType(residual.layer_forward, layer)
         joined |= pair
     if target.device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         if not joined:
-            raise NotHere("the kernels are for GPUs" if target.device.type != "cuda" else "liger-kernel is not installed")
+            raise NotHere(
+                "the kernels are for GPUs"
+                if target.device.type != "cuda"
+                else "liger-kernel is not installed"
+            )
         return len(joined)
     for module in found - joined:
         module.norm_kind = kind
@@ -229,4 +261,10 @@ def _install_loss(target: Target) -> int:
 
 
 # In this order: attention decides how its linears are called.
-INSTALLERS = {"attention": _install_attention, "linears": _install_linears, "mlp": _install_mlp, "norms": _install_norms, "loss": _install_loss}
+INSTALLERS = {
+    "attention": _install_attention,
+    "linears": _install_linears,
+    "mlp": _install_mlp,
+    "norms": _install_norms,
+    "loss": _install_loss,
+}

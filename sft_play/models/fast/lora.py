@@ -87,7 +87,13 @@ def _base_obstacle(base: nn.Module) -> str | None:
 
 def _hooked(module: nn.Module) -> str | None:
     """A function that reads a module's weights would pass its hooks by."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__:
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    ):
         return "hooks, or a forward of its own, on the linear"
     return None
 
@@ -162,7 +168,11 @@ def weights_of(modules: Sequence[nn.Module]) -> tuple[tuple[Weights, ...], list[
             base = module.base_layer
             for name in module.active_adapters:  # can_fuse has seen that there is one at most
                 if name in module.lora_A:
-                    a, b, scale = module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]
+                    a, b, scale = (
+                        module.lora_A[name].weight,
+                        module.lora_B[name].weight,
+                        module.scaling[name],
+                    )
         linears.append(Weights(base.weight, base.bias, scale, 0 if a is None else a.shape[0]))
         adapters += [a, b]
     return tuple(linears), adapters
@@ -172,7 +182,9 @@ class LinearsFunction(torch.autograd.Function):
     """y_i of linears that share x. Saves x, x A^T and the adapters in the type of the products."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, linears: tuple[Weights, ...], *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx, x: Tensor, linears: tuple[Weights, ...], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i); parameters: A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type."""
         adapters = cast_adapters(parameters, x.dtype)
         outputs, xa = project(x, linears, adapters)
@@ -188,7 +200,11 @@ class LinearsFunction(torch.autograd.Function):
         adapters = Adapters(a, tuple(b))
         dy = [rows(grad) for grad in grads]
         du = adapter_inputs_gradient(dy, ctx.linears, adapters)
-        dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = (
+            input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return dx, None, *adapter_gradients(rows(x), xa, dy, du, ctx.linears, ctx.type)
 
 
@@ -207,7 +223,9 @@ def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Ad
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
     torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
     following = iter(copies)
-    return Adapters(stacked, tuple(None if tensor is None else next(following) for tensor in parameters[1::2]))
+    return Adapters(
+        stacked, tuple(None if tensor is None else next(following) for tensor in parameters[1::2])
+    )
 
 
 def type_of(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
@@ -230,7 +248,9 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
-def project(x: Tensor, linears: Sequence[Weights], adapters: Adapters) -> tuple[tuple[Tensor, ...], Tensor | None]:
+def project(
+    x: Tensor, linears: Sequence[Weights], adapters: Adapters
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return y_i (..., out_i) of x (..., in), and x A^T (N, R)."""
     flat = rows(x)
     xa = None if adapters.a is None else flat @ adapters.a.t()
@@ -240,7 +260,9 @@ def project(x: Tensor, linears: Sequence[Weights], adapters: Adapters) -> tuple[
         if b is None:
             outputs.append(functional.linear(x, dense(linear.weight, x.dtype), bias))
             continue
-        y = x.new_empty(*x.shape[:-1], len(b))  # which stays, before an unpacked weight, which leaves no hole then: 2.4 GiB of them at 8B
+        y = x.new_empty(
+            *x.shape[:-1], len(b)
+        )  # which stays, before an unpacked weight, which leaves no hole then: 2.4 GiB of them at 8B
         if bias is None:
             rows(y).addmm_(xa[:, part], b.t(), beta=0, alpha=linear.scale)
         else:
@@ -250,7 +272,9 @@ def project(x: Tensor, linears: Sequence[Weights], adapters: Adapters) -> tuple[
     return tuple(outputs), xa
 
 
-def adapter_inputs_gradient(dy: Sequence[Tensor], linears: Sequence[Weights], adapters: Adapters) -> Tensor | None:
+def adapter_inputs_gradient(
+    dy: Sequence[Tensor], linears: Sequence[Weights], adapters: Adapters
+) -> Tensor | None:
     """Return dU (N, R), the gradient of x A^T, of dy_i (N, out_i)."""
     if adapters.a is None:
         return None
@@ -261,7 +285,9 @@ def adapter_inputs_gradient(dy: Sequence[Tensor], linears: Sequence[Weights], ad
     return du
 
 
-def input_gradient(dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[Weights], adapters: Adapters) -> Tensor:
+def input_gradient(
+    dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[Weights], adapters: Adapters
+) -> Tensor:
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
     dx = None if du is None else du @ adapters.a
     for grad, linear in zip(dy, linears, strict=True):
@@ -272,7 +298,12 @@ def input_gradient(dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[We
 
 
 def adapter_gradients(
-    x: Tensor, xa: Tensor | None, dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[Weights], dtype: torch.dtype | None
+    x: Tensor,
+    xa: Tensor | None,
+    dy: Sequence[Tensor],
+    du: Tensor | None,
+    linears: Sequence[Weights],
+    dtype: torch.dtype | None,
 ) -> list[Tensor | None]:
     """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), dy_i (N, out_i), xa and du (N, R).
 
@@ -281,7 +312,10 @@ def adapter_gradients(
     if du is None:
         return [None, None] * len(linears)
     ranks = du.shape[1]
-    sizes = [ranks * x.shape[1], *(grad.shape[1] * linear.rank for grad, linear in zip(dy, linears, strict=True))]
+    sizes = [
+        ranks * x.shape[1],
+        *(grad.shape[1] * linear.rank for grad, linear in zip(dy, linears, strict=True)),
+    ]
     buffer = x.new_empty(sum(sizes))
     of_a, *of_b = buffer.split(sizes)
     torch.mm(du.t(), x, out=of_a.view(ranks, -1))
@@ -291,5 +325,7 @@ def adapter_gradients(
     of_a, *of_b = buffer.to(dtype).split(sizes)
     of_a = of_a.view(ranks, -1).split([linear.rank for linear in linears])
     return [
-        gradient for linear, da, db in zip(linears, of_a, of_b, strict=True) for gradient in ((da, db.view(-1, linear.rank)) if linear.rank else (None, None))
+        gradient
+        for linear, da, db in zip(linears, of_a, of_b, strict=True)
+        for gradient in ((da, db.view(-1, linear.rank)) if linear.rank else (None, None))
     ]

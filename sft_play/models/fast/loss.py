@@ -18,13 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-CHUNK_BYTES = 256 * 2**20  # of logits: as much as keeps the GPU's matrix units busy (1,024 tokens of the largest heads)
+CHUNK_BYTES = (
+    256 * 2**20
+)  # of logits: as much as keeps the GPU's matrix units busy (1,024 tokens of the largest heads)
 # float16 ends at 6e-8, where a probability among 100,000 tokens is near it; times this, gradients of hidden states stay under 512 |weight|
 FLOAT16_SCALE = 256.0
 PROBE_TOKENS = 8
 
 
-def linear_nll(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
+def linear_nll(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
     """Return the sum of -log p(target) in nats, a float32 scalar; softmax in float32, matmuls in the type of `hidden`.
 
     hidden (N, H) and weight (V, H) of one type, targets (N,) int64 in [0, V). Without tokens it is 0, with a gradient of zeros.
@@ -41,12 +45,22 @@ class _LinearNll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        softcap: float | None,
+    ) -> torch.Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         nll = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # summed over tokens, float16 may overflow before a loss scaler could shrink it
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32 if weight.dtype == torch.float16 else None) if needs_weight else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32 if weight.dtype == torch.float16 else None)
+            if needs_weight
+            else None
+        )
         scale = FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
         rows = chunk_rows(len(hidden), len(weight), weight.element_size())
         buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))  # one for all chunks
@@ -58,17 +72,33 @@ class _LinearNll(torch.autograd.Function):
                 if grad_hidden is not None:
                     torch.mm(logits, weight, out=grad_hidden[start : start + rows])
                 if grad_weight is not None:
-                    grad_weight.addmm_(logits.t().to(grad_weight.dtype), tokens.to(grad_weight.dtype))
+                    grad_weight.addmm_(
+                        logits.t().to(grad_weight.dtype), tokens.to(grad_weight.dtype)
+                    )
         ctx.gradients, ctx.scale, ctx.dtype = (grad_hidden, grad_weight), scale, hidden.dtype
         return nll
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_nll: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        assert ctx.gradients is not None, "a second backward pass: the first one has scaled the gradients in place"
-        gradients, ctx.gradients = ctx.gradients, None  # let go of, so that they become .grad without a copy
-        factor = (grad_nll / ctx.scale)[None]  # of one dimension: without any, it would be rounded to 16 bits itself, and all gradients with it
-        return *(None if gradient is None else gradient.mul_(factor).to(ctx.dtype) for gradient in gradients), None, None
+        assert ctx.gradients is not None, (
+            "a second backward pass: the first one has scaled the gradients in place"
+        )
+        gradients, ctx.gradients = (
+            ctx.gradients,
+            None,
+        )  # let go of, so that they become .grad without a copy
+        factor = (grad_nll / ctx.scale)[
+            None
+        ]  # of one dimension: without any, it would be rounded to 16 bits itself, and all gradients with it
+        return (
+            *(
+                None if gradient is None else gradient.mul_(factor).to(ctx.dtype)
+                for gradient in gradients
+            ),
+            None,
+            None,
+        )
 
 
 def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
@@ -78,7 +108,9 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
     return -(-max(1, tokens) // chunks // 128) * 128 if chunks > 1 else max(1, tokens)
 
 
-def nll_to_gradient_(logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
+def nll_to_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0
+) -> torch.Tensor:
     """Return the summed nll (float32 scalar) of logits (N, V), uncapped, and overwrite them with its gradient times `scale`."""
     if logits.is_cuda:
         from sft_play.models.fast.loss_kernel import nll_to_gradient_ as on_gpu
@@ -113,7 +145,10 @@ class FusedHead:
         if self._labels is None:
             return type(self.head).forward(self.head, hidden)
         positions, targets = self._labels
-        hidden, weight = hidden.flatten(0, 1).index_select(0, positions), self.head.weight  # (N, H), (V, H)
+        hidden, weight = (
+            hidden.flatten(0, 1).index_select(0, positions),
+            self.head.weight,
+        )  # (N, H), (V, H)
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -148,7 +183,13 @@ def is_loss_fused(model: nn.Module) -> bool:
     return isinstance(_forward_of_head(model), FusedHead)
 
 
-def fused_nll(model: nn.Module, wrapped: nn.Module, inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def fused_nll(
+    model: nn.Module,
+    wrapped: nn.Module,
+    inputs: dict[str, Any],
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+) -> torch.Tensor:
     """Return the summed nll in nats of a forward pass, a float32 scalar.
 
     `wrapped` is what is called with `inputs`: the model itself, DDP or DeepSpeed around it. positions (N,) int64 are those of
@@ -170,7 +211,11 @@ def can_fuse_loss(model: nn.Module, zero_stage: int) -> str | None:
         return f"the output head is {type(head).__name__}{' with a bias' if getattr(head, 'bias', None) is not None else ''}, not a plain Linear"
     if "forward" in vars(head):
         return "the output head is patched already"
-    return None if _logits_are_the_heads(model, head) else "the logits are not those of the output head (scaled or changed behind it)"
+    return (
+        None
+        if _logits_are_the_heads(model, head)
+        else "the logits are not those of the output head (scaled or changed behind it)"
+    )
 
 
 @torch.no_grad()
@@ -186,7 +231,11 @@ def _logits_are_the_heads(model: nn.Module, head: nn.Linear) -> bool:
     finally:
         model.train(was_training)
         hook.remove()
-    if len(seen) != 1 or seen[0].shape != (1, PROBE_TOKENS, len(head.weight)) or logits.shape != seen[0].shape:
+    if (
+        len(seen) != 1
+        or seen[0].shape != (1, PROBE_TOKENS, len(head.weight))
+        or logits.shape != seen[0].shape
+    ):
         return False
     expected, cap = seen[0].float(), _softcap(model)
     expected = expected if cap is None else torch.tanh(expected / cap) * cap

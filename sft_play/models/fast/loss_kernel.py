@@ -20,7 +20,17 @@ def _capped(scores, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _rows(logits, row_stride, targets, nll, columns, softcap, scale, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _rows(
+    logits,
+    row_stride,
+    targets,
+    nll,
+    columns,
+    softcap,
+    scale,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program a token: the logarithm of its softmax's sum in one pass over the row, its gradient in a second."""
     row = tl.program_id(0).to(tl.int64)  # N * V passes 2^31
     logits += row * row_stride
@@ -30,7 +40,9 @@ def _rows(logits, row_stride, targets, nll, columns, softcap, scale, HAS_CAP: tl
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns
-        scores = _capped(tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP)
+        scores = _capped(
+            tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP
+        )
         scores = tl.where(inside, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores))
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(scores - new_largest))
@@ -42,14 +54,18 @@ def _rows(logits, row_stride, targets, nll, columns, softcap, scale, HAS_CAP: tl
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns
-        scores = _capped(tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP)
+        scores = _capped(
+            tl.load(logits + offsets, mask=inside, other=0.0).to(tl.float32), softcap, HAS_CAP
+        )
         gradient = tl.exp(scores - log_total) - tl.where(offsets == target, 1.0, 0.0)
         if HAS_CAP:
             gradient *= 1 - (scores / softcap) * (scores / softcap)
         tl.store(logits + offsets, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
 
 
-def nll_to_gradient_(logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
+def nll_to_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0
+) -> torch.Tensor:
     """Return the summed nll (float32 scalar) of logits (N, V), uncapped, and overwrite them with its gradient times `scale`."""
     tokens, vocabulary = logits.shape
     assert logits.stride(1) == 1 and targets.stride(0) == 1, "rows lie one behind the other"

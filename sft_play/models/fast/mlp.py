@@ -30,7 +30,9 @@ from sft_play.models.fast.lora import (
 )
 
 
-def lora_mlp(x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module, activation: Activation) -> Tensor:
+def lora_mlp(
+    x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module, activation: Activation
+) -> Tensor:
     """Return down(act(gate(x)) * up(x)), (..., out) of x (..., in).
 
     Without `up` the outputs of `gate` are both, gate's features before up's (Phi 3). Linears that cannot be fused, such as
@@ -53,15 +55,28 @@ class MlpFunction(torch.autograd.Function):
     """down(act(gate(x)) * up(x)); `linears` and their adapters are gate's, up's (unless gate's outputs are both) and down's."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, linears: tuple[Weights, ...], activation: Activation, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        linears: tuple[Weights, ...],
+        activation: Activation,
+        *parameters: Tensor | None,
+    ) -> Tensor:
         """Return y (..., out) of x (..., in)."""
         *inner, down = linears
-        of_inner, of_down = cast_adapters(parameters[:-2], x.dtype), cast_adapters(parameters[-2:], x.dtype)
+        of_inner, of_down = (
+            cast_adapters(parameters[:-2], x.dtype),
+            cast_adapters(parameters[-2:], x.dtype),
+        )
         outputs, xa = project(rows(x), inner, of_inner)
         h = gated_forward(*halves(outputs), activation)
         (y,), ha = project(h, (down,), of_down)
         ctx.save_for_backward(x, xa, ha, of_inner.a, *of_inner.b, of_down.a, *of_down.b, *outputs)
-        ctx.linears, ctx.activation, ctx.types = linears, activation, (type_of(parameters[:-2]), type_of(parameters[-2:]))
+        ctx.linears, ctx.activation, ctx.types = (
+            linears,
+            activation,
+            (type_of(parameters[:-2]), type_of(parameters[-2:])),
+        )
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -71,15 +86,36 @@ class MlpFunction(torch.autograd.Function):
         *inner, down = ctx.linears
         count = len(inner)
         x, xa, ha, a, *rest = ctx.saved_tensors
-        of_inner, of_down = Adapters(a, tuple(rest[:count])), Adapters(rest[count], (rest[count + 1],))
-        grads, of_h = down_backward(rows(dy), ha, rest[count + 2 :], down, of_down, ctx.activation, ctx.types[1])
+        of_inner, of_down = (
+            Adapters(a, tuple(rest[:count])),
+            Adapters(rest[count], (rest[count + 1],)),
+        )
+        grads, of_h = down_backward(
+            rows(dy), ha, rest[count + 2 :], down, of_down, ctx.activation, ctx.types[1]
+        )
         du = adapter_inputs_gradient(grads, inner, of_inner)
-        dx = input_gradient(grads, du, inner, of_inner).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, None, *adapter_gradients(rows(x), xa, grads, du, inner, ctx.types[0]), *of_h
+        dx = (
+            input_gradient(grads, du, inner, of_inner).view(x.shape)
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        return (
+            dx,
+            None,
+            None,
+            *adapter_gradients(rows(x), xa, grads, du, inner, ctx.types[0]),
+            *of_h,
+        )
 
 
 def down_backward(
-    dy: Tensor, ha: Tensor | None, outputs: list[Tensor], down: Weights, adapters: Adapters, activation: Activation, dtype: torch.dtype | None
+    dy: Tensor,
+    ha: Tensor | None,
+    outputs: list[Tensor],
+    down: Weights,
+    adapters: Adapters,
+    activation: Activation,
+    dtype: torch.dtype | None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the gradients of gate's and up's outputs (N, I), or of both as one (N, 2 I), and those of down's adapter; dy (N, out)."""
     du = adapter_inputs_gradient([dy], [down], adapters)

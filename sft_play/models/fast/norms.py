@@ -23,7 +23,9 @@ class NormKind:
 
 LLAMA = NormKind("llama", 0.0, in_place=True)
 GEMMA = NormKind("gemma", 1.0, in_place=True)
-GEMMA_SANDWICH = NormKind("gemma", 1.0, in_place=False)  # Gemma 2 and 3 have norms behind attention and MLP, too
+GEMMA_SANDWICH = NormKind(
+    "gemma", 1.0, in_place=False
+)  # Gemma 2 and 3 have norms behind attention and MLP, too
 
 
 def is_training(module: nn.Module) -> bool:
@@ -35,10 +37,14 @@ def norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     """Forward method of an RMS norm while it trains, of its class else; a frozen weight gets no gradient computed."""
     if not is_training(self):
         return type(self).forward(self, hidden_states)
-    from liger_kernel.ops import LigerRMSNormFunction  # loads triton, which only GPUs have a use for
+    from liger_kernel.ops import (
+        LigerRMSNormFunction,
+    )  # loads triton, which only GPUs have a use for
 
     kind: NormKind = self.norm_kind
-    return LigerRMSNormFunction.apply(hidden_states, self.weight, epsilon(self), kind.offset, kind.casting, kind.in_place, None)
+    return LigerRMSNormFunction.apply(
+        hidden_states, self.weight, epsilon(self), kind.offset, kind.casting, kind.in_place, None
+    )
 
 
 def epsilon(norm: nn.Module) -> float:
@@ -46,7 +52,9 @@ def epsilon(norm: nn.Module) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
-def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return query (B, T, H, D) and key (B, T, K, D) with the first R features rotated by their positions; cos and sin (B or 1, T, R).
 
     On a GPU the two are overwritten: give it what no one else reads.
@@ -54,7 +62,9 @@ def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
     if query.is_cuda:
         from liger_kernel.ops import LigerRopeFunction
 
-        rotated = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)  # it computes on (B, T, H, D) by undoing this
+        rotated = LigerRopeFunction.apply(
+            query.transpose(1, 2), key.transpose(1, 2), cos, sin
+        )  # it computes on (B, T, H, D) by undoing this
         return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 

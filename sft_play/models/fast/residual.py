@@ -27,7 +27,9 @@ def layer_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tens
     return stream + self.mlp(read)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
+) -> tuple[Tensor, Tensor]:
     """Return norm(s) and s = residual + x, each (..., H) in the type of x; without a residual, s is x.
 
     Go on with this s instead of x: what flows back into it joins the norm's gradient in one pass.
@@ -39,7 +41,9 @@ class AddNormFunction(torch.autograd.Function):
     """(norm(s), s) of s = residual + x. Saves s, which others keep too, and 1 / rms of each token."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
+    ) -> tuple[Tensor, Tensor]:
         """Return y and s (..., H)."""
         assert not weight.requires_grad, "a norm whose weight is trained"
         y, s, inverse = _kernels(x).forward(x, residual, weight, eps, kind)
@@ -60,7 +64,9 @@ class Reference:
     """The formulas in torch, for where there is no GPU and for tests. Rounds where transformers' norms round."""
 
     @staticmethod
-    def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y and s (..., H), and 1 / rms(s) (..., 1) float32."""
         s = x if residual is None else residual + x
         wide = s.float()
@@ -70,7 +76,9 @@ class Reference:
         return (kind.offset + weight) * (wide * inverse).to(x.dtype), s, inverse
 
     @staticmethod
-    def backward(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind) -> Tensor:
+    def backward(
+        dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
+    ) -> Tensor:
         """Return dx (..., H)."""
         n, m = s.float() * inverse, dy.float() * (kind.offset + weight.float())
         return (ds.float() + inverse * (m - n * (m * n).mean(-1, keepdim=True))).to(s.dtype)

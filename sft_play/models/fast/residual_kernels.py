@@ -11,14 +11,29 @@ FEATURES_PER_WARP = 512  # 16 a thread: two loads of 16 bytes of bfloat16
 
 
 @triton.jit
-def _forward(x, residual, weight, y, s, inverse, features, eps, offset, is_gemma: tl.constexpr, adds: tl.constexpr, block: tl.constexpr):
+def _forward(
+    x,
+    residual,
+    weight,
+    y,
+    s,
+    inverse,
+    features,
+    eps,
+    offset,
+    is_gemma: tl.constexpr,
+    adds: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     inside = columns < features
     at = row * features + columns
     stream = tl.load(x + at, inside, 0)
     if adds:  # the norm reads the rounded sum, as it does apart
-        stream = (stream.to(tl.float32) + tl.load(residual + at, inside, 0).to(tl.float32)).to(x.dtype.element_ty)
+        stream = (stream.to(tl.float32) + tl.load(residual + at, inside, 0).to(tl.float32)).to(
+            x.dtype.element_ty
+        )
         tl.store(s + at, stream, inside)
     wide = stream.to(tl.float32)
     factor = 1 / tl.sqrt(tl.sum(wide * wide, 0) / features + eps)
@@ -45,7 +60,9 @@ def _backward(dy, ds, s, weight, inverse, dx, features, offset, block: tl.conste
     tl.store(dx + at, stream + factor * (m - n * mean), inside)
 
 
-def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
     x = x.contiguous()
     residual = None if residual is None else residual.to(x.dtype).contiguous()
@@ -54,17 +71,33 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind
     features, block, warps = _sizes(x)
     with torch.cuda.device(x.device):
         _forward[(inverse.numel(),)](
-            x, residual, weight, y, s, inverse, features, eps, kind.offset, kind.casting == "gemma", residual is not None, block, num_warps=warps
+            x,
+            residual,
+            weight,
+            y,
+            s,
+            inverse,
+            features,
+            eps,
+            kind.offset,
+            kind.casting == "gemma",
+            residual is not None,
+            block,
+            num_warps=warps,
         )
     return y, s, inverse
 
 
-def backward(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind) -> Tensor:
+def backward(
+    dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
+) -> Tensor:
     """Return dx (..., H)."""
     dy, ds, dx = dy.contiguous(), ds.contiguous(), torch.empty_like(s)
     features, block, warps = _sizes(s)
     with torch.cuda.device(s.device):
-        _backward[(inverse.numel(),)](dy, ds, s, weight, inverse, dx, features, kind.offset, block, num_warps=warps)
+        _backward[(inverse.numel(),)](
+            dy, ds, s, weight, inverse, dx, features, kind.offset, block, num_warps=warps
+        )
     return dx
 
 
