@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sft_play.plan.shapes import known_shapes
+from sft_play.plan.model_shape import known_models
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 CORPUS = TINY.parent / "corpus" / "town.txt"
@@ -30,7 +30,7 @@ def random_model(shape: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.for_model(
-        **known_shapes()[shape],
+        **known_models()[shape],
         max_position_embeddings=8192,
         rope_theta=500000.0,
         pad_token_id=0,

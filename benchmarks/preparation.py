@@ -71,13 +71,13 @@ def ours_epoch(rows: Path, work: Path) -> dict[str, Any]:
     """Open what `ours` made, as every rank does, and pack every step of the first epoch."""
     from sft_play.config.schema import Config
     from sft_play.data import prepare
-    from sft_play.data.arrange import arrange
+    from sft_play.data.assemble import assemble
     from sft_play.data.order import Layout, StepSampler, fullest_step
 
     facts = json.loads((work / "data.json").read_text())
     libraries = memory(psutil.Process())
     began = spent()
-    data = arrange(Config(**facts["config"]), prepare.from_json(facts["sources"]))
+    data = assemble(Config(**facts["config"]), prepare.from_json(facts["sources"]))
     layout = Layout(MAX_SEQ_LEN, batch_size=4, effective_batch=EFFECTIVE_BATCH)
     packed = layout.packed(fullest_step(data.train.lengths, layout, seed=0, epochs=1))
     sequences = sum(len(micro_batch) for micro_batch in StepSampler(data.train.lengths, packed, 0))

@@ -16,7 +16,7 @@ from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from sft_play.data.arrange import PreparedData
+    from sft_play.data.assemble import PreparedData
     from sft_play.data.order import Layout
     from sft_play.data.preview import Shown
 
@@ -30,7 +30,7 @@ def prepared(config: Config) -> "PreparedData":
     found = prepare.find_sources(config)  # before transformers is imported, which takes seconds
     from sft_play.models.tokenizer import load_tokenizer
 
-    data = prepare.arrange(config, prepare.tokenised(config, found, load_tokenizer(config)))
+    data = prepare.assemble(config, prepare.tokenised(config, found, load_tokenizer(config)))
     tokens, labelled = int(data.train.lengths.sum()), int(data.train.records["trained"].sum())
     write_json(_note_of(config), asdict(Counted(len(data.train), tokens, labelled / tokens)))
     return data

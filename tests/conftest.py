@@ -233,7 +233,7 @@ def build_trainer() -> Callable:
     """A function that returns the trainer of a planned run as the worker builds it, and its data."""
     import torch
 
-    from sft_play.data.arrange import arrange
+    from sft_play.data.assemble import assemble
     from sft_play.data.prepare import from_json
     from sft_play.models.load import Placement, load_model
     from sft_play.models.tokenizer import load_tokenizer
@@ -243,11 +243,11 @@ def build_trainer() -> Callable:
     def build(folder):
         config, plan, device = folder.read_config(), folder.read_plan(), torch.device("cpu")
         tokenizer = load_tokenizer(config)
-        data = arrange(config, from_json(folder.read_data()["sources"]))
+        data = assemble(config, from_json(folder.read_data()["sources"]))
         runtime.seed_everything(config.train.seed)
         arguments = training_arguments(config, plan, folder)
         model = load_model(config, Placement(device, torch.float32, zero_stage=0))
-        made_of = worker.make_stamp(config, plan, data, tokenizer)
+        run_stamp = worker.make_stamp(config, plan, data, tokenizer)
         return worker.build_trainer(
             config,
             plan,
@@ -256,7 +256,7 @@ def build_trainer() -> Callable:
             data,
             model,
             arguments,
-            made_of,
+            run_stamp,
         ), data
 
     return build

@@ -41,7 +41,7 @@ ALLOWED = {
     "__init__": set(),
 }
 READ_THE_ENVIRONMENT = {"config/loader.py", "training/runtime.py"}
-START_PROCESSES = {"plan/launch.py", "plan/devices.py", "monitor/", "data/tokenise.py"}
+START_PROCESSES = {"plan/launch.py", "plan/devices.py", "monitor/", "data/tokenize.py"}
 HEAVY = {
     "torch",
     "transformers",

@@ -21,12 +21,12 @@ from benchmarks.planner.search import cut, fastest_that_fits, step_speed
 from benchmarks.planner.search import largest as largest_fitting
 from benchmarks.planner.sweep import predicted, probed_peak
 from benchmarks.planner.verdict import error, spread, why_not
-from benchmarks.planner.works import SWEEPS, WORKS
+from benchmarks.planner.workloads import SWEEPS, WORKS
 from benchmarks.speed.samples import ROOT
-from benchmarks.speed.works import TOY
+from benchmarks.speed.workloads import TOY
 from sft_play import commands
 from sft_play.plan.memory import PHASES, step_bytes
-from sft_play.plan.probing import Fit, Point
+from sft_play.plan.probe_fit import Fit, Point
 from sft_play.plan.sizing import Choice
 from sft_play.training.probe import Outcome
 

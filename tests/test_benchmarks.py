@@ -21,7 +21,7 @@ from benchmarks.speed.report import markdown
 from benchmarks.speed.runner import Bench, Results
 from benchmarks.speed.samples import ROOT, Inputs, Samples, made_inputs, step_tokens
 from benchmarks.speed.verdict import MOST_OFF, deviation, judge, tolerance, windows
-from benchmarks.speed.works import ARMS, WARM_UP, WORKS, meets
+from benchmarks.speed.workloads import ARMS, WARM_UP, WORKS, meets
 from sft_play.data.order import steps
 from sft_play.data.shapes import read_all
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.schema import Config
-from sft_play.data.arrange import PreparedData
+from sft_play.data.assemble import PreparedData
 from sft_play.data.check import WIDTH, check_lines, ledger_json
 from sft_play.data.prepare import prepare
 

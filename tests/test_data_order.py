@@ -81,10 +81,13 @@ def test_epochs_differ_and_each_is_the_same_every_time(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_order_that_is_cut_anew_is_the_one_that_was_cut_so(packed: bool) -> None:
-    recut, other = sampler(lengths_of(64), 8, 1, packed), sampler(lengths_of(64), 1, 1, packed)
-    assert list(recut) != list(other)
-    recut.layout = other.layout
-    assert list(recut) == list(other) and len(recut) == len(other)
+    set_micro_batch, other = (
+        sampler(lengths_of(64), 8, 1, packed),
+        sampler(lengths_of(64), 1, 1, packed),
+    )
+    assert list(set_micro_batch) != list(other)
+    set_micro_batch.layout = other.layout
+    assert list(set_micro_batch) == list(other) and len(set_micro_batch) == len(other)
 
 
 @pytest.mark.parametrize("packed", [False, True])

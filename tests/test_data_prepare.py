@@ -10,8 +10,8 @@ import pytest
 
 from sft_play.config.schema import Config
 from sft_play.data import prepare as preparing
-from sft_play.data import tokenise
-from sft_play.data.arrange import PreparedData, arrange
+from sft_play.data import tokenize
+from sft_play.data.assemble import PreparedData, assemble
 from sft_play.data.ledger import Tally, of_lengths
 from sft_play.data.prepare import prepare
 from sft_play.data.store import Store
@@ -364,7 +364,7 @@ def test_a_moved_file_finds_its_samples_and_names_its_new_place(
     config = config_of([*numbered(9), qa("q", "a<|end|>b")], on_bad_row="quarantine")
     first = prepare(config, tokenizer)
     moved = shutil.move(config.data.train_path, tmp_path / "moved.jsonl")
-    monkeypatch.setattr(tokenise, "build", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenize, "build", lambda *_: pytest.fail("tokenised again"))
     again = prepare(
         config.model_copy(
             update={"data": config.data.model_copy(update={"train_path": str(moved)})}
@@ -408,8 +408,8 @@ def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, m
     config = config_of(numbered(30))
     data = prepare(config, tokenizer)
     facts = json.loads(json.dumps(preparing.as_json(data.sources)))
-    monkeypatch.setattr(tokenise, "build", lambda *_: pytest.fail("tokenised again"))
-    opened = arrange(config, preparing.from_json(facts))
+    monkeypatch.setattr(tokenize, "build", lambda *_: pytest.fail("tokenised again"))
+    opened = assemble(config, preparing.from_json(facts))
     assert opened.ledger == data.ledger and json.loads(json.dumps(opened.ledger)) == opened.ledger
     assert all(
         np.array_equal(one.ids, two.ids) and np.array_equal(one.labels, two.labels)
@@ -427,8 +427,8 @@ def test_several_processes_make_the_same_store_as_one(
     (source,) = preparing.find_sources(config)["train"]
     made = {}
     for processes in (1, 3):
-        monkeypatch.setattr(tokenise, "processes_for", lambda _, count=processes: count)
-        tokenise.build(tmp_path / str(processes), source, tokenise.Policy.of(config), tokenizer)
+        monkeypatch.setattr(tokenize, "processes_for", lambda _, count=processes: count)
+        tokenize.build(tmp_path / str(processes), source, tokenize.Policy.of(config), tokenizer)
         made[processes] = {
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
         }

@@ -18,7 +18,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import Installed, installed_on, make_fast, takes_boundaries
 from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
-from sft_play.training.isolation import measure_isolation
+from sft_play.training.cross_document import measure_cross_document
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -251,10 +251,10 @@ def test_documents_are_kept_apart_by_fast_attention(name: str) -> None:
     model = plain_model(name)
     make(model)
     collator = PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model))
-    assert measure_isolation(model, collator, VOCABULARY, CPU).holds
+    assert measure_cross_document(model, collator, VOCABULARY, CPU).holds
     if takes_boundaries(model):
         documents_joined(model)
-        assert not measure_isolation(model, collator, VOCABULARY, CPU).holds
+        assert not measure_cross_document(model, collator, VOCABULARY, CPU).holds
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])

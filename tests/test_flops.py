@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.plan import flops
 from sft_play.plan.flops import step_flops
-from sft_play.plan.shapes import ModelShape, load_shape
+from sft_play.plan.model_shape import ModelShape, load_shape
 
 TOY = ModelShape(
     vocab=64, hidden=16, intermediate=32, layers=2, heads=4, kv_heads=2, head_dim=4, is_tied=True

@@ -23,7 +23,7 @@ from sft_play.models.fast.norms import GEMMA, LLAMA, NormKind
 from sft_play.models.fast.residual import Reference
 from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
-from sft_play.training.isolation import measure_isolation
+from sft_play.training.cross_document import measure_cross_document
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,7 +148,7 @@ def test_documents_are_kept_apart(name: str) -> None:
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
-        found = measure_isolation(
+        found = measure_cross_document(
             model,
             PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model)),
             VOCABULARY,

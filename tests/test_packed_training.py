@@ -31,7 +31,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import bnb
 from sft_play.plan.packing import ISOLATING, needs_boundaries, resolve_packing
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.isolation import check_isolation, measure_isolation
+from sft_play.training.cross_document import check_cross_document, measure_cross_document
 from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer, token_mean_loss
 
@@ -269,7 +269,7 @@ def tiny(model_type: str, attention: str) -> PreTrainedModel:
 def test_an_architecture_that_auto_packs_keeps_documents_apart(
     model_type: str, attention: str
 ) -> None:
-    found = measure_isolation(
+    found = measure_cross_document(
         tiny(model_type, attention), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU
     )
     assert found.seen == 0, "the same kernels on the same tokens give the same bits"
@@ -286,7 +286,7 @@ def test_an_architecture_that_joins_documents_is_refused_before_the_first_step(
         ConfigError,
         match=rf"^train.packing: packed documents are not kept apart by {type(model).__name__}.*; set TRAIN_PACKING=false$",
     ):
-        check_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+        check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
 
 
 @dataclass(frozen=True)
@@ -303,23 +303,25 @@ class Changed(PackCollator):
 @pytest.mark.parametrize("change", [all_ones_mask, positions_that_run_on, key_value_cache])
 def test_the_check_sees_whatever_joins_documents(change: Change, attention: str) -> None:
     model = llama(attention)
-    check_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
     with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
-        check_isolation(model, Changed(0, MAX_SEQ_LEN, change=change), VOCABULARY, CPU)
+        check_cross_document(model, Changed(0, MAX_SEQ_LEN, change=change), VOCABULARY, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_check_tells_rounding_from_seeing_in_half_precision(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
-        check_isolation(llama(), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+        check_cross_document(llama(), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
         with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
-            check_isolation(llama(), Changed(0, MAX_SEQ_LEN, change=all_ones_mask), VOCABULARY, CPU)
+            check_cross_document(
+                llama(), Changed(0, MAX_SEQ_LEN, change=all_ones_mask), VOCABULARY, CPU
+            )
 
 
 def test_a_model_that_gives_no_numbers_is_left_to_its_evaluation() -> None:
     model = llama()
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
-    check_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
 
 
 def test_nan_that_comes_of_packing_is_refused() -> None:
@@ -330,7 +332,7 @@ def test_nan_that_comes_of_packing_is_refused() -> None:
         }
 
     with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
-        check_isolation(llama(), Changed(0, MAX_SEQ_LEN, change=nowhere), VOCABULARY, CPU)
+        check_cross_document(llama(), Changed(0, MAX_SEQ_LEN, change=nowhere), VOCABULARY, CPU)
 
 
 def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was() -> None:
@@ -342,7 +344,7 @@ def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was() -> None
         copy.deepcopy(model.state_dict()),
     )
     state = torch.get_rng_state()
-    found = measure_isolation(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    found = measure_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
     assert found.seen == 0 and found.holds
     assert (
         modes == [module.training for module in model.modules()]
@@ -536,7 +538,7 @@ def train_one_rank(rank: int, port: int, folder: Path, packed: bool) -> None:
     losses = losses_of(trainer)
     assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
     if packed:
-        check_isolation(trainer.model_wrapped, trainer.data_collator, VOCABULARY, CPU)
+        check_cross_document(trainer.model_wrapped, trainer.data_collator, VOCABULARY, CPU)
     torch.save((losses, int(trainer.throughput.tokens)), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

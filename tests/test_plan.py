@@ -29,8 +29,8 @@ from sft_play.plan.launch import (
     write_accelerate_config,
 )
 from sft_play.plan.memory import PHASES, PhaseBytes, StepShape, evaluation_rows, step_bytes
+from sft_play.plan.model_shape import ModelShape, load_shape, shape_of
 from sft_play.plan.resolve import Plan, precision, resolve
-from sft_play.plan.shapes import ModelShape, load_shape, shape_of
 
 EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 CPU = Hardware("cpu", (), 8, 64 * GIB)

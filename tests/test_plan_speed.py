@@ -13,12 +13,12 @@ from sft_play.config.loader import PROJECT_ROOT
 
 sys.path.insert(0, str(PROJECT_ROOT))
 
-from benchmarks.speed.works import WORKS as SPEED_WORKS
+from benchmarks.speed.workloads import WORKS as SPEED_WORKS
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, REACHED, Card, key_of
 from sft_play.plan.devices import parse
 from sft_play.plan.memory import StepShape
-from sft_play.plan.shapes import ModelShape, load_shape
+from sft_play.plan.model_shape import ModelShape, load_shape
 from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, predict
 
 EIGHT = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})

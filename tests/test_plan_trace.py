@@ -21,7 +21,7 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models import stand_ins
+from sft_play.models import fake_kernels
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast import attention, gated, residual
 from sft_play.models.fast.install import make_fast
@@ -35,7 +35,7 @@ from sft_play.models.trace import (
     _Run,
     adapter_tensors,
     build,
-    claim,
+    materialize,
     measure,
     state_bytes,
     step_of,
@@ -212,8 +212,8 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
     step = step_for(folder_of(name), mode)
     real = saved_bytes(loaded(step))
     model = build(step)
-    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins.standing_in(is_gpu=False):
-        claim(model, step)
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels.fake_kernels(is_gpu=False):
+        materialize(model, step)
         make_fast(model, step.config, Placement(CPU, torch.float32, 0))
         assert saved_bytes(model.train()) == real
     # beside what is saved there live the ids, the positions and the head's input, which lora does not save
@@ -284,8 +284,8 @@ def test_flash_attention_keeps_what_torchs_does(keys: int) -> None:
             lambda *tensors: functional.scaled_dot_product_attention(*tensors, is_causal=True),
             *inputs,
         )
-        assert kept_and_made(stand_ins.scaled_dot_product_attention, *inputs) == real
-    kept, made = kept_and_made(stand_ins.scaled_dot_product_attention, *inputs)
+        assert kept_and_made(fake_kernels.scaled_dot_product_attention, *inputs) == real
+    kept, made = kept_and_made(fake_kernels.scaled_dot_product_attention, *inputs)
     assert kept == 4 * 2 * 4 * 32 * (16 + 1)
     assert [shape for shape, _ in made[1:]] == [tensor.shape for tensor in inputs]
 
@@ -298,7 +298,7 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
         (lambda *tensors: gated.gated(*tensors, "silu")),
     )
     real = kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)
-    with stand_ins.standing_in(is_gpu=True):
+    with fake_kernels.fake_kernels(is_gpu=True):
         assert (
             kept_and_made(joined, x, residual_x, weight),
             kept_and_made(activated, gate, up),
@@ -312,7 +312,7 @@ def test_standing_in_leaves_nothing_behind() -> None:
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     )
-    with pytest.raises(KeyError), stand_ins.standing_in(is_gpu=True):
+    with pytest.raises(KeyError), fake_kernels.fake_kernels(is_gpu=True):
         assert attention.rotate != before[0]
         raise KeyError
     assert (
@@ -373,8 +373,12 @@ def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
     )
     step, phase = step_of(plan), plan.memory.phases["evaluation"]
     model = build(step)
-    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins.standing_in(True), torch.no_grad():
-        claim(model, step)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        fake_kernels.fake_kernels(True),
+        torch.no_grad(),
+    ):
+        materialize(model, step)
         make_fast(model, step.config, Placement(torch.device("cuda"), step.compute_dtype, 0))
         passing = _Run(model.eval(), step).forward(plan.config.train.eval_batch_size)
     assert passing.most > passing.kept + passing.logits, (

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from sft_play.errors import OutOfMemory
-from sft_play.plan import batch, memory, probing
+from sft_play.plan import batch, memory, probe_fit
 from sft_play.plan.batch import Wanted
 from sft_play.plan.memory import StepShape
-from sft_play.plan.probing import Fit, Line, Point, Subject
-from sft_play.plan.shapes import ModelShape
+from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.probe_fit import Fit, Line, Point, Subject
 from sft_play.plan.sizing import Choice
 
 GIB = 2**30
@@ -123,7 +123,7 @@ def test_activations_that_outgrow_gradients_are_told_by_the_forward_pass() -> No
         for tokens, sizes in seen.items()
     ]
     found = Fit(choice, *points).phases(4, 0)
-    context = probing.context_bytes(choice)
+    context = probe_fit.context_bytes(choice)
     assert (found["forward"] - context) / GIB == pytest.approx(80.45, rel=0.005)
     assert (found["backward"] - context) / GIB == pytest.approx(80.56, rel=0.01)
 
@@ -141,7 +141,7 @@ def test_both_points_are_met_exactly(change: dict[str, Any], layers: int) -> Non
         )
         found = Fit(rows_of, fit.small, fit.large).phases(1, layers)
         assert {
-            name: found[name] - probing.context_bytes(choice) for name in point.phases
+            name: found[name] - probe_fit.context_bytes(choice) for name in point.phases
         } == pytest.approx(dict(point.phases), abs=2)
 
 
@@ -238,32 +238,32 @@ def test_a_batch_chosen_again_keeps_the_rows_of_a_step() -> None:
     given_way = replace(
         WANTED, effective_batch=30, is_effective_set=False, grad_accum=4
     )  # became 32 when it was planned
-    again = probing.to_choose_again(replace(CHOICE, wanted=given_way), 32, 0).wanted
+    again = probe_fit.to_choose_again(replace(CHOICE, wanted=given_way), 32, 0).wanted
     assert batch.smallest(again).effective_batch == 32
     unsloth = replace(CHOICE, wanted=replace(WANTED, is_by_layer=False))
     assert [
-        probing.to_choose_again(unsloth, 32, layers).wanted.gradient_checkpointing
+        probe_fit.to_choose_again(unsloth, 32, layers).wanted.gradient_checkpointing
         for layers in (0, 32)
     ] == [False, True]
 
 
 def test_a_step_is_known_to_fit_when_one_at_least_as_large_was_measured_within_the_budget() -> None:
-    chosen, context = batch.Chosen(2, 16, 8, 32, 32), probing.context_bytes(CHOICE)
+    chosen, context = batch.Chosen(2, 16, 8, 32, 32), probe_fit.context_bytes(CHOICE)
     point = Point(4096, 8, accumulates=True, phases={"forward": 10 * GIB, "backward": 12 * GIB})
-    assert probing.is_known_to_fit(chosen, CHOICE, [point], 12 * GIB + context)
-    assert not probing.is_known_to_fit(chosen, CHOICE, [point], 12 * GIB + context - 1)
+    assert probe_fit.is_known_to_fit(chosen, CHOICE, [point], 12 * GIB + context)
+    assert not probe_fit.is_known_to_fit(chosen, CHOICE, [point], 12 * GIB + context - 1)
     for smaller in ({"tokens": 2048}, {"checkpointed_layers": 9}, {"accumulates": False}):
-        assert not probing.is_known_to_fit(chosen, CHOICE, [replace(point, **smaller)], 99 * GIB)
+        assert not probe_fit.is_known_to_fit(chosen, CHOICE, [replace(point, **smaller)], 99 * GIB)
 
 
 def test_no_room_names_a_batch_that_fits_with_as_many_rows_a_step() -> None:
     fit = fit_of(Choice(replace(WANTED, batch_size=16, gradient_checkpointing=False), STEP, SHAPE))
-    error = probing.no_room(fit, batch.Chosen(16, 2, 0, 32, 32), 60 * GIB, 60 * GIB, "a GPU")
+    error = probe_fit.no_room(fit, batch.Chosen(16, 2, 0, 32, 32), 60 * GIB, 60 * GIB, "a GPU")
     assert isinstance(error, OutOfMemory)
     assert str(error).startswith("train.batch_size=16 does not fit: a step takes about 1") and str(
         error
     ).endswith("; try TRAIN_BATCH_SIZE=4 TRAIN_GRAD_ACCUM=8")
-    least = probing.no_room(fit, batch.Chosen(1, 32, 32, 32, 32), 10 * GIB, 12 * GIB, "a GPU")
+    least = probe_fit.no_room(fit, batch.Chosen(1, 32, 32, 32, 32), 10 * GIB, 12 * GIB, "a GPU")
     assert "a GPU has 12.0 GiB; try TUNING_MODE=qlora" in str(least)
 
 
@@ -272,7 +272,7 @@ def test_the_sums_of_the_phases_are_the_fitted_ones() -> None:
     fitted = {
         name: phase.total + 5 * number for number, (name, phase) in enumerate(closed.phases.items())
     }
-    for name, parts in probing.phases_json(fitted, closed).items():
+    for name, parts in probe_fit.phases_json(fitted, closed).items():
         assert (
             parts["total"]
             == fitted[name]
@@ -342,15 +342,15 @@ def test_points_are_remembered_as_they_were(tmp_path: Path) -> None:
         measured(CHOICE, 2048, 0),
         Point(8192, 3, accumulates=False, phases={"forward": 1, "backward": 2}),
     )
-    probing.remember(tmp_path / "probes", SUBJECT.fingerprint(), points)
-    assert probing.remembered(tmp_path / "probes", SUBJECT.fingerprint()) == points
-    assert probing.remembered(tmp_path / "probes", replace(SUBJECT, code="1").fingerprint()) == ()
+    probe_fit.remember(tmp_path / "probes", SUBJECT.fingerprint(), points)
+    assert probe_fit.remembered(tmp_path / "probes", SUBJECT.fingerprint()) == points
+    assert probe_fit.remembered(tmp_path / "probes", replace(SUBJECT, code="1").fingerprint()) == ()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"points": [{"tokens": 1}]}', "{}"])
 def test_a_damaged_file_is_measured_anew_and_named(tmp_path: Path, caplog, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    assert probing.remembered(tmp_path, "x") == ()
+    assert probe_fit.remembered(tmp_path, "x") == ()
     assert f"{tmp_path / 'x.json'}: cannot be read" in caplog.text
 
 
@@ -361,6 +361,6 @@ def test_a_choice_survives_plan_json() -> None:
 
 def test_the_digest_of_the_code_is_of_sources_that_are_there() -> None:
     assert (
-        all(list(probing.PACKAGE.glob(pattern)) for pattern in probing.COMPUTING)
-        and len(probing.digest_of_code()) == 64
+        all(list(probe_fit.PACKAGE.glob(pattern)) for pattern in probe_fit.COMPUTING)
+        and len(probe_fit.digest_of_code()) == 64
     )

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.runs.folder import RunFolder
 from sft_play.training import probe
-from sft_play.training.rehearsal import Rehearsal, digest, step_without_change
+from sft_play.training.dry_run import DryRun, digest, step_without_change
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -94,7 +94,7 @@ def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker) -> 
     assert resumed.read_report()["probe"]["points"][0]["phases"].keys() == {"forward", "backward"}
 
 
-# What a rehearsal leaves
+# What a dry_run leaves
 
 
 @pytest.fixture
@@ -119,8 +119,8 @@ def test_a_rehearsal_leaves_nothing_behind(trainer) -> None:
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    with Rehearsal(trainer, FakeGpu(9), steps_optimizer=True) as rehearsal:
-        point = rehearsal.measure(2, 64, 0, accumulates=True)
+    with DryRun(trainer, FakeGpu(9), steps_optimizer=True) as dry_run:
+        point = dry_run.measure(2, 64, 0, accumulates=True)
         assert point.tokens == 2 * 64
     assert digest(trainer.model) == before and torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state and all(
@@ -137,7 +137,7 @@ def test_a_rehearsal_leaves_nothing_behind(trainer) -> None:
 
 
 def test_a_weight_that_changed_is_an_error(trainer) -> None:
-    changing = Rehearsal(trainer, FakeGpu(9), steps_optimizer=True)
+    changing = DryRun(trainer, FakeGpu(9), steps_optimizer=True)
     with (
         pytest.raises(
             EnvironmentFault,
@@ -153,9 +153,9 @@ def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer) 
     gpu, before = FakeGpu(0.6), digest(trainer.model)
     handle = gpu.watch()
     try:
-        with Rehearsal(trainer, gpu, steps_optimizer=True) as rehearsal:
-            assert rehearsal.measure(1, 32, 0, accumulates=True) is not None
-            assert rehearsal.measure(1, 256, 0, accumulates=True) is None
+        with DryRun(trainer, gpu, steps_optimizer=True) as dry_run:
+            assert dry_run.measure(1, 32, 0, accumulates=True) is not None
+            assert dry_run.measure(1, 256, 0, accumulates=True) is None
     finally:
         handle.remove()
     assert (
@@ -180,7 +180,7 @@ def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, mo
     was = model.model.rotary_emb.inv_freq.clone()
     ids = torch.arange(64)[None]
     monkeypatch.setattr(trainer, "model_wrapped", model)
-    with Rehearsal(trainer, FakeGpu(9), steps_optimizer=False):
+    with DryRun(trainer, FakeGpu(9), steps_optimizer=False):
         model(ids)
         assert (
             not torch.equal(model.model.rotary_emb.inv_freq, was)

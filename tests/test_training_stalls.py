@@ -20,8 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import fuse_loss, is_loss_fused
-from sft_play.training.agreement import sum_over_ranks
 from sft_play.training.callbacks import BeforeFirstStep
+from sft_play.training.collectives import sum_over_ranks
 from sft_play.training.runtime import Process
 from sft_play.training.trainer import POSITIONS, REAL_TOKENS, TARGETS, SftTrainer, for_a_step
 

@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks.planner.report import markdown
 from benchmarks.planner.runs import Place, failed, measure
 from benchmarks.planner.verdict import why_not
-from benchmarks.planner.works import ACCURACY, LONG, SWEEPS, WORKS, Sweep
+from benchmarks.planner.workloads import ACCURACY, LONG, SWEEPS, WORKS, Sweep
 from benchmarks.speed.ours import last_lines, limited, repository_commit
 from benchmarks.speed.runner import Results
 from benchmarks.speed.samples import ROOT, made_model
-from benchmarks.speed.works import TOY
+from benchmarks.speed.workloads import TOY
 from sft_play.runs.files import read_json, write_json
 
 SWEEP = "sweep"

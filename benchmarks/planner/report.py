@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.planner.verdict import error, spread
-from benchmarks.planner.works import ACCURACY, LONG, SWEEPS, WORKS, Work
+from benchmarks.planner.workloads import ACCURACY, LONG, SWEEPS, WORKS, Work
 from benchmarks.speed.report import machine
-from benchmarks.speed.works import TOY
+from benchmarks.speed.workloads import TOY
 from sft_play.plan.memory import PHASES
 
 GIB = 2**30

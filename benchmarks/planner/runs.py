@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import fixed_rows, ragged_rows
-from benchmarks.planner.works import HELD_OUT_ROWS, RAGGED_ROWS, Work
+from benchmarks.planner.workloads import HELD_OUT_ROWS, RAGGED_ROWS, Work
 from benchmarks.speed.ours import environment, last_lines, limited
 from benchmarks.speed.samples import ROOT, TOY_MEDIAN, made_model
-from benchmarks.speed.works import FULL_RATE, LORA_ALPHA, LORA_RANK, RAGGED_MEDIAN, SEED, TOY
+from benchmarks.speed.workloads import FULL_RATE, LORA_ALPHA, LORA_RANK, RAGGED_MEDIAN, SEED, TOY
 from sft_play.errors import ExitClass
 from sft_play.plan.memory import PHASES
 from sft_play.runs.files import read_json

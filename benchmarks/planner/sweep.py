@@ -22,7 +22,7 @@ from benchmarks.planner.search import (
     largest,
     step_speed,
 )
-from benchmarks.planner.works import SWEEPS, Sweep, Work
+from benchmarks.planner.workloads import SWEEPS, Sweep, Work
 from sft_play import commands
 from sft_play.plan import devices, launch
 from sft_play.plan.memory import at_batch, step_bytes
@@ -30,7 +30,7 @@ from sft_play.plan.resolve import Plan, resolve
 from sft_play.runs.files import write_json
 
 if TYPE_CHECKING:
-    from benchmarks.planner.bed import Bed
+    from benchmarks.planner.harness import Harness
     from sft_play.training.probe import Outcome
 
 GIB = 2**30
@@ -123,35 +123,42 @@ def run(job: Job) -> dict[str, Any]:
     )
     plans = [plan(card_bytes) for card_bytes in cards]
     os.environ |= launch.launch_command(whole.ranks, job.folder, os.environ).env  # as a run has it
-    from benchmarks.planner.bed import Bed
+    from benchmarks.planner.harness import Harness
 
-    bed = Bed(whole, job.folder / sweep.name)
+    harness = Harness(whole, job.folder / sweep.name)
     budgets = [
-        Budget(card_bytes, planned, bed.probed(planned, card_bytes))
+        Budget(card_bytes, planned, harness.probed(planned, card_bytes))
         for card_bytes, planned in zip(cards, plans, strict=True)
     ]
-    optimizer_seconds = bed.warm_up(OPTIMIZER_STEPS)
+    optimizer_seconds = harness.warm_up(OPTIMIZER_STEPS)
     layers, layers_of_largest = (
         sorted({round(share * whole.setup.shape.layers) for share in shares})
         for shares in (sweep.checkpointed, sweep.of_largest)
     )
     chosen = [pair for budget in budgets for pair in budget.choices.values()]
     pairs = dict.fromkeys([*itertools.product(sweep.batch_sizes, layers), *chosen])
-    tried = {pair: combination(bed, whole, sweep, *pair, optimizer_seconds) for pair in pairs}
+    tried = {pair: combination(harness, whole, sweep, *pair, optimizer_seconds) for pair in pairs}
     return {
         "status": "done",
         "layers": whole.setup.shape.layers,
         "optimizer_seconds": optimizer_seconds,
         "combinations": list(tried.values()),
-        "budgets": [of_budget(bed, budget, sweep, layers_of_largest, tried) for budget in budgets],
+        "budgets": [
+            of_budget(harness, budget, sweep, layers_of_largest, tried) for budget in budgets
+        ],
     }
 
 
 def combination(
-    bed: "Bed", plan: Plan, sweep: Sweep, batch_size: int, layers: int, optimizer_seconds: float
+    harness: "Harness",
+    plan: Plan,
+    sweep: Sweep,
+    batch_size: int,
+    layers: int,
+    optimizer_seconds: float,
 ) -> dict[str, Any]:
     """Return what one combination takes in seconds and bytes, and what was predicted for it."""
-    seconds, peak = bed.timed(batch_size, sweep.max_seq_len, layers) or (None, None)
+    seconds, peak = harness.timed(batch_size, sweep.max_seq_len, layers) or (None, None)
     facts = {
         "batch_size": batch_size,
         "checkpointed_layers": layers,
@@ -174,7 +181,7 @@ def predicted(plan: Plan, rows: int, width: int, layers: int) -> int:
 
 
 def of_budget(
-    bed: "Bed",
+    harness: "Harness",
     budget: Budget,
     sweep: Sweep,
     layers: list[int],
@@ -183,7 +190,7 @@ def of_budget(
     """Return what was chosen for a card, what is best there, and how large micro-batches may be."""
 
     def fits(found: Mapping[str, Any]) -> bool:
-        return budget.card_bytes is None or bed.fits(
+        return budget.card_bytes is None or harness.fits(
             found["batch_size"], sweep.max_seq_len, found["checkpointed_layers"], budget.card_bytes
         )
 
@@ -196,11 +203,15 @@ def of_budget(
             for by, found in chosen.items()
         },
         "best": fastest_that_fits(tried.values(), fits),
-        "largest": [found for count in layers if (found := largest_of(bed, budget, sweep, count))],
+        "largest": [
+            found for count in layers if (found := largest_of(harness, budget, sweep, count))
+        ],
     }
 
 
-def largest_of(bed: "Bed", budget: Budget, sweep: Sweep, layers: int) -> dict[str, Any] | None:
+def largest_of(
+    harness: "Harness", budget: Budget, sweep: Sweep, layers: int
+) -> dict[str, Any] | None:
     """Return the most tokens of a micro-batch that plan and probe take to fit, and that do; None where they are more than are tried."""
 
     def is_planned_to_fit(tokens: int) -> bool:
@@ -210,7 +221,7 @@ def largest_of(bed: "Bed", budget: Budget, sweep: Sweep, layers: int) -> dict[st
         )
 
     def does_fit(tokens: int) -> bool:
-        return bed.fits(*cut(tokens, sweep.max_seq_len), layers, budget.card_bytes)
+        return harness.fits(*cut(tokens, sweep.max_seq_len), layers, budget.card_bytes)
 
     most = 2 * sweep.most_tokens
     planned = largest(is_planned_to_fit, sweep.max_seq_len, most)

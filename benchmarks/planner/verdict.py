@@ -5,7 +5,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-from benchmarks.planner.works import Work
+from benchmarks.planner.workloads import Work
 
 
 def error(predicted: float | None, measured: float | None) -> float | None:

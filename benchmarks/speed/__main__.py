@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.speed.report import draw, markdown
 from benchmarks.speed.runner import Bench, Results
 from benchmarks.speed.samples import ROOT
-from benchmarks.speed.works import ARMS, TOY, WORKS, meets
+from benchmarks.speed.workloads import ARMS, TOY, WORKS, meets
 
 
 def arguments() -> argparse.Namespace:

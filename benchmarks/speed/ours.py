@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.samples import ROOT, Inputs, Samples, step_tokens
-from benchmarks.speed.works import LORA_ALPHA, LORA_RANK, SEED, WARM_UP, Arm, Work
+from benchmarks.speed.workloads import LORA_ALPHA, LORA_RANK, SEED, WARM_UP, Arm, Work
 from sft_play.errors import ExitClass
 
 GIB = 2**30

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.samples import Samples
-from benchmarks.speed.works import ARMS, LORA_ALPHA, LORA_RANK, SEED, WARM_UP, WORKS, Arm, Work
+from benchmarks.speed.workloads import ARMS, LORA_ALPHA, LORA_RANK, SEED, WARM_UP, WORKS, Arm, Work
 from sft_play.runs.files import write_json
 
 TARGETS = [

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.works import ARMS, TOY, WORKS
+from benchmarks.speed.workloads import ARMS, TOY, WORKS
 
 HEAD = "| | real tokens/s | with loss/s | GiB reserved | MFU {peak} | of {reached} | ready s | off reference | as it ran |"
 RULE = "| --- | --: | --: | --: | --: | --: | --: | --: | --- |"

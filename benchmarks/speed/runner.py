@@ -17,10 +17,10 @@ from benchmarks.speed import ours
 from benchmarks.speed.peer import REFERENCE, Job
 from benchmarks.speed.samples import ROOT, Inputs, Samples, made_inputs, step_tokens
 from benchmarks.speed.verdict import COMPARED_STEPS, judge
-from benchmarks.speed.works import ARMS, LORA_RANK, WARM_UP, Arm, Work
+from benchmarks.speed.workloads import ARMS, LORA_RANK, WARM_UP, Arm, Work
 from sft_play.plan.cards import CARDS, REACHED, key_of
 from sft_play.plan.flops import step_flops
-from sft_play.plan.shapes import load_shape
+from sft_play.plan.model_shape import load_shape
 from sft_play.runs.files import read_json, write_json
 
 PACKAGES = (
@@ -140,14 +140,14 @@ class Bench:
         described = dataclasses.asdict(work) | {
             "padded_rows": list(work.padded_rows)
         }  # as a file gives it back: JSON has no tuples
-        made_of = {
+        run_stamp = {
             "work": described,
             "device": self.results.facts["device"],
             "torch": self.results.facts["versions"]["torch"],
         }
         compared = min(COMPARED_STEPS, WARM_UP + steps)
         known = found.get("reference", {})
-        if known.get("made_of") == made_of and len(known["losses"]) >= compared:
+        if known.get("run_stamp") == run_stamp and len(known["losses"]) >= compared:
             return
         tried = (
             min(4, work.rows_per_step),
@@ -165,7 +165,7 @@ class Bench:
             return
         found["reference"] = {
             "precision": work.reference,
-            "made_of": made_of,
+            "run_stamp": run_stamp,
             "losses": [entry["loss"] for entry in facts["losses"]],
         }
         self.results.write()

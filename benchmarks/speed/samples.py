@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.inputs import TINY, fixed_rows, ragged_rows
-from benchmarks.speed.works import RAGGED_MEDIAN, SEED, TOY, WARM_UP, Work
+from benchmarks.speed.workloads import RAGGED_MEDIAN, SEED, TOY, WARM_UP, Work
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_TOKENS, TOY_MEDIAN = (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
 
-from benchmarks.speed.works import WARM_UP, Arm, Work
+from benchmarks.speed.workloads import WARM_UP, Arm, Work
 
 MOST_OFF = 0.01  # of the reference's loss
 MOST_OF_FALL = 0.25  # of what the reference learned: an arm that learns nothing must not pass where little is to be learned

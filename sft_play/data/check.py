@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.arrange import PreparedData
+from sft_play.data.assemble import PreparedData
 
 WIDTH = 100  # columns that the text keeps to
 

@@ -1,7 +1,7 @@
 """From data settings to what a run trains on and is judged by. Loads no torch.
 
 The front end reads and tokenises, once and before any process group (`find_sources`, `tokenised`, `as_json`); every rank opens
-what that made (`from_json`, `arrange.arrange`).
+what that made (`from_json`, `assemble.assemble`).
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data import cache, tokenise
-from sft_play.data.arrange import PreparedData, Tokenised, TokenisedSource, arrange
+from sft_play.data import cache, tokenize
+from sft_play.data.assemble import PreparedData, Tokenised, TokenisedSource, assemble
 from sft_play.data.render import template_of
 from sft_play.data.sources import Source, SourceEntry, find
 from sft_play.errors import DataError
@@ -29,13 +29,13 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
             found[split] = tuple(find(_entry(part, config), setting) for part in ([value] if isinstance(value, str) else value))
     for sources in found.values():
         for source in sources:
-            tokenise.look(source, tokenise.Policy.of(config))
+            tokenize.look(source, tokenize.Policy.of(config))
     return found
 
 
 def tokenised(config: Config, found: Mapping[str, Sequence[Source]], tokenizer: Any) -> Tokenised:
     """Return every source with the folder of its samples, made now where the cache has none. Raises DataError, OutOfMemory."""
-    policy = tokenise.Policy.of(config)
+    policy = tokenize.Policy.of(config)
     of_tokenizer = cache.digest_of_tokenizer(tokenizer, template_of(tokenizer))
     return {split: tuple(_tokenised(source, policy, tokenizer, of_tokenizer, cache.root_of(config)) for source in sources) for split, sources in found.items()}
 
@@ -46,16 +46,16 @@ def _entry(part: str | SourceSection, config: Config) -> SourceEntry:
     return SourceEntry(given.path, given.weight, given.split, given.subset, given.columns or config.data.columns)
 
 
-def _tokenised(source: Source, policy: tokenise.Policy, tokenizer: Any, of_tokenizer: str, root: Path) -> TokenisedSource:
+def _tokenised(source: Source, policy: tokenize.Policy, tokenizer: Any, of_tokenizer: str, root: Path) -> TokenisedSource:
     digest = cache.digest_of_files(source.files)
     key = cache.key_of(digest, of_tokenizer, {**asdict(policy), "columns": dict(source.columns), "suffixes": [path.suffix for path in source.files]})
-    folder = cache.entry(root, key, lambda aside: tokenise.build(aside, source, policy, tokenizer))
+    folder = cache.entry(root, key, lambda aside: tokenize.build(aside, source, policy, tokenizer))
     return TokenisedSource(source.name, tuple(map(str, source.files)), source.weight, digest, str(folder))
 
 
 def prepare(config: Config, tokenizer: Any) -> PreparedData:
     """Return the data of a run, tokenised here or found in the cache. Raises DataError, OutOfMemory."""
-    return arrange(config, tokenised(config, find_sources(config), tokenizer))
+    return assemble(config, tokenised(config, find_sources(config), tokenizer))
 
 
 def as_json(sources: Tokenised) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def from_json(facts: Mapping[str, Any]) -> Tokenised:
     """Return what `as_json` was given. Raises DataError when samples are no longer there."""
     sources = {split: tuple(TokenisedSource.from_json(part) for part in parts) for split, parts in facts.items()}
     for source in (source for parts in sources.values() for source in parts):
-        if not (Path(source.folder) / tokenise.META).is_file():
+        if not (Path(source.folder) / tokenize.META).is_file():
             raise DataError(f"{source.folder}: the tokenised rows of {source.name} are gone; start the run anew, which makes them again")
     return sources
 
@@ -77,7 +77,7 @@ def quarantined(sources: Tokenised) -> dict[str, list[dict[str, str]]]:
     found: dict[str, list[dict[str, str]]] = {}
     for split, parts in sources.items():
         for source in parts:
-            for line in (Path(source.folder) / tokenise.BAD_ROWS).read_text(encoding="utf-8").splitlines():
+            for line in (Path(source.folder) / tokenize.BAD_ROWS).read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 origin = f"{source.files[row['file']]}{row['place']}"
                 found.setdefault(split, []).append({"origin": origin, "reason": row["reason"], "row": row["row"]})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import TrainSection
-from sft_play.data.arrange import PreparedData
+from sft_play.data.assemble import PreparedData
 from sft_play.data.order import Layout, StepSampler
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split

@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.data.files import TABLES, Chunk, format_of, parsed, read_chunks
 from sft_play.data.rows import BadRow, Message, Row, Unreadable, refuse
-from sft_play.data.turns import NotRowError, conversation, function_list, optional_text, shown, text, turn_list
+from sft_play.data.messages import NotRowError, conversation, function_list, optional_text, shown, text, turn_list
 from sft_play.errors import DataError
 
 SAMPLE = 100  # rows of a file that are looked at for its shape

@@ -3,7 +3,7 @@
 import torch
 
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.inference.use import at, quiet, with_adapter
+from sft_play.inference.generation import at, quiet, with_adapter
 from sft_play.models.load import Placement, load_base
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.runs import stamp
@@ -27,7 +27,7 @@ def merge_run(folder: RunFolder) -> str:
         raise CheckpointError(
             f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, make runs lists them"
         )
-    made_of = stamp.refuse_mismatch(weights, stamp.wanted(config))
+    run_stamp = stamp.refuse_mismatch(weights, stamp.wanted(config))
     unquantised = config.model_copy(
         update={"tuning": config.tuning.model_copy(update={"mode": "lora"})}
     )
@@ -40,5 +40,5 @@ def merge_run(folder: RunFolder) -> str:
         ).merge_and_unload()  # the adapter is float32, so each sum is too
         model.save_pretrained(target)
     load_tokenizer(at(config, weights)).save_pretrained(target)
-    stamp.write(target, {**made_of, "merged": True})
+    stamp.write(target, {**run_stamp, "merged": True})
     return f"merged {target}"

@@ -25,15 +25,15 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.install import installed_on, make_fast
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.live_bytes import LiveBytes, storage_bytes
 from sft_play.models.load import Placement, weight_dtype
 from sft_play.models.losses import summed_nll
-from sft_play.models.stand_ins import standing_in
 from sft_play.plan.memory import StepBytes
+from sft_play.plan.model_shape import known_config
 from sft_play.plan.resolve import GIB, Plan
-from sft_play.plan.shapes import known_config
 
 # What Trainer makes of train.optim; a paged state has the same bytes, in memory that the driver may move to the host
 OPTIMIZERS: dict[str, Any] = {
@@ -165,8 +165,8 @@ def trace(step: Step) -> Traced:
     Raises: EnvironmentFault when the model's config cannot be had; ConfigError when adapters match no layer.
     """
     model = build(step)
-    with FakeTensorMode(allow_non_fake_inputs=True), standing_in(step.device == "cuda"):
-        claim(model, step)
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(step.device == "cuda"):
+        materialize(model, step)
         place = Placement(torch.device(step.device), step.compute_dtype, step.zero_stage)
         make_fast(model, step.config, place)
         checkpoint_layers(model, step.checkpointed_layers)
@@ -259,7 +259,7 @@ def quantise(model: PreTrainedModel, quantization: Any) -> None:
     bnb.keep_differentiable(model)
 
 
-def claim(model: nn.Module, step: Step) -> None:
+def materialize(model: nn.Module, step: Step) -> None:
     """Turn all tensors of a model on the meta device into tensors without data on the CPU, so that autocast and devices hold."""
     made: dict[Tensor, Tensor] = {}  # tied weights stay one
     cast = (
@@ -269,11 +269,11 @@ def claim(model: nn.Module, step: Step) -> None:
         for owned in (module._buffers, module._parameters):
             for name, tensor in owned.items():
                 if tensor is not None and tensor not in made:
-                    made[tensor] = _claimed(tensor, cast)
+                    made[tensor] = _materialized(tensor, cast)
                 owned[name] = made.get(tensor)
 
 
-def _claimed(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
+def _materialized(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device="cpu")
     dtype = cast if cast and tensor.is_floating_point() else tensor.dtype

@@ -198,7 +198,7 @@ def _requirement_lines(requirements: Path) -> Iterator[tuple[int, str]]:
 def torch_findings(
     build: TorchBuild | None, gpus: tuple[Gpu, ...], nvidia: Driver | None
 ) -> Iterator[Finding]:
-    """Judge torch: its version, whether it can use the GPUs that are here, whether the driver is new enough for it."""
+    """HeldOutEvaluation torch: its version, whether it can use the GPUs that are here, whether the driver is new enough for it."""
     from packaging.specifiers import SpecifierSet
 
     if build is None:

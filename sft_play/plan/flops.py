@@ -5,7 +5,7 @@ What is recomputed, padded or masked counts nothing: two programs that train the
 
 from collections.abc import Sequence
 
-from sft_play.plan.shapes import ModelShape
+from sft_play.plan.model_shape import ModelShape
 
 
 def step_flops(

@@ -8,7 +8,7 @@ micro-batch, without checkpointing) and are rough elsewhere. Choose with a reser
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from sft_play.plan.shapes import ModelShape
+from sft_play.plan.model_shape import ModelShape
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64

@@ -14,8 +14,8 @@ from sft_play.errors import ConfigError, EnvironmentFault, OutOfMemory
 from sft_play.plan import advice, batch, cards, memory, sources, speed
 from sft_play.plan.devices import Hardware
 from sft_play.plan.launch import Ranks, visible_entries
+from sft_play.plan.model_shape import ModelShape, load_shape
 from sft_play.plan.packing import resolve_packing
-from sft_play.plan.shapes import ModelShape, load_shape
 from sft_play.plan.sizing import Setup, Sized, size
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from sft_play.errors import OutOfMemory
 from sft_play.plan import batch, cards, memory, speed
 from sft_play.plan.fast import is_fast
 from sft_play.plan.launch import Ranks
-from sft_play.plan.shapes import ModelShape
+from sft_play.plan.model_shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -10,7 +10,7 @@ from sft_play.plan import memory
 from sft_play.plan.cards import Card
 from sft_play.plan.flops import step_flops
 from sft_play.plan.memory import StepShape
-from sft_play.plan.shapes import ModelShape, adapted_linears
+from sft_play.plan.model_shape import ModelShape, adapted_linears
 
 # What a step costs against one that computes nothing twice, in a micro-batch without end. An 8B model on an H200: all layers checkpointed
 # take 1.46 times as long; a micro-batch costs 140 tokens on top of its own under lora, and qlora dequantises every weight for each.

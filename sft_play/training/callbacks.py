@@ -15,7 +15,7 @@ from torch import distributed
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
-from sft_play.training.agreement import sum_over_ranks
+from sft_play.training.collectives import sum_over_ranks
 from sft_play.training.runtime import Process
 
 logger = logging.getLogger(__name__)

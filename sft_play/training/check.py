@@ -31,17 +31,19 @@ def check_finite(model: torch.nn.Module, step: int) -> None:
 
 
 def check_resumable(
-    checkpoint: Path, made_of: Mapping[str, Any], strategy: str, world_size: int
+    checkpoint: Path, run_stamp: Mapping[str, Any], strategy: str, world_size: int
 ) -> None:
     """Raise CheckpointError unless this run can go on with the checkpoint's optimizer; Trainer would start a new one without a word.
 
-    DeepSpeed keeps a part of it for each process; `made_of` is the checkpoint's stamp.
+    DeepSpeed keeps a part of it for each process; `run_stamp` is the checkpoint's stamp.
     """
-    was_deepspeed, is_deepspeed = made_of.get("strategy") == "deepspeed", strategy == "deepspeed"
-    if was_deepspeed != is_deepspeed or (is_deepspeed and made_of.get("world_size") != world_size):
-        saved_by = f"strategy={made_of.get('strategy')} world={made_of.get('world_size')}"
+    was_deepspeed, is_deepspeed = run_stamp.get("strategy") == "deepspeed", strategy == "deepspeed"
+    if was_deepspeed != is_deepspeed or (
+        is_deepspeed and run_stamp.get("world_size") != world_size
+    ):
+        saved_by = f"strategy={run_stamp.get('strategy')} world={run_stamp.get('world_size')}"
         then = (
-            f"make train-deepspeed NUM_GPUS={made_of.get('world_size')}"
+            f"make train-deepspeed NUM_GPUS={run_stamp.get('world_size')}"
             if was_deepspeed
             else "make train or make train-distributed"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sft_play.training.agreement import max_over_ranks
+from sft_play.training.collectives import max_over_ranks
 from sft_play.training.runtime import Process
 
 HELD = ("weights", "adapters", "gradients", "optimizer")  # what `components` tells apart

@@ -20,15 +20,15 @@ from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import installed_on
-from sft_play.plan import batch, probing
-from sft_play.plan.probing import Fit, Point, Subject
+from sft_play.plan import batch, probe_fit
+from sft_play.plan.probe_fit import Fit, Point, Subject
 from sft_play.plan.resolve import precision
 from sft_play.plan.sizing import Choice
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.training.agreement import all_of_ranks, max_over_ranks, min_over_ranks
+from sft_play.training.collectives import all_of_ranks, max_over_ranks, min_over_ranks
+from sft_play.training.dry_run import DryRun
 from sft_play.training.meter import meter_of
-from sft_play.training.rehearsal import Rehearsal
 from sft_play.training.report import Report
 from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
@@ -59,7 +59,7 @@ class Probe:
         self.chooses = (
             self.meter.is_exact and plan["strategy"] != "deepspeed" and not self.is_resumed
         )
-        self.choice = probing.to_choose_again(
+        self.choice = probe_fit.to_choose_again(
             Choice.from_json(plan["choice"]), plan["effective_batch"], plan["checkpointed_layers"]
         )
         self.device = "a GPU" if plan["device"] == "cuda" else "this host"
@@ -80,26 +80,26 @@ class Probe:
             self.trainer.args.ddp_timeout_delta,
         )
         cached = all_of_ranks(
-            probing.remembered(folder, fingerprint)
+            probe_fit.remembered(folder, fingerprint)
             if self.chooses and self.process.is_main
             else (),
             timeout,
         )[0]
-        budget = probing.budget_bytes(
+        budget = probe_fit.budget_bytes(
             self.choice, min_over_ranks(self.meter.allocatable_bytes(), timeout)
         )
-        with Rehearsal(self.trainer, self.meter, self._may_step_optimizer) as rehearsal:
+        with DryRun(self.trainer, self.meter, self._may_step_optimizer) as dry_run:
             if not self.chooses:
                 return Outcome(
                     self.planned,
-                    (self._try_as_planned(rehearsal, budget),),
+                    (self._try_as_planned(dry_run, budget),),
                     None,
                     budget,
                     is_cached=False,
                 )
-            points = cached or self._points(rehearsal, budget)
+            points = cached or self._points(dry_run, budget)
             fit = Fit(self.choice, points[0], points[1])
-            chosen, tried = self._choose(rehearsal, fit, points, budget)
+            chosen, tried = self._choose(dry_run, fit, points, budget)
         if not self.process.is_main:  # the main rank tells more, once it is settled
             logger.info(
                 "probe chose batch=%d accum=%d checkpointed_layers=%d",
@@ -108,7 +108,7 @@ class Probe:
                 chosen.checkpointed_layers,
             )
         if self.process.is_main and len(tried) > len(cached):
-            probing.remember(folder, fingerprint, tried)
+            probe_fit.remember(folder, fingerprint, tried)
         return Outcome(chosen, tried, fit, budget, is_cached=len(tried) == len(cached))
 
     @property
@@ -119,16 +119,16 @@ class Probe:
             or self.config.train.optim.startswith("paged")
         )
 
-    def _try_as_planned(self, rehearsal: Rehearsal, budget: int) -> Point:
-        point = self._measure_step(rehearsal, self.planned)
+    def _try_as_planned(self, dry_run: DryRun, budget: int) -> Point:
+        point = self._measure_step(dry_run, self.planned)
         if point is None:
             raise OutOfMemory(
                 f"train.batch_size={self.planned.batch_size}: out of memory when it was tried before training, of {budget / GIB:.1f} GiB; "
-                f"try half of it, TRAIN_GRADIENT_CHECKPOINTING=true, or {probing.smaller(self.choice.wanted.seq_len)}"
+                f"try half of it, TRAIN_GRADIENT_CHECKPOINTING=true, or {probe_fit.smaller(self.choice.wanted.seq_len)}"
             )
         return point
 
-    def _points(self, rehearsal: Rehearsal, budget: int) -> tuple[Point, Point]:
+    def _points(self, dry_run: DryRun, budget: int) -> tuple[Point, Point]:
         """Measure half a row and a whole one, with more layers checkpointed where they do not fit as planned."""
         seq_len = self.choice.wanted.seq_len
         for layers in dict.fromkeys(
@@ -138,16 +138,16 @@ class Probe:
             )
         ):
             accumulates = self.choice.step_of(self.planned.batch_size, layers).accumulates
-            small = self._measure(rehearsal, 1, max(1, seq_len // 2), layers, accumulates)
-            large = small and self._measure(rehearsal, 1, seq_len, layers, accumulates)
+            small = self._measure(dry_run, 1, max(1, seq_len // 2), layers, accumulates)
+            large = small and self._measure(dry_run, 1, seq_len, layers, accumulates)
             if small and large:
                 return small, large
         raise OutOfMemory(
-            f"model.max_seq_len={seq_len}: out of memory when one row was tried before training, of {budget / GIB:.1f} GiB; try {probing.smaller(seq_len)}"
+            f"model.max_seq_len={seq_len}: out of memory when one row was tried before training, of {budget / GIB:.1f} GiB; try {probe_fit.smaller(seq_len)}"
         )
 
     def _choose(
-        self, rehearsal: Rehearsal, fit: Fit, points: Sequence[Point], budget: int
+        self, dry_run: DryRun, fit: Fit, points: Sequence[Point], budget: int
     ) -> tuple[batch.Chosen, tuple[Point, ...]]:
         """Choose by the fit and try it; what does not fit lowers the budget to below what it was expected to need."""
         wanted, allowed, tried, last = self.choice.wanted, budget, tuple(points), None
@@ -158,10 +158,10 @@ class Probe:
             except OutOfMemory:
                 chosen = last = batch.smallest(wanted)
             if chosen == last:
-                raise probing.no_room(fit, chosen, allowed, budget, self.device)
-            if probing.is_known_to_fit(chosen, self.choice, tried, budget):
+                raise probe_fit.no_room(fit, chosen, allowed, budget, self.device)
+            if probe_fit.is_known_to_fit(chosen, self.choice, tried, budget):
                 return chosen, tried
-            point = self._measure_step(rehearsal, chosen)
+            point = self._measure_step(dry_run, chosen)
             tried += (point,) if point else ()
             if point and self._needs(point) <= budget:
                 return chosen, tried
@@ -196,21 +196,21 @@ class Probe:
         )
 
     def _needs(self, point: Point) -> int:
-        return point.peak + probing.context_bytes(self.choice)
+        return point.peak + probe_fit.context_bytes(self.choice)
 
-    def _measure_step(self, rehearsal: Rehearsal, chosen: batch.Chosen) -> Point | None:
+    def _measure_step(self, dry_run: DryRun, chosen: batch.Chosen) -> Point | None:
         step = self.choice.step_of(chosen.batch_size, chosen.checkpointed_layers)
         return self._measure(
-            rehearsal, step.batch_size, step.seq_len, step.checkpointed_layers, step.accumulates
+            dry_run, step.batch_size, step.seq_len, step.checkpointed_layers, step.accumulates
         )
 
     def _measure(
-        self, rehearsal: Rehearsal, rows: int, length: int, layers: int, accumulates: bool
+        self, dry_run: DryRun, rows: int, length: int, layers: int, accumulates: bool
     ) -> Point | None:
         """Return what all ranks agree that a step takes, None where it does not fit on one of them."""
         timeout = self.trainer.args.ddp_timeout_delta
         self.checkpoint(layers)
-        point = rehearsal.measure(rows, length, layers, accumulates)
+        point = dry_run.measure(rows, length, layers, accumulates)
         if not min_over_ranks(int(point is not None), timeout):
             return None
         return replace(
@@ -253,11 +253,11 @@ class Probe:
             fast_parts=sorted(installed_on(self.trainer.model).on),
             gpus=all_of_ranks(gpu, self.trainer.args.ddp_timeout_delta),
             versions=stamp.versions(),
-            code=probing.digest_of_code(),
+            code=probe_fit.digest_of_code(),
         )
 
 
-def settle(
+def apply_probe(
     probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, report: Report
 ) -> tuple[Config, dict[str, Any]]:
     """Try the plan, let the run follow what was found, write it down, and return config and plan as they then are.
@@ -304,7 +304,7 @@ def _follow(
             batch_size=step.batch_size,
             packed_into=micro_batches if plan["packing"] else None,
         )
-        trainer.recut(layout, chosen.batch_size)
+        trainer.set_micro_batch(layout, chosen.batch_size)
     for evaluator in evaluators:
         evaluator.batch_size = step.eval_rows
     resolved = {
@@ -314,7 +314,7 @@ def _follow(
     }
     resolved["gradient_checkpointing"] = chosen.checkpointed_layers > 0
     closed = probe.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
-    phases = probing.phases_json(
+    phases = probe_fit.phases_json(
         outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers), closed
     )
     peak = max(phases.values(), key=lambda phase: phase["total"])
@@ -347,7 +347,7 @@ def _layouts(order: StepSampler, chosen: batch.Chosen) -> tuple[Layout, Layout]:
 
 def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
     chosen, choice = outcome.chosen, probe.choice
-    context = probing.context_bytes(choice)
+    context = probe_fit.context_bytes(choice)
     closed = choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers)
     tokens = batch.sequences(choice.wanted, chosen.batch_size) * choice.wanted.seq_len
     like_it = [
@@ -371,7 +371,7 @@ def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
 def _line(probe: Probe, outcome: Outcome, facts: dict[str, Any]) -> str:
     """Return the probe as one line of facts."""
     chosen, planned, world = outcome.chosen, probe.planned, probe.plan["world_size"]
-    context = probing.context_bytes(probe.choice) if probe.meter.is_exact else 0
+    context = probe_fit.context_bytes(probe.choice) if probe.meter.is_exact else 0
     measured = " ".join(
         f"{name}={(peak + context) / GIB:.2f}GiB"
         for name, peak in outcome.points[-1].phases.items()

@@ -15,7 +15,7 @@ import torch
 from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.training.alarm import Alarm
+from sft_play.training.failure_broadcast import FailureBroadcast
 
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
@@ -45,7 +45,7 @@ class Report:
     def __init__(self, folder: RunFolder, plan: dict[str, Any], mode: str, backend: str, rank: int):
         self.folder, self.rank, self.world_size = folder, rank, plan["world_size"]
         self.exit_class = ExitClass.UNEXPECTED
-        self.alarm: Alarm | None = None
+        self.alarm: FailureBroadcast | None = None
         self.is_following = False  # another rank failed first
         self.explain: Callable[[BaseException], tuple[str, dict[str, Any]]] | None = None
         self.started = time.perf_counter()

@@ -5,19 +5,19 @@ from typing import Any
 
 from sft_play.evaluation.evaluator import Question
 from sft_play.runs.folder import RunFolder
-from sft_play.training.judge import Judge
+from sft_play.training.held_out import HeldOutEvaluation
 
 SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
 
 
 def summary_lines(
-    facts: dict[str, Any], judge: Judge, folder: RunFolder, weights: Path
+    facts: dict[str, Any], held_out: HeldOutEvaluation, folder: RunFolder, weights: Path
 ) -> list[str]:
     """Return the closing screen: scores before and after, sample answers, speed, and what to type next."""
     name = folder.name
     return [
-        *score_lines(judge),
+        *score_lines(held_out),
         "",
         fact_line(facts),
         f"weights  {weights}",
@@ -28,9 +28,9 @@ def summary_lines(
     ]
 
 
-def score_lines(judge: Judge) -> list[str]:
+def score_lines(held_out: HeldOutEvaluation) -> list[str]:
     """Return the table of scores and three rows with the answers before and after; nothing where a run was stopped."""
-    before, after = judge.found.get("before"), judge.found.get("after")
+    before, after = held_out.found.get("before"), held_out.found.get("after")
     if before is None or after is None:
         return []
     lines = [
@@ -44,7 +44,7 @@ def score_lines(judge: Judge) -> list[str]:
         lines += [
             "",
             *_sample(
-                judge.evaluator.questions[number], before.answers[number], after.answers[number]
+                held_out.evaluator.questions[number], before.answers[number], after.answers[number]
             ),
         ]
     return lines

@@ -25,9 +25,9 @@ from sft_play.evaluation.evaluator import Evaluator, Scores
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.runs import stamp
-from sft_play.training.agreement import sum_over_ranks
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.check import check_finite
+from sft_play.training.collectives import sum_over_ranks
 from sft_play.training.memory import MemoryWatch
 
 # What goes beside a micro-batch's inputs, up to the step
@@ -110,10 +110,10 @@ class SftTrainer(Trainer):
     def _run_epoch(self, **kwargs: Any) -> None:
         # Trainer reaches the sampler through a wrapper that is missing when an epoch is resumed in its middle
         self.order.set_epoch(kwargs["epoch"])
-        # counted before `recut`
+        # counted before `set_micro_batch`
         super()._run_epoch(**{**kwargs, "steps_in_epoch": len(kwargs["train_dataloader"])})
 
-    def recut(self, layout: Layout, batch_size: int) -> None:
+    def set_micro_batch(self, layout: Layout, batch_size: int) -> None:
         """Make the same steps of the micro-batches of `layout`, which follow from `batch_size`. Before the first step, and not under DeepSpeed.
 
         How many steps there are, and so the schedule of the learning rate, does not follow from how one is cut.

@@ -17,7 +17,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
-from sft_play.data.arrange import PreparedData, arrange
+from sft_play.data.assemble import PreparedData, assemble
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import Layout, StepSampler
 from sft_play.data.prepare import from_json
@@ -35,7 +35,6 @@ from sft_play.plan.packing import needs_boundaries
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
-from sft_play.training.alarm import listen
 from sft_play.training.arguments import training_arguments
 from sft_play.training.callbacks import (
     BeforeFirstStep,
@@ -50,11 +49,12 @@ from sft_play.training.check import (
     check_saved_adapter,
     check_saved_model,
 )
-from sft_play.training.isolation import check_isolation
-from sft_play.training.judge import Judge
+from sft_play.training.cross_document import check_cross_document
+from sft_play.training.failure_broadcast import listen
+from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory import MemoryWatch, of_the_worst_rank
 from sft_play.training.out_of_memory import Explanation
-from sft_play.training.probe import Probe, settle
+from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.report import Report
 from sft_play.training.runtime import Process
 from sft_play.training.summary import summary_lines
@@ -76,7 +76,7 @@ def run(
 
     tokenizer = load_tokenizer(config)
     facts = folder.read_data()
-    data = arrange(config, from_json(facts["sources"]))
+    data = assemble(config, from_json(facts["sources"]))
     report.update(data=data.ledger, padding=facts["padding"])
     log_data(data, process)
     clock.lap("data")
@@ -85,8 +85,8 @@ def run(
     runtime.join_group(plan, config.train.ddp_timeout)
     report.alarm = listen(process, report.follow)
     arguments = training_arguments(config, plan, folder)
-    made_of = make_stamp(config, plan, data, tokenizer)
-    checkpoint = checkpoint_to_resume(config, plan, made_of)
+    run_stamp = make_stamp(config, plan, data, tokenizer)
+    checkpoint = checkpoint_to_resume(config, plan, run_stamp)
     check_vocabulary(config, tokenizer, data.vocabulary())
     runtime.allow_tf32(process.device, compute_dtype(config))
     with memory.phase("load"):
@@ -98,9 +98,9 @@ def run(
     clock.lap("load")
 
     trainer = explain.trainer = build_trainer(
-        config, plan, process, tokenizer, data, model, arguments, made_of, memory
+        config, plan, process, tokenizer, data, model, arguments, run_stamp, memory
     )
-    judge = Judge(
+    held_out = HeldOutEvaluation(
         trainer, evaluator_of(data.test, tokenizer, config, plan, process), folder, report
     )
 
@@ -110,21 +110,21 @@ def run(
         memory.watch_optimizer(trainer.optimizer)
         if config.train.probe:  # first: it may choose another batch
             with memory.paused():
-                config, plan = settle(
+                config, plan = apply_probe(
                     Probe(trainer, config, plan, process),
-                    (trainer.evaluator, judge.evaluator),
+                    (trainer.evaluator, held_out.evaluator),
                     folder,
                     report,
                 )
             explain.config, explain.plan = config, plan
         if plan["packing"]:
-            check_isolation(
+            check_cross_document(
                 trainer.model_wrapped,
                 trainer.data_collator,
                 model.get_input_embeddings().num_embeddings,
                 process.device,
             )
-        judge.score("before")
+        held_out.score("before")
 
     # the clock of the throughput starts behind the scores
     for callback in (
@@ -138,12 +138,12 @@ def run(
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     clock.lap("training")
     if not stop.stopped:
-        judge.score("after")
+        held_out.score("after")
     weights = save_checked(trainer, config, plan, folder, process, is_complete=not stop.stopped)
     clock.lap("save")
     close(report, trainer, process, stop, folder)
     if process.is_main:
-        logger.info("%s", "\n".join(summary_lines(report.facts, judge, folder, weights)))
+        logger.info("%s", "\n".join(summary_lines(report.facts, held_out, folder, weights)))
     leave_group(report)
 
 
@@ -189,7 +189,7 @@ def build_trainer(
     data: PreparedData,
     model: torch.nn.Module,
     arguments: TrainingArguments,
-    made_of: dict[str, Any],
+    run_stamp: dict[str, Any],
     memory: MemoryWatch | None = None,
 ) -> SftTrainer:
     """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
@@ -217,7 +217,7 @@ def build_trainer(
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
         speed=speed,
         throughput=Throughput(process, speed),
-        stamp=made_of,
+        stamp=run_stamp,
         memory=memory,
         callbacks=[speed],
     )
@@ -267,21 +267,23 @@ def make_stamp(
 
 
 def checkpoint_to_resume(
-    config: Config, plan: dict[str, Any], made_of: dict[str, Any]
+    config: Config, plan: dict[str, Any], run_stamp: dict[str, Any]
 ) -> Path | None:
     """Return the checkpoint folder to go on from. Raises CheckpointError when it does not fit this run or lacks a part."""
     if config.train.resume_from is None:
         return None
     checkpoint = stamp.latest_checkpoint(Path(config.train.resume_from))
-    was_made_of = stamp.refuse_mismatch(checkpoint, made_of, config.train.allow_backend_change)
-    check_resumable(checkpoint, was_made_of, plan["strategy"], plan["world_size"])
+    checkpoint_stamp = stamp.refuse_mismatch(
+        checkpoint, run_stamp, config.train.allow_backend_change
+    )
+    check_resumable(checkpoint, checkpoint_stamp, plan["strategy"], plan["world_size"])
     for name in ("data_digest", "effective_batch"):
-        if was_made_of.get(name) != made_of[name]:
+        if checkpoint_stamp.get(name) != run_stamp[name]:
             logger.warning(
                 "resume: %s was %s and is %s: the rows of the steps to come are not those that were left",
                 name,
-                was_made_of.get(name),
-                made_of[name],
+                checkpoint_stamp.get(name),
+                run_stamp[name],
             )
     logger.info("resume from=%s", checkpoint)
     return checkpoint

@@ -84,7 +84,7 @@ class Target:
         return [layer.self_attn for layer in self.decoder.layers]
 
 
-class NotHere(Exception):
+class Unsupported(Exception):
     """Why a part stays away from a model."""
 
 
@@ -132,9 +132,9 @@ def _install(target: Target) -> Installed:
     for part, install in INSTALLERS.items():
         try:
             if part not in known:
-                raise NotHere(f"{model_type} computes it in another way")
+                raise Unsupported(f"{model_type} computes it in another way")
             on[part] = install(target)
-        except NotHere as reason:
+        except Unsupported as reason:
             off[part] = str(reason)
     return Installed(on, off)
 
@@ -144,11 +144,11 @@ def _install_attention(target: Target) -> int:
     _look_for_kernels_of_attention(target)
     for module in target.attentions:
         if module.attention_dropout:
-            raise NotHere(f"the model's attention has a dropout of {module.attention_dropout}")
+            raise Unsupported(f"the model's attention has a dropout of {module.attention_dropout}")
         if not module.is_causal:
-            raise NotHere("the model's attention looks ahead")
+            raise Unsupported("the model's attention looks ahead")
         if module.head_dim > attention.LARGEST_HEAD:
-            raise NotHere(f"heads of {module.head_dim} features")
+            raise Unsupported(f"heads of {module.head_dim} features")
     for module in target.attentions:
         module.forward = MethodType(attention.attention_forward, module)
     target.decoder.register_forward_pre_hook(attention.route, with_kwargs=True)
@@ -158,15 +158,15 @@ def _install_attention(target: Target) -> int:
 def _look_for_kernels_of_attention(target: Target) -> None:
     chosen = target.config.model.attn_implementation
     if chosen not in ("auto", "sdpa"):
-        raise NotHere(f"model.attn_implementation={chosen}")
+        raise Unsupported(f"model.attn_implementation={chosen}")
     if target.device.type != "cuda":
         return
     if target.compute_dtype.itemsize != 2:
-        raise NotHere("its kernels compute in 16 bits")
+        raise Unsupported("its kernels compute in 16 bits")
     if torch.cuda.get_device_capability(target.device) < FIRST_CAPABILITY:
-        raise NotHere("its kernels need a GPU of capability 8.0")
+        raise Unsupported("its kernels need a GPU of capability 8.0")
     if importlib.util.find_spec("liger_kernel") is None:
-        raise NotHere("liger-kernel is not installed")
+        raise Unsupported("liger-kernel is not installed")
 
 
 def _install_linears(target: Target) -> int:
@@ -183,13 +183,13 @@ def _install_linears(target: Target) -> int:
 
 
 def _fusable(target: Target, linears: list[nn.Module]) -> list[nn.Module]:
-    """Those with adapters. Raises: NotHere with what keeps one from being fused, or when there is none."""
+    """Those with adapters. Raises: Unsupported with what keeps one from being fused, or when there is none."""
     if target.config.tuning.mode == "full":
-        raise NotHere("mode full trains the weights themselves")
+        raise Unsupported("mode full trains the weights themselves")
     obstacle = next(filter(None, map(can_fuse, linears)), None)
     adapted = [linear for linear in linears if isinstance(linear, LoraLayer)]
     if obstacle or not adapted:
-        raise NotHere(obstacle or "no adapters there")
+        raise Unsupported(obstacle or "no adapters there")
     return adapted
 
 
@@ -198,7 +198,7 @@ def _install_mlp(target: Target) -> int:
     modules = [layer.mlp for layer in target.decoder.layers]
     for module in modules:
         if activation_of(_gate(module)) is None:
-            raise NotHere(f"its activation is {type(_gate(module)).__name__}")
+            raise Unsupported(f"its activation is {type(_gate(module)).__name__}")
     for module in modules:
         module.forward = MethodType(mlp_forward, module)
     return len(modules)
@@ -223,7 +223,7 @@ def _gate(mlp: nn.Module) -> nn.Module:
 def _install_norms(target: Target) -> int:
     """RMS norms: those of a layer together with the sums that they read, the others by Liger's kernels on a GPU."""
     if target.zero_stage == 3:
-        raise NotHere("ZeRO-3 partitions the weights")
+        raise Unsupported("ZeRO-3 partitions the weights")
     kind = NORMS.get(target.base.config.model_type, norms.LLAMA)
     found = {
         module for module in target.decoder.modules() if type(module).__name__.endswith("RMSNorm")
@@ -240,7 +240,7 @@ def _install_norms(target: Target) -> int:
         joined |= pair
     if target.device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         if not joined:
-            raise NotHere(
+            raise Unsupported(
                 "the kernels are for GPUs"
                 if target.device.type != "cuda"
                 else "liger-kernel is not installed"
@@ -255,7 +255,7 @@ def _install_norms(target: Target) -> int:
 def _install_loss(target: Target) -> int:
     """The output head and the loss in one, over labelled tokens alone."""
     if obstacle := can_fuse_loss(target.model, target.zero_stage):
-        raise NotHere(obstacle)
+        raise Unsupported(obstacle)
     fuse_loss(target.model)
     return 1
 

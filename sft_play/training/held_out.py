@@ -13,7 +13,7 @@ from sft_play.training.trainer import SftTrainer
 logger = logging.getLogger(__name__)
 
 
-class Judge:
+class HeldOutEvaluation:
     """Scores the test rows and keeps what it found: in run.json, and answer by answer in eval/<when>.jsonl."""
 
     def __init__(

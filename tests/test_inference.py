@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sft_play import cli
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.inference import use
+from sft_play.inference import generation
 from sft_play.inference.merge import merge_run
 from sft_play.runs.folder import RunFolder
 
@@ -42,7 +42,7 @@ def copied(finished, tmp_path) -> RunFolder:
     return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
 
 
-def standing_in(*lines: str):
+def fake_kernels(*lines: str):
     """Return an `input` that a person would give: lines, then the end of the file."""
     left = iter(lines)
 
@@ -62,7 +62,7 @@ def standing_in(*lines: str):
 def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     folder = finished(mode)
     after = folder.read_report()["metrics"]["after"]
-    (line,) = use.evaluate_run(folder, "cpu")
+    (line,) = generation.evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())
     assert again["eval_loss"] == pytest.approx(
         after["eval_loss"], abs=1e-6
@@ -76,7 +76,7 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
 
 def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
     after = answering.read_report()["metrics"]["after"]
-    use.evaluate_run(answering, "cpu")
+    generation.evaluate_run(answering, "cpu")
     again = json.loads((answering.evaluation / "again.json").read_text())
     assert again["rougeL"] == after["rougeL"] > 0.9
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
@@ -86,40 +86,40 @@ def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
 
 
 def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
-    loaded = use.load_run(answering, "cpu")
+    loaded = generation.load_run(answering, "cpu")
     assert not loaded.model.training
-    assert use.answer(loaded, [Message("user", "Count to 6.")]) == "1 2 3 4 5 6"
-    assert use.answer(loaded, [Message("user", "Count to 3.")]) == "1 2 3"
+    assert generation.answer(loaded, [Message("user", "Count to 6.")]) == "1 2 3 4 5 6"
+    assert generation.answer(loaded, [Message("user", "Count to 3.")]) == "1 2 3"
 
 
 def test_each_prompt_is_answered_by_itself(answering):
     assert list(
-        use.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])
+        generation.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])
     ) == ["1 2 3", "1 2 3 4 5 6", "1 2 3"]
 
 
 def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
     asked = []
-    really = use.answer
-    monkeypatch.setattr("builtins.input", standing_in("Count to 3.", "Count to 6."))
+    really = generation.answer
+    monkeypatch.setattr("builtins.input", fake_kernels("Count to 3.", "Count to 6."))
     said = lambda messages: [{"role": turn.role, "content": turn.content} for turn in messages]  # noqa: E731
     monkeypatch.setattr(
-        use,
+        generation,
         "answer",
         lambda loaded, messages: asked.append(said(messages)) or really(loaded, messages),
     )
-    use.chat_with(answering, "cpu")
+    generation.chat_with(answering, "cpu")
     first = {"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}
     assert asked == [[first[0]], [*first, {"role": "user", "content": "Count to 6."}]]
     replies = capsys.readouterr().out.splitlines()
-    loaded = use.load_run(answering, "cpu")
+    loaded = generation.load_run(answering, "cpu")
     conversation = [Message(**turn) for turn in asked[1]]
-    assert replies == ["1 2 3", *use.answer(loaded, conversation).splitlines()]
+    assert replies == ["1 2 3", *generation.answer(loaded, conversation).splitlines()]
 
 
 def test_an_empty_line_ends_a_chat(answering, monkeypatch, capsys):
-    monkeypatch.setattr("builtins.input", standing_in("", "Count to 3."))
-    use.chat_with(answering, "cpu")
+    monkeypatch.setattr("builtins.input", fake_kernels("", "Count to 3."))
+    generation.chat_with(answering, "cpu")
     assert capsys.readouterr().out == ""
 
 
@@ -127,10 +127,10 @@ def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_w
     folder = plan_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     assert run_worker(folder) == 0
     asked = []
-    monkeypatch.setattr(use, "answer", lambda loaded, messages: asked.append(messages))
-    monkeypatch.setattr("builtins.input", standing_in("And this?"))
-    list(use.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
-    use.chat_with(folder, "cpu")
+    monkeypatch.setattr(generation, "answer", lambda loaded, messages: asked.append(messages))
+    monkeypatch.setattr("builtins.input", fake_kernels("And this?"))
+    list(generation.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
+    generation.chat_with(folder, "cpu")
     system = Message("system", "Be brief.")
     assert asked[:2] == [
         [system, Message("user", "Count to 3.")],
@@ -188,7 +188,7 @@ def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
         CheckpointError,
         match="has no adapter/: the run's status is planned; choose a finished one with RUN=",
     ):
-        use.load_run(folder, "cpu")
+        generation.load_run(folder, "cpu")
     with pytest.raises(CheckpointError, match="has no adapter/ to merge"):
         merge_run(folder)
 
@@ -197,14 +197,14 @@ def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
 def test_an_adapter_that_lacks_a_file_is_class_12(copied, name):
     (copied.weights("lora") / name).unlink()
     with pytest.raises(CheckpointError):
-        use.load_run(copied, "cpu")
+        generation.load_run(copied, "cpu")
 
 
 def test_an_adapter_that_is_cut_short_is_class_12(copied):
     file = copied.weights("lora") / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="the adapter cannot be loaded"):
-        use.load_run(copied, "cpu")
+        generation.load_run(copied, "cpu")
 
 
 def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
@@ -215,7 +215,7 @@ def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
     config = (copied.path / "config.yaml").read_text()
     (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(other)))
     with pytest.raises(CheckpointError, match="base_digest"):
-        use.load_run(copied, "cpu")
+        generation.load_run(copied, "cpu")
 
 
 # Merging
@@ -236,7 +236,7 @@ def test_a_merged_model_computes_what_the_adapter_does(finished, ids):
     assert merge_run(folder) == f"merged {folder.path / 'merged'}"
     merged = AutoModelForCausalLM.from_pretrained(folder.path / "merged")
     assert merged.dtype == torch.float32, "the base is stored in float32"
-    adapted = use.load_run(folder, "cpu").model
+    adapted = generation.load_run(folder, "cpu").model
     with adapted.disable_adapter():
         base = logits(adapted, ids)
     expected = logits(adapted, ids)

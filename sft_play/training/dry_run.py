@@ -18,7 +18,7 @@ from torch import nn
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
-from sft_play.plan.probing import Point
+from sft_play.plan.probe_fit import Point
 from sft_play.training.meter import Meter
 from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, SftTrainer, for_a_step
@@ -37,7 +37,7 @@ BITS = {
 }  # integers by bytes of an element
 
 
-class Rehearsal:
+class DryRun:
     """A context that measures steps; on leaving it, weights, buffers, gradients, optimizer and random state are as they were.
 
     `steps_optimizer` must be False where the optimizer's state is not to be lost, or does not belong to torch: on a resumed run,

@@ -17,7 +17,7 @@ class Work:
     """Rows, model and what is trained of it; everybody's optimizer step holds the same `rows_per_step` rows."""
 
     name: str
-    shape: str  # a name in sft_play/plan/known_shapes.json, or toy
+    shape: str  # a name in sft_play/plan/known_models.json, or toy
     mode: str  # lora, qlora, full (weights in bfloat16)
     tokens: int | None  # of every row; None: log-normal, median `RAGGED_MEDIAN`
     max_seq_len: int

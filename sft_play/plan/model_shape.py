@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.errors import EnvironmentFault
 
-KNOWN = Path(__file__).parent / "known_shapes.json"
+KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings")
 LINEARS = (
@@ -158,12 +158,12 @@ def known_config(name: str) -> dict[str, Any] | None:
     The file names a shape once: models under `also` share it.
     """
     return next(
-        (config for known, config in known_shapes().items() if known.lower() == name.lower()), None
+        (config for known, config in known_models().items() if known.lower() == name.lower()), None
     )
 
 
 @cache
-def known_shapes() -> dict[str, dict[str, Any]]:
+def known_models() -> dict[str, dict[str, Any]]:
     """Return the configs of all well-known models by name."""
     shapes = json.loads(KNOWN.read_text(encoding="utf-8"))
     return {
@@ -175,7 +175,7 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 def _nearest(name: str) -> str:
     """Return the well-known names like this one, by what follows the owner; empty where there are none."""
-    names = {known.rpartition("/")[2].lower(): known for known in known_shapes()}
+    names = {known.rpartition("/")[2].lower(): known for known in known_models()}
     near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=2)
     return f"; known without the hub: {', '.join(names[found] for found in near)}" if near else ""
 

@@ -74,7 +74,7 @@ class Card:
             torch.cuda.synchronize()
 
 
-class Bed:
+class Harness:
     """A model in its trainer. After `warm_up`, gradients and the optimizer's state are there, as in the middle of a run."""
 
     def __init__(self, plan: Plan, folder: Path):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
-from sft_play.data.arrange import PreparedData, arrange
+from sft_play.data.assemble import PreparedData, assemble
 from sft_play.data.prepare import from_json, prepare
 from sft_play.data.render import render_prompt, stop_ids
 from sft_play.data.rows import Message
@@ -83,7 +83,7 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
 def data_of(folder: RunFolder, loaded: Loaded) -> PreparedData:
     """Return what a run was trained on and judged by, from its samples, or from the files where those are gone."""
     try:
-        return arrange(loaded.config, from_json(folder.read_data()["sources"]))
+        return assemble(loaded.config, from_json(folder.read_data()["sources"]))
     except DataError:
         return prepare(loaded.config, loaded.tokenizer)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.speed.works import EIGHT, FOURTEEN, ONE, TOY
+from benchmarks.speed.workloads import EIGHT, FOURTEEN, ONE, TOY
 
 ACCURACY, LONG = "accuracy", "long"  # parts of the report
 HELD_OUT_ROWS = 4  # as long as the others, since an evaluation's memory is predicted for such
@@ -15,7 +15,7 @@ class Work:
     """A run of the command line, whose memory and speed are predicted and measured."""
 
     name: str
-    shape: str  # a key of sft_play/plan/known_shapes.json, or toy
+    shape: str  # a key of sft_play/plan/known_models.json, or toy
     mode: str  # lora, qlora, full
     checkpointing: Literal["true", "false", "auto"]
     steps: int

@@ -24,7 +24,7 @@ MOST_SEEN, MOST_ROUNDED = 0.01, 0.25
 
 
 @dataclass(frozen=True)
-class Isolation:
+class CrossDocumentEffect:
     """Largest absolute differences of a document's logits."""
 
     seen: float  # when the document before it changes
@@ -36,14 +36,14 @@ class Isolation:
         return self.seen <= MOST_SEEN * self.joined and self.apart <= MOST_ROUNDED * self.joined
 
 
-def check_isolation(
+def check_cross_document(
     model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> None:
     """Raise ConfigError unless `model`, called as a packed step calls it, keeps documents apart.
 
     Give it the wrapped model (DDP, ZeRO) after the trainer has turned the cache off. Every rank must call it.
     """
-    found = measure_isolation(model, collator, vocabulary, device)
+    found = measure_cross_document(model, collator, vocabulary, device)
     if math.isnan(found.joined):
         return  # the model gives no numbers, packed or not: the first evaluation says so
     if not found.holds:
@@ -54,9 +54,9 @@ def check_isolation(
         )
 
 
-def measure_isolation(
+def measure_cross_document(
     model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
-) -> Isolation:
+) -> CrossDocumentEffect:
     """Return how far the documents of a batch of two sequences of two documents see each other, without dropout."""
     generator = np.random.default_rng(0)  # the same on all ranks
     first, other, second = (
@@ -82,7 +82,7 @@ def measure_isolation(
     begin, length = LENGTHS
     behind, behind_other = behind[begin : begin + length], behind_other[begin : begin + length]
     before, before_other = before[:length], before_other[:length]
-    return Isolation(
+    return CrossDocumentEffect(
         seen=max(_difference(behind, behind_other), _difference(before, before_other)),
         apart=max(_difference(behind, by_itself), _difference(before, by_itself)),
         joined=_difference(after_first[begin:], by_itself),

@@ -1,11 +1,11 @@
-"""sft_play/plan/known_shapes.json: the sizes of well-known models, beside the parameters that their makers publish."""
+"""sft_play/plan/known_models.json: the sizes of well-known models, beside the parameters that their makers publish."""
 
 import json
 
 import pytest
 
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.shapes import KNOWN, known_config, known_shapes, load_shape
+from sft_play.plan.model_shape import KNOWN, known_config, known_models, load_shape
 
 # Billions of weights of the language model, by model card, report or the hub's count of stored weights (tied embeddings once).
 PUBLISHED = {
@@ -38,9 +38,9 @@ def test_a_known_shape_has_the_parameters_that_its_maker_publishes(name: str) ->
 
 
 def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
-    assert len(known_shapes()) > 2 * len(PUBLISHED)
-    assert len({name.lower() for name in known_shapes()}) == len(
-        known_shapes()
+    assert len(known_models()) > 2 * len(PUBLISHED)
+    assert len({name.lower() for name in known_models()}) == len(
+        known_models()
     )  # no name stands for two shapes
     eight = load_shape("meta-llama/Llama-3.1-8B", None, {})
     for name in (

@@ -14,7 +14,7 @@ from sft_play.data.files import origin_of
 from sft_play.data.ledger import Tally, of_lengths
 from sft_play.data.rows import SHOWN
 from sft_play.data.store import Split, Store
-from sft_play.data.tokenise import META
+from sft_play.data.tokenize import META
 from sft_play.data.vocabulary_use import VocabularyUse, used_in
 from sft_play.errors import ConfigError, DataError
 
@@ -124,7 +124,7 @@ class Side:
         return replace(self, chosen=self.where(~mask), dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
 
-def arrange(config: Config, sources: Tokenised) -> PreparedData:
+def assemble(config: Config, sources: Tokenised) -> PreparedData:
     """Return who trains and who evaluates. Raises DataError: too much lost, rows on both sides, or nothing left to train on."""
     sides = {split: Side.whole(parts) for split, parts in sources.items()}
     for side in sides.values():

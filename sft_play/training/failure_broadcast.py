@@ -21,16 +21,18 @@ HEARD_SECONDS = 5.0  # for all to hear it; one that is gone never does
 LEAD_SECONDS = 1.0  # a rank that failed ends before those that follow it: launchers name the first as the cause
 
 
-def listen(process: Process, follow: Callable[[int, ExitClass, str], None]) -> "Alarm | None":
+def listen(
+    process: Process, follow: Callable[[int, ExitClass, str], None]
+) -> "FailureBroadcast | None":
     """Return the alarm of the process group, None for a process that is alone. Every rank must call it, once the group is there."""
     if process.world_size == 1:
         return None
-    return Alarm(
+    return FailureBroadcast(
         distributed.distributed_c10d._get_default_store(), process.rank, process.world_size, follow
     )
 
 
-class Alarm:
+class FailureBroadcast:
     """A word in the process group's store that ends every rank.
 
     A thread looks for it, since the main one may wait in C++ for a rank that is gone; both have a client of the store of their own,

@@ -188,7 +188,7 @@ OF_A_GPU: tuple[Replacement, ...] = (
 
 
 @contextlib.contextmanager
-def standing_in(is_gpu: bool) -> Iterator[None]:
+def fake_kernels(is_gpu: bool) -> Iterator[None]:
     """Let the functions here stand in for kernels: those that read data and, for a GPU's run, those that only a GPU has."""
     replacements = (*WITHOUT_DATA, *(OF_A_GPU if is_gpu else ()))
     before = [getattr(module, name) for module, name, _ in replacements]

@@ -15,7 +15,7 @@ from typing import Any, Self
 from sft_play.errors import OutOfMemory
 from sft_play.plan import batch
 from sft_play.plan.memory import StepBytes, StepShape, begins_fullest, step_bytes
-from sft_play.plan.shapes import ModelShape
+from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.sizing import Choice
 from sft_play.runs.files import read_json, write_json
 
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 COMPUTING = (
     "models/**/*.py",
     "training/trainer.py",
-    "training/rehearsal.py",
+    "training/dry_run.py",
 )  # sources that decide what a step allocates
 FRAGMENTATION = 0.03  # of what the allocator can have: pieces too small for any tensor. The rest of the plan's reserve is measured now
 BY_TOKENS = ("forward", "backward")  # phases that grow with the tokens; the optimizer's does not
