@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 
 
@@ -15,10 +16,14 @@ class Rule:
     advice: str
 
 
+def _computes_in_float32(config: Config) -> bool:
+    return config.train.bf16 is False and config.train.fp16 is False
+
+
 RULES = (
     Rule(
         ("train.bf16", "train.fp16"),
-        lambda c: c.train.bf16 is False and c.train.fp16 is False and c.tuning.backend == "unsloth",
+        lambda c: _computes_in_float32(c) and not backend_of(c).computes_in_float32,
         "Unsloth computes in 16 bits; set one of them to auto",
     ),
     Rule(
@@ -39,8 +44,8 @@ RULES = (
         ("tuning.mode", "train.optim"),
         lambda c: (
             c.tuning.mode == "full"
-            and c.tuning.backend == "unsloth"
             and c.train.optim.startswith("paged")
+            and not backend_of(c).has_paged_full_optimizers
         ),
         "Unsloth trains every weight without paged optimizers; use adamw_8bit or adamw_torch",
     ),
@@ -56,11 +61,7 @@ RULES = (
     ),
     Rule(
         ("model.attn_implementation", "train.bf16", "train.fp16"),
-        lambda c: (
-            c.model.attn_implementation == "flash_attention_2"
-            and c.train.bf16 is False
-            and c.train.fp16 is False
-        ),
+        lambda c: c.model.attn_implementation == "flash_attention_2" and _computes_in_float32(c),
         "FlashAttention computes in 16 bits; set one of them to auto, or model.attn_implementation to sdpa",
     ),
     Rule(

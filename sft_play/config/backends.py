@@ -1,0 +1,105 @@
+"""What each backend can do, as a table for the plan and the models. Pure data: no torch, no I/O."""
+
+from dataclasses import dataclass
+
+from sft_play.config.schema import Config
+
+# Architectures whose sdpa and eager attention keeps the documents of a packed sequence apart by
+# their position ids, sliding windows included. tests/test_packed_training.py builds each one and
+# checks. Not here: architectures that carry a state along the sequence (Mamba, linear attention,
+# convolutions), those that count positions without position ids (ALiBi, OPT), and those that nobody
+# has checked.
+BNB_PACKED_MODEL_TYPES = frozenset(
+    """
+    apertus arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode
+    gpt_neox granite granitemoe helium llama mistral mixtral olmo olmo2 olmo3 phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    """.split()
+)
+# Architectures that Unsloth computes, under adapters, with code of its own that takes the lengths
+# of a packed sequence's documents. Checked on an H200.
+UNSLOTH_PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"})
+
+
+@dataclass(frozen=True)
+class PackingSupport:
+    """Where a backend is known to keep the documents of a packed sequence apart."""
+
+    model_types: frozenset[str]  # as config.json names the architectures
+    modes: frozenset[str]  # values of tuning.mode
+    max_seq_len: int | None = None  # longest sequence, in tokens, that packing speeds up
+    mode_reason: str = ""  # why the other modes are not packed
+    length_reason: str = ""  # why longer sequences are not packed
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one value of tuning.backend needs and can do."""
+
+    name: str
+    title: str  # as messages to the user spell it
+    default_config: str  # of configs/, for `make train-NAME` without CONFIG
+    requirements: str  # the file with the pins of its packages
+    install_command: str
+    package: str | None  # the package to look for beside those that every run needs
+    needs_gpu: bool
+    min_capability: tuple[int, int]  # of a GPU, (0, 0) where any will do
+    computes_in_float32: bool
+    has_paged_full_optimizers: bool  # train.optim=paged_* under tuning.mode=full
+    runs_under_deepspeed: bool
+    recomputes_by_layer: bool  # activation checkpointing of any number of layers; else all or none
+    is_traceable: bool  # by `make plan EXACT=1`
+    supports_probe: bool  # train.probe=auto measures a step before training
+    has_own_kernels: bool  # fused kernels of its own, whatever train.fast_path says
+    packing: PackingSupport
+
+
+BNB = Backend(
+    name="bnb",
+    title="bitsandbytes",
+    default_config="run_bnb",
+    requirements="requirements.txt",
+    install_command="make install",
+    package=None,
+    needs_gpu=False,
+    min_capability=(0, 0),
+    computes_in_float32=True,
+    has_paged_full_optimizers=True,
+    runs_under_deepspeed=True,
+    recomputes_by_layer=True,
+    is_traceable=True,
+    supports_probe=True,
+    has_own_kernels=False,
+    packing=PackingSupport(BNB_PACKED_MODEL_TYPES, frozenset({"lora", "qlora", "full"})),
+)
+UNSLOTH = Backend(
+    name="unsloth",
+    title="Unsloth",
+    default_config="run_unsloth",
+    requirements="requirements-unsloth.txt",
+    install_command="make install-unsloth",
+    package="unsloth",
+    needs_gpu=True,
+    min_capability=(7, 0),  # the least that Unsloth's documentation asks for
+    computes_in_float32=False,
+    has_paged_full_optimizers=False,
+    runs_under_deepspeed=False,
+    recomputes_by_layer=False,
+    is_traceable=False,
+    supports_probe=False,
+    has_own_kernels=True,
+    packing=PackingSupport(
+        UNSLOTH_PACKED_MODEL_TYPES,
+        frozenset({"lora", "qlora"}),
+        max_seq_len=8192,  # without flash-attn Unsloth masks the whole sequence
+        mode_reason="Unsloth keeps packed documents apart under adapters alone",
+        length_reason="Unsloth masks whole packed rows, which costs more than padding "
+        "beyond 8192 tokens",
+    ),
+)
+BACKENDS = {backend.name: backend for backend in (BNB, UNSLOTH)}
+
+
+def backend_of(config: Config) -> Backend:
+    """Return what the backend of a config can do."""
+    return BACKENDS[config.tuning.backend]
