@@ -16,17 +16,27 @@ END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 def batches(path: Path, most_rows: int, most_bytes: int) -> Iterator[tuple[pa.RecordBatch, float]]:
     """Yield a file's rows in batches, each with its share of the file. Raises: DataError for a damaged file, OSError."""
     try:
-        for batch, share in (_of_parquet if path.suffix.lower() == ".parquet" else _of_arrow)(path, most_rows):
+        for batch, share in (_of_parquet if path.suffix.lower() == ".parquet" else _of_arrow)(
+            path, most_rows
+        ):
             rows = max(1, min(most_rows, batch.num_rows * most_bytes // max(1, batch.nbytes)))
             for start in range(0, batch.num_rows, rows):
                 # a copy, not a slice: pickled, a slice takes all of its batch along
-                part = batch if rows >= batch.num_rows else batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
+                part = (
+                    batch
+                    if rows >= batch.num_rows
+                    else batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
+                )
                 yield part, share * part.num_rows / batch.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter over the name of a column
-        raise DataError(f"{path}: no {path.suffix} file, or a damaged one ({str(error).partition(chr(10))[0]}); fetch or write it anew") from None
+        raise DataError(
+            f"{path}: no {path.suffix} file, or a damaged one ({str(error).partition(chr(10))[0]}); fetch or write it anew"
+        ) from None
 
 
-def records(batch: pa.RecordBatch, columns: Iterable[str] | None = None) -> Iterator[dict[str, Any] | Unreadable]:
+def records(
+    batch: pa.RecordBatch, columns: Iterable[str] | None = None
+) -> Iterator[dict[str, Any] | Unreadable]:
     """Yield the rows of a batch, of `columns` alone if given, or why one cannot be read."""
     if columns is not None:
         wanted = set(columns)
@@ -36,7 +46,9 @@ def records(batch: pa.RecordBatch, columns: Iterable[str] | None = None) -> Iter
         found = batch.to_pylist()
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
-            yield Unreadable("a text is not UTF-8", error.object.decode("utf-8", "backslashreplace"))
+            yield Unreadable(
+                "a text is not UTF-8", error.object.decode("utf-8", "backslashreplace")
+            )
         else:
             for index in range(batch.num_rows):
                 yield from records(batch.slice(index, 1))
@@ -58,8 +70,12 @@ def _of_arrow(path: Path, most_rows: int) -> Iterator[tuple[pa.RecordBatch, floa
     with pa.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(max(0, source.size() - len(END_OF_STREAM)))
-        if not is_file and source.read() != END_OF_STREAM:  # at a seam between two batches Arrow itself would take this for the end
-            raise DataError(f"{path}: no Arrow stream, or one that breaks off; fetch or write it anew")
+        if (
+            not is_file and source.read() != END_OF_STREAM
+        ):  # at a seam between two batches Arrow itself would take this for the end
+            raise DataError(
+                f"{path}: no Arrow stream, or one that breaks off; fetch or write it anew"
+            )
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _check_names(path, reader.schema.names)

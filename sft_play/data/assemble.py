@@ -43,7 +43,9 @@ class TokenisedSource:
         return origin_of(Path(self.files[file]), number)
 
 
-Tokenised = dict[str, tuple[TokenisedSource, ...]]  # by split: train, and validation and test where they have rows of their own
+Tokenised = dict[
+    str, tuple[TokenisedSource, ...]
+]  # by split: train, and validation and test where they have rows of their own
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class PreparedData:
     def vocabulary(self) -> VocabularyUse:
         """Return the token ids that occur."""
         parts = [source for parts in self.sources.values() for source in parts]
-        return used_in([Store(Path(source.folder)) for source in parts], [source.files for source in parts])
+        return used_in(
+            [Store(Path(source.folder)) for source in parts], [source.files for source in parts]
+        )
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,15 @@ class Side:
     sources: tuple[TokenisedSource, ...]
     stores: tuple[Store, ...]
     chosen: tuple[np.ndarray, ...]
-    tallies: tuple[Tally, ...]  # of the sources; none where the split takes rows that another accounts for
-    dropped: Mapping[str, int] = field(default_factory=dict)  # rows that were usable and went elsewhere, by reason
-    overlap: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by the split that holds the same rows
+    tallies: tuple[
+        Tally, ...
+    ]  # of the sources; none where the split takes rows that another accounts for
+    dropped: Mapping[str, int] = field(
+        default_factory=dict
+    )  # rows that were usable and went elsewhere, by reason
+    overlap: Mapping[str, Mapping[str, int]] = field(
+        default_factory=dict
+    )  # by the split that holds the same rows
 
     @classmethod
     def whole(cls, sources: tuple[TokenisedSource, ...]) -> Self:
@@ -121,7 +131,11 @@ class Side:
     def without(self, mask: np.ndarray, reason: str) -> Self:
         """Return the side without the samples at which `mask` is true, their rows accounted for."""
         rows = splits.row_count(self.records()[mask])
-        return replace(self, chosen=self.where(~mask), dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
+        return replace(
+            self,
+            chosen=self.where(~mask),
+            dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows},
+        )
 
 
 def assemble(config: Config, sources: Tokenised) -> PreparedData:
@@ -138,19 +152,34 @@ def assemble(config: Config, sources: Tokenised) -> PreparedData:
     _refuse_nothing(sides)
     epoch = replace(sides["train"], chosen=_mixed(sides["train"], seed))
     made = {
-        split: Split(side.stores, list(enumerate(side.chosen)), [source.files for source in side.sources]) for split, side in {**sides, "train": epoch}.items()
+        split: Split(
+            side.stores, list(enumerate(side.chosen)), [source.files for source in side.sources]
+        )
+        for split, side in {**sides, "train": epoch}.items()
     }
     ledger = {split: _ledger(side) for split, side in sides.items()}
     ledger["train"] |= {"overlap": dict(sides["train"].overlap), "epoch": _epoch(epoch)}
-    return PreparedData(made["train"], made["validation"], made.get("test", made["validation"]), ledger, sources)
+    return PreparedData(
+        made["train"], made["validation"], made.get("test", made["validation"]), ledger, sources
+    )
 
 
 def _refuse_lost(side: Side, config: Config) -> None:
     tally = side.tally
     if tally.lost_fraction <= config.data.max_lost:
         return
-    long = sorted(((tokens, source.place(file, number)) for source in side.sources for file, number, tokens in source.meta()["long"]), reverse=True)
-    named = [f"{place}: {tokens} tokens, model.max_seq_len is {config.model.max_seq_len}" for tokens, place in long[:SHOWN]]
+    long = sorted(
+        (
+            (tokens, source.place(file, number))
+            for source in side.sources
+            for file, number, tokens in source.meta()["long"]
+        ),
+        reverse=True,
+    )
+    named = [
+        f"{place}: {tokens} tokens, model.max_seq_len is {config.model.max_seq_len}"
+        for tokens, place in long[:SHOWN]
+    ]
     counts = {**tally.dropped, **tally.shortened}
     rows = sum(counts.get(reason, 0) for reason in ("too_long", "truncated", "split"))
     held = f"{rows} of {tally.rows_in} rows are too long, and {tally.lost_fraction:.1%} of the trained tokens are lost (data.too_long={config.data.too_long})"
@@ -163,7 +192,9 @@ def _hold_out(train: Side, fraction: float, seed: int) -> tuple[Side, Side]:
     held = splits.hold_out(train.records(), fraction, seed)
     if not held.any() or held.all():
         rows = splits.row_count(train.records())
-        raise DataError(f"{train.names}: {rows} usable rows, or all of the same words, cannot be split into training and validation; set DATA_VAL_PATH")
+        raise DataError(
+            f"{train.names}: {rows} usable rows, or all of the same words, cannot be split into training and validation; set DATA_VAL_PATH"
+        )
     return train.without(held, "held_out"), replace(train, chosen=train.where(held), tallies=())
 
 
@@ -171,7 +202,10 @@ def _without_overlap(train: Side, evaluated: Side, split: str, config: Config) -
     """Return the training side without the rows that are evaluated on, as data.on_overlap says, which is to refuse them."""
     ours, theirs = train.records(), evaluated.records()
     found = splits.overlap(ours, theirs)
-    counts = {"exact": splits.row_count(ours[found.exact]), "normalised": splits.row_count(ours[found.normalised])}
+    counts = {
+        "exact": splits.row_count(ours[found.exact]),
+        "normalised": splits.row_count(ours[found.normalised]),
+    }
     train = replace(train, overlap={**train.overlap, split: counts})
     if not counts["normalised"] or config.data.on_overlap == "allow":
         return train
@@ -180,18 +214,29 @@ def _without_overlap(train: Side, evaluated: Side, split: str, config: Config) -
     if config.data.on_overlap == "drop":
         return train.without(mask, "evaluated_on")
     pairs = zip(found.normalised[:SHOWN], found.equal_to[:SHOWN], strict=True)
-    named = [f"{train.place(ours[i])} is {evaluated.place(theirs[j])} of the {split} rows" for i, j in pairs]
+    named = [
+        f"{train.place(ours[i])} is {evaluated.place(theirs[j])} of the {split} rows"
+        for i, j in pairs
+    ]
     more = [f"... and {counts['normalised'] - SHOWN} more"] if counts["normalised"] > SHOWN else []
     told = f"{counts['normalised']} training rows are {split} rows, too ({counts['exact']} to the letter), so the scores would be too good"
-    raise DataError("\n".join([*named, *more, f"{told}; set DATA_ON_OVERLAP=drop to train without them, or allow"]))
+    raise DataError(
+        "\n".join(
+            [*named, *more, f"{told}; set DATA_ON_OVERLAP=drop to train without them, or allow"]
+        )
+    )
 
 
 def _refuse_nothing(sides: Mapping[str, Side]) -> None:
     for split, side in sides.items():
         if not any(len(chosen) for chosen in side.chosen):
             where = {**side.tally.dropped, **side.dropped}
-            told = ", ".join(f"{reason} {rows}" for reason, rows in where.items()) or "there was none"
-            raise DataError(f"{side.names}: no {split} row is left ({told}); make data-check shows where they went")
+            told = (
+                ", ".join(f"{reason} {rows}" for reason, rows in where.items()) or "there was none"
+            )
+            raise DataError(
+                f"{side.names}: no {split} row is left ({told}); make data-check shows where they went"
+            )
 
 
 def _mixed(train: Side, seed: int) -> tuple[np.ndarray, ...]:
@@ -199,7 +244,9 @@ def _mixed(train: Side, seed: int) -> tuple[np.ndarray, ...]:
     if None not in weights:
         return tuple(splits.mixed(train.chosen, weights, seed))
     if any(weights):
-        raise ConfigError(f"data.train_path: {train.sources[weights.index(None)].name} has no weight and others have one; give one to each, or to none")
+        raise ConfigError(
+            f"data.train_path: {train.sources[weights.index(None)].name} has no weight and others have one; give one to each, or to none"
+        )
     return train.chosen
 
 
@@ -212,15 +259,32 @@ def _ledger(side: Side) -> dict[str, Any]:
         "rows_in": tally.rows_in if side.tallies else rows,
         "rows_used": rows,
         "samples": len(records),
-        "tokens": int(sum(store.lengths[chosen].sum() for store, chosen in zip(side.stores, side.chosen, strict=True))),
+        "tokens": int(
+            sum(
+                store.lengths[chosen].sum()
+                for store, chosen in zip(side.stores, side.chosen, strict=True)
+            )
+        ),
         "trained_tokens": int(records["trained"].sum()),
         "lost_fraction": round(tally.lost_fraction, 6),
         "dropped": {**tally.dropped, **side.dropped},
-        "lengths": of_lengths(np.concatenate([store.lengths[chosen] for store, chosen in zip(side.stores, side.chosen, strict=True)])),
+        "lengths": of_lengths(
+            np.concatenate(
+                [
+                    store.lengths[chosen]
+                    for store, chosen in zip(side.stores, side.chosen, strict=True)
+                ]
+            )
+        ),
         "duplicates": splits.duplicates(records),
-        "sources": [{"name": source.name, "weight": source.weight, **tally.as_json()} for source, tally in zip(side.sources, side.tallies, strict=False)],
+        "sources": [
+            {"name": source.name, "weight": source.weight, **tally.as_json()}
+            for source, tally in zip(side.sources, side.tallies, strict=False)
+        ],
     }
-    assert facts["rows_in"] == facts["rows_used"] + sum(facts["dropped"].values()), f"rows are unaccounted for: {facts}"
+    assert facts["rows_in"] == facts["rows_used"] + sum(facts["dropped"].values()), (
+        f"rows are unaccounted for: {facts}"
+    )
     return facts
 
 
@@ -228,4 +292,7 @@ def _epoch(train: Side) -> list[dict[str, Any]]:
     """Return how often each source's samples are trained on in one pass."""
     total = sum(len(chosen) for chosen in train.chosen)
     pairs = zip(train.sources, train.chosen, strict=True)
-    return [{"name": source.name, "samples": len(chosen), "share": round(len(chosen) / total, 6)} for source, chosen in pairs]
+    return [
+        {"name": source.name, "samples": len(chosen), "share": round(len(chosen) / total, 6)}
+        for source, chosen in pairs
+    ]

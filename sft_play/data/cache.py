@@ -42,7 +42,9 @@ def digest_of_files(paths: Iterable[Path]) -> str:
 def digest_of_tokenizer(tokenizer: Any, template: str) -> str:
     """Return the SHA-256 of what a tokenizer makes of a text, its special tokens, and the chat template."""
     special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
-    return _digest(tokenizer.backend_tokenizer.to_str(), json.dumps(special, sort_keys=True), template)
+    return _digest(
+        tokenizer.backend_tokenizer.to_str(), json.dumps(special, sort_keys=True), template
+    )
 
 
 def key_of(content: str, tokenizer: str, policy: Mapping[str, Any]) -> str:

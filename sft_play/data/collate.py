@@ -54,20 +54,27 @@ class TrainRows(Dataset[TokenSequence]):
     def __getitem__(self, indices: int | Sequence[int]) -> TokenSequence:
         indices = [indices] if isinstance(indices, int) else indices
         documents = [self.samples[max(index, ~index)] for index in indices]
-        labels = [_labels(document, is_filler=index < 0) for index, document in zip(indices, documents, strict=True)]
+        labels = [
+            _labels(document, is_filler=index < 0)
+            for index, document in zip(indices, documents, strict=True)
+        ]
         lengths = tuple(map(len, labels))
         return TokenSequence(
             ids=np.concatenate([document.ids for document in documents], dtype=np.int64),
             labels=np.concatenate(labels),
             lengths=lengths,
-            real_tokens=sum(length for index, length in zip(indices, lengths, strict=True) if index >= 0),
+            real_tokens=sum(
+                length for index, length in zip(indices, lengths, strict=True) if index >= 0
+            ),
         )
 
 
 def _labels(document: Document, is_filler: bool) -> np.ndarray:
     if is_filler:
         return np.full(len(document.labels), IGNORE_INDEX, dtype=np.int64)
-    assert document.labels[0] == IGNORE_INDEX, "a first token that is trained would be predicted from the document before it"
+    assert document.labels[0] == IGNORE_INDEX, (
+        "a first token that is trained would be predicted from the document before it"
+    )
     return np.asarray(document.labels, dtype=np.int64)
 
 
@@ -82,11 +89,15 @@ class PadCollator:
     max_seq_len: int | None = None
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
-        assert all(len(sequence.lengths) == 1 for sequence in sequences), "an attention mask keeps no documents apart"
+        assert all(len(sequence.lengths) == 1 for sequence in sequences), (
+            "an attention mask keeps no documents apart"
+        )
         width = _width(sequences, self.max_seq_len)
         return {
             "input_ids": _padded([sequence.ids for sequence in sequences], self.pad_id, width),
-            "attention_mask": _padded([np.ones_like(sequence.ids) for sequence in sequences], 0, width),
+            "attention_mask": _padded(
+                [np.ones_like(sequence.ids) for sequence in sequences], 0, width
+            ),
             "labels": _padded([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
         }
 
@@ -114,16 +125,25 @@ class PackCollator:
         width = _width(sequences, self.max_seq_len)
         lengths = [(*sequence.lengths, width - len(sequence.ids)) for sequence in sequences]
         documents = [length for row in lengths for length in row if length]  # (N,)
-        positions = np.concatenate([np.arange(length) for length in documents]).reshape(len(sequences), width)
+        positions = np.concatenate([np.arange(length) for length in documents]).reshape(
+            len(sequences), width
+        )
         batch: Batch = {
             "input_ids": _padded([sequence.ids for sequence in sequences], self.pad_id, width),
             "labels": _padded([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
             "position_ids": torch.from_numpy(positions),
         }
         if self.varlen:
-            documents = [length for *before, last, padding in lengths for length in (*before, last + padding)]  # (N,)
+            documents = [
+                length for *before, last, padding in lengths for length in (*before, last + padding)
+            ]  # (N,)
             boundaries = torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32)
-            batch |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": max(documents), "max_length_k": max(documents)}
+            batch |= {
+                "cu_seq_lens_q": boundaries,
+                "cu_seq_lens_k": boundaries,
+                "max_length_q": max(documents),
+                "max_length_k": max(documents),
+            }
         return batch
 
 

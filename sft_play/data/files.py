@@ -30,8 +30,12 @@ COLUMNAR = (".parquet", ".arrow")
 FORMATS = (*TEXTS, *(f"{suffix}.gz" for suffix in TEXTS), *COLUMNAR)
 ROWS_PER_CHUNK = 2000
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer of them
-LONGEST_LINE = 256 << 20  # bytes; a file without line breaks is not read into memory to find that out
-LONGEST_FIELD = 64 << 20  # characters of a CSV field; a quote that is never closed takes in all that follows
+LONGEST_LINE = (
+    256 << 20
+)  # bytes; a file without line breaks is not read into memory to find that out
+LONGEST_FIELD = (
+    64 << 20
+)  # characters of a CSV field; a quote that is never closed takes in all that follows
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -50,7 +54,11 @@ class Chunk:
 
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it stands in the file, else JSON."""
-        record = self.records[position] if isinstance(self.records, list) else next(_of_batch(self.records.slice(position, 1)))
+        record = (
+            self.records[position]
+            if isinstance(self.records, list)
+            else next(_of_batch(self.records.slice(position, 1)))
+        )
         if isinstance(record, bytes):
             return record.decode("utf-8", "backslashreplace").rstrip("\r\n")
         return record.raw if isinstance(record, Unreadable) else json.dumps(record, default=str)
@@ -64,7 +72,11 @@ def format_of(path: Path) -> str | None:
 
 def origin_of(path: Path, number: int) -> str:
     """Return `file:line` or `file[index]` of a record."""
-    return f"{path}:{number}" if path.name.lower().removesuffix(".gz").endswith(LINED) else f"{path}[{number}]"
+    return (
+        f"{path}:{number}"
+        if path.name.lower().removesuffix(".gz").endswith(LINED)
+        else f"{path}[{number}]"
+    )
 
 
 def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Chunk]:
@@ -79,17 +91,28 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
         path.stat()
         if not path.is_file():
             raise DataError(f"{path}: a folder or a device, not a file")
-        yield from _arrow_chunks(path, rows_per_chunk) if form in COLUMNAR else _text_chunks(path, form, rows_per_chunk)
+        yield from (
+            _arrow_chunks(path, rows_per_chunk)
+            if form in COLUMNAR
+            else _text_chunks(path, form, rows_per_chunk)
+        )
 
 
-def parsed(chunk: Chunk, columns: Iterable[str] | None = None) -> Iterator[dict[str, Any] | Unreadable]:
+def parsed(
+    chunk: Chunk, columns: Iterable[str] | None = None
+) -> Iterator[dict[str, Any] | Unreadable]:
     """Return every record of a chunk as an object with keys, or why it is none; from Arrow batches only `columns`, if given."""
     if isinstance(chunk.records, list):
-        return (strict_json.load_row(record) if isinstance(record, bytes) else record for record in chunk.records)
+        return (
+            strict_json.load_row(record) if isinstance(record, bytes) else record
+            for record in chunk.records
+        )
     return _of_batch(chunk.records, columns)
 
 
-def _of_batch(batch: "pa.RecordBatch", columns: Iterable[str] | None = None) -> Iterator[dict[str, Any] | Unreadable]:
+def _of_batch(
+    batch: "pa.RecordBatch", columns: Iterable[str] | None = None
+) -> Iterator[dict[str, Any] | Unreadable]:
     from sft_play.data import arrow  # a quarter of a second to load, which JSONL need not wait for
 
     return arrow.records(batch, columns)
@@ -103,11 +126,17 @@ def _explained(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise DataError(f"{path}: no such data file") from None
     except gzip.BadGzipFile as error:
-        raise DataError(f"{path}: no gzip file, or a damaged one ({error}); compress it anew") from None
+        raise DataError(
+            f"{path}: no gzip file, or a damaged one ({error}); compress it anew"
+        ) from None
     except (EOFError, zlib.error) as error:
-        raise DataError(f"{path}: the compressed text breaks off or is damaged ({error}); fetch or compress it anew") from None
+        raise DataError(
+            f"{path}: the compressed text breaks off or is damaged ({error}); fetch or compress it anew"
+        ) from None
     except OSError as error:  # of Arrow, too, over damaged pages
-        raise DataError(f"{path}: cannot be read: {error.strerror or str(error).partition(chr(10))[0]}") from None
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or str(error).partition(chr(10))[0]}"
+        ) from None
 
 
 def _arrow_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
@@ -130,14 +159,18 @@ def _text_chunks(path: Path, form: str, rows_per_chunk: int) -> Iterator[Chunk]:
             records = _json_records(path, stream.read())
         elif form in TABLES:
             # bytes that are no UTF-8 come through as surrogates, so that the row that holds them can be named
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            text = io.TextIOWrapper(
+                stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
+            )
             records = _table_records(path, text, TABLES[form])
         else:
             records = _lines(path, stream)
         yield from _chunked(path, records, raw.tell, rows_per_chunk)
 
 
-def _chunked(path: Path, records: Iterator[Record], position: Callable[[], int], rows_per_chunk: int) -> Iterator[Chunk]:
+def _chunked(
+    path: Path, records: Iterator[Record], position: Callable[[], int], rows_per_chunk: int
+) -> Iterator[Chunk]:
     numbers, values, size, before = [], [], 0, 0
     for number, value, characters in records:
         numbers.append(number)
@@ -162,9 +195,13 @@ def _lines(path: Path, stream: IO[bytes]) -> Iterator[Record]:
         if not line or line.isspace():
             continue
         if is_first and line.lstrip().startswith(b"["):
-            raise DataError(f"{path}:{number}: the file begins with a JSON list; rows are one JSON object a line, and a list of them is a .json file")
+            raise DataError(
+                f"{path}:{number}: the file begins with a JSON list; rows are one JSON object a line, and a list of them is a .json file"
+            )
         if len(line) == LONGEST_LINE:
-            raise DataError(f"{path}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; rows are one JSON object a line")
+            raise DataError(
+                f"{path}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; rows are one JSON object a line"
+            )
         is_first = False
         yield number, line, len(line)
 
@@ -173,7 +210,9 @@ def _json_records(path: Path, data: bytes) -> Iterator[Record]:
     try:
         text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        raise DataError(
+            f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"
+        ) from None
     index = 0
     try:
         if not text.strip():
@@ -192,19 +231,33 @@ def _wrapped_list(path: Path, text: str) -> Iterator[Record]:
     """Yield the rows of `{"data": [...]}`, whose other values are no lists."""
     first, _, rest = text.strip().partition("\n")
     if first.startswith("{") and first.rstrip().endswith("}") and rest.lstrip().startswith("{"):
-        raise DataError(f"{path}: holds one JSON object a line; name it {path.name.lower().removesuffix('.gz').removesuffix('.json')}.jsonl")
+        raise DataError(
+            f"{path}: holds one JSON object a line; name it {path.name.lower().removesuffix('.gz').removesuffix('.json')}.jsonl"
+        )
     try:
         value = strict_json.load(text)
     except strict_json.NotJsonError as error:
         raise DataError(f"{path}: {error}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path}: a .json data file holds a list of rows, not {strict_json.NAMES[type(value)]}")
+        raise DataError(
+            f"{path}: a .json data file holds a list of rows, not {strict_json.NAMES[type(value)]}"
+        )
     lists = [key for key, held in value.items() if isinstance(held, list)]
     if lists != ["data"]:
-        found = f"the lists {', '.join(lists)}" if lists else f"the keys {', '.join(value) or 'none'}"
-        raise DataError(f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} and no other list; this is one object with {found}')
+        found = (
+            f"the lists {', '.join(lists)}" if lists else f"the keys {', '.join(value) or 'none'}"
+        )
+        raise DataError(
+            f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} and no other list; this is one object with {found}'
+        )
     for index, record in enumerate(value["data"]):
-        yield index, record if isinstance(record, dict) else Unreadable(strict_json.no_object(record), json.dumps(record)), 0
+        yield (
+            index,
+            record
+            if isinstance(record, dict)
+            else Unreadable(strict_json.no_object(record), json.dumps(record)),
+            0,
+        )
 
 
 def _table_records(path: Path, text: IO[str], delimiter: str) -> Iterator[Record]:
@@ -238,13 +291,17 @@ def _csv_reason(error: csv.Error) -> str:
 def _checked_header(path: Path, line: int, names: list[str], delimiter: str) -> list[str]:
     where = f"{path}:{line}: the first line names the columns"
     if not all(name.strip() for name in names):
-        raise DataError(f"{where}, and number {[bool(name.strip()) for name in names].index(False) + 1} of {len(names)} has no name")
+        raise DataError(
+            f"{where}, and number {[bool(name.strip()) for name in names].index(False) + 1} of {len(names)} has no name"
+        )
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise DataError(f"{where}, and {twice[0]!r} stands there twice")
     other = next((mark for mark in ";\t|," if mark != delimiter and mark in names[0]), None)
     if len(names) == 1 and other:
-        raise DataError(f"{where}, and this names one, {names[0]!r}; {'tabs' if delimiter == chr(9) else 'commas'} stand between fields, not {other!r}")
+        raise DataError(
+            f"{where}, and this names one, {names[0]!r}; {'tabs' if delimiter == chr(9) else 'commas'} stand between fields, not {other!r}"
+        )
     return names
 
 
@@ -253,7 +310,12 @@ def _table_record(header: list[str], fields: list[str], whole: str) -> dict[str,
         whole.encode("utf-8")
     except UnicodeEncodeError:
         raw = whole.encode("utf-8", "surrogateescape")
-        return Unreadable("not UTF-8; save the file as UTF-8", raw.decode("utf-8", "backslashreplace"))
+        return Unreadable(
+            "not UTF-8; save the file as UTF-8", raw.decode("utf-8", "backslashreplace")
+        )
     if len(fields) != len(header):
-        return Unreadable(f"{len(fields)} fields, and the first line names {len(header)} columns; a field that holds the separator stands in quotes", whole)
+        return Unreadable(
+            f"{len(fields)} fields, and the first line names {len(header)} columns; a field that holds the separator stands in quotes",
+            whole,
+        )
     return dict(zip(header, fields, strict=True))

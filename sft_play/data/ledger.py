@@ -25,7 +25,9 @@ class Tally:
     trained_tokens: int = 0
     lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
-    shortened: Counter[str] = field(default_factory=Counter)  # rows that are used in part, by what was done to them
+    shortened: Counter[str] = field(
+        default_factory=Counter
+    )  # rows that are used in part, by what was done to them
 
     def add(self, other: "Tally") -> None:
         """Count the rows of another part of the source, too."""
@@ -37,7 +39,9 @@ class Tally:
 
     def check(self) -> None:
         """Assert the identity of rows."""
-        assert self.rows_in == self.rows_used + self.dropped.total(), f"rows are unaccounted for: {self}"
+        assert self.rows_in == self.rows_used + self.dropped.total(), (
+            f"rows are unaccounted for: {self}"
+        )
 
     @property
     def lost_fraction(self) -> float:
@@ -46,16 +50,28 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts as plain data."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         """Return the counts that `as_json` gave."""
-        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in facts.items()})
+        return cls(
+            **{
+                name: Counter(value) if isinstance(value, dict) else value
+                for name, value in facts.items()
+            }
+        )
 
 
 def of_lengths(lengths: np.ndarray) -> dict[str, int]:
     """Return percentiles of samples' lengths in tokens: a length that a sample has."""
-    found = np.percentile(lengths, PERCENTILES, method="higher") if len(lengths) else np.zeros(len(PERCENTILES))
+    found = (
+        np.percentile(lengths, PERCENTILES, method="higher")
+        if len(lengths)
+        else np.zeros(len(PERCENTILES))
+    )
     named = {f"p{percent}": int(value) for percent, value in zip(PERCENTILES, found, strict=True)}
     return {**named, "max": int(lengths.max(initial=0))}

@@ -43,7 +43,9 @@ lost_trained_tokens=1, cut=0, reason='split')
     elif policy == "truncate_left":
         pieces = [_last(rendered, limit, bos_id)]
     else:
-        pieces = [_piece(rendered, start, start + limit) for start in range(0, len(rendered.ids), limit)]
+        pieces = [
+            _piece(rendered, start, start + limit) for start in range(0, len(rendered.ids), limit)
+        ]
     kept = tuple(piece for piece in pieces if piece.trained_tokens)
     lost = rendered.trained_tokens - sum(piece.trained_tokens for piece in kept)
     cut = len(rendered.ids) - sum(len(piece.ids) for piece in kept)
@@ -65,4 +67,8 @@ def _piece(rendered: Rendered, start: int, end: int) -> Rendered:
     """Return the tokens [start, end); its prompt is what is left of the last answer's, none if the answer begins elsewhere or with it."""
     begins = rendered.answer_start
     ids = rendered.ids[start:end]
-    return Rendered(ids, [IGNORE_INDEX, *rendered.labels[start + 1 : end]], begins - start if start < begins < start + len(ids) else 0)
+    return Rendered(
+        ids,
+        [IGNORE_INDEX, *rendered.labels[start + 1 : end]],
+        begins - start if start < begins < start + len(ids) else 0,
+    )

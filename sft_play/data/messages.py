@@ -11,7 +11,13 @@ from typing import Any
 from sft_play.data import strict_json
 from sft_play.data.rows import Message
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 SPEAKERS = {  # `from` of ShareGPT
     "system": "system",
     "human": "user",
@@ -24,7 +30,12 @@ SPEAKERS = {  # `from` of ShareGPT
     "function_response": "tool",
 }
 REASONING = ("reasoning_content", "reasoning", "thinking")
-FOLLOWS = {"system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+FOLLOWS = {
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
 VALUE_SHOWN = 60  # characters of a value that an error repeats
 
 
@@ -43,7 +54,11 @@ def text(value: Any, name: str) -> str:
 
 def optional_text(value: Any, name: str) -> str | None:
     """Return a text, None for one that is null or blank. Raises NotRowError."""
-    return None if value is None or (isinstance(value, str) and not value.strip()) else text(value, name)
+    return (
+        None
+        if value is None or (isinstance(value, str) and not value.strip())
+        else text(value, name)
+    )
 
 
 def shown(value: Any, length: int = VALUE_SHOWN) -> str:
@@ -92,7 +107,11 @@ def conversation(parts: Sequence[tuple[str, Any]], says_from: bool) -> tuple[Mes
                 raise NotRowError(f"{name}[{number}]{error}") from None
     fault = _fault_of_order(messages, calls_in_text=says_from)
     if fault:
-        names = [f"{name}[{number}]" for name, value in parts for number in range(len(turn_list(value, name)))]
+        names = [
+            f"{name}[{number}]"
+            for name, value in parts
+            for number in range(len(turn_list(value, name)))
+        ]
         raise NotRowError(f"{names[fault[0]]}{fault[1]}")
     return tuple(messages)
 
@@ -103,7 +122,9 @@ def conversation(parts: Sequence[tuple[str, Any]], says_from: bool) -> tuple[Mes
 def _message(turn: dict[str, Any]) -> Message:
     role = turn.get("role")
     if role is None:
-        raise NotRowError(f" is not an object with role and content; its keys are {', '.join(turn) or 'none'}")
+        raise NotRowError(
+            f" is not an object with role and content; its keys are {', '.join(turn) or 'none'}"
+        )
     if not isinstance(role, str) or role not in ROLES:
         raise NotRowError(f" has the role {shown(role)!r}; roles are {', '.join(ROLES)}")
     return _made(ROLES[role], turn, turn.get("content"), ".content")
@@ -112,7 +133,9 @@ def _message(turn: dict[str, Any]) -> Message:
 def _said(turn: dict[str, Any]) -> Message:
     speaker = turn.get("from")
     if speaker is None:
-        raise NotRowError(f" is not an object with from and value; its keys are {', '.join(turn) or 'none'}")
+        raise NotRowError(
+            f" is not an object with from and value; its keys are {', '.join(turn) or 'none'}"
+        )
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise NotRowError(f" is from {shown(speaker)!r}; turns are from {', '.join(SPEAKERS)}")
     value = turn.get("value")
@@ -134,13 +157,23 @@ def _made(role: str, turn: dict[str, Any], content: Any, name: str) -> Message:
     if role == "assistant":
         calls = _calls(turn.get("tool_calls"), ".tool_calls")
         is_blank = content is None or (isinstance(content, str) and not content.strip())
-        return Message(role, content or "" if calls and is_blank else text(content, name), _reasoning(turn), calls)
+        return Message(
+            role,
+            content or "" if calls and is_blank else text(content, name),
+            _reasoning(turn),
+            calls,
+        )
     if not isinstance(content, str):
         raise NotRowError(f"{name} is {shown(content)}, not a text")
     _encodable(content, name)  # blank is fine: a function may return nothing
     if role == "system":
         return Message(role, content)
-    return Message(role, content, name=optional_text(turn.get("name"), ".name"), tool_call_id=optional_text(turn.get("tool_call_id"), ".tool_call_id"))
+    return Message(
+        role,
+        content,
+        name=optional_text(turn.get("name"), ".name"),
+        tool_call_id=optional_text(turn.get("tool_call_id"), ".tool_call_id"),
+    )
 
 
 def _joined(parts: list[Any], name: str) -> str:
@@ -148,7 +181,9 @@ def _joined(parts: list[Any], name: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise NotRowError(f"{name}[{number}] is {shown(part)}; models here take text, as {{'type': 'text', 'text': '...'}}")
+            raise NotRowError(
+                f"{name}[{number}] is {shown(part)}; models here take text, as {{'type': 'text', 'text': '...'}}"
+            )
         texts.append(part.get("text"))
         if not isinstance(texts[-1], str):
             raise NotRowError(f"{name}[{number}].text is {shown(texts[-1])}, not a text")
@@ -166,13 +201,21 @@ def _calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Return calls as {"type": "function", "function": {"name", "arguments"}}, arguments as an object, which chat templates expect."""
     if value is None:
         return ()
-    return tuple(_call(call, f"{name}[{number}]") for number, call in enumerate(function_list(value, name)))
+    return tuple(
+        _call(call, f"{name}[{number}]") for number, call in enumerate(function_list(value, name))
+    )
 
 
 def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
     function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise NotRowError(f"{name} names no function; a call is {{'function': {{'name': ..., 'arguments': {{...}}}}}}")
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"].strip()
+    ):
+        raise NotRowError(
+            f"{name} names no function; a call is {{'function': {{'name': ..., 'arguments': {{...}}}}}}"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _from_text(arguments, f"{name}.arguments") if arguments.strip() else {}
@@ -193,11 +236,20 @@ def _fault_of_order(messages: Sequence[Message], calls_in_text: bool) -> tuple[i
         role = message.role
         if role not in (FOLLOWS[before.role] if before else ("system", "user")):
             return number, _why_not(role, before)
-        if role == "tool" and before and before.role == "assistant" and not before.tool_calls and not calls_in_text:
+        if (
+            role == "tool"
+            and before
+            and before.role == "assistant"
+            and not before.tool_calls
+            and not calls_in_text
+        ):
             return number, " is a tool's answer, and the turn before it calls no tool"
         before = message
     if before is None or before.role != "assistant":
-        return len(messages) - 1, f", the last turn, is the {messages[-1].role}'s; a row ends with an answer of the assistant"
+        return (
+            len(messages) - 1,
+            f", the last turn, is the {messages[-1].role}'s; a row ends with an answer of the assistant",
+        )
     return None
 
 
@@ -221,7 +273,9 @@ def _encodable(value: str, name: str) -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise NotRowError(f"{name} holds half of a surrogate pair, which is no character") from None
+            raise NotRowError(
+                f"{name} holds half of a surrogate pair, which is no character"
+            ) from None
     if "\0" in value:
         raise NotRowError(f"{name} holds a NUL character, which belongs to no text")
     return value

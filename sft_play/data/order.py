@@ -14,7 +14,9 @@ from torch.utils.data import Sampler
 from sft_play.data.packing import pack, padded_width
 from sft_play.plan.batch import pack_into
 
-MicroBatch = list[list[int]]  # sequences, each the indices of its samples; `~index` (negative) is a filler, which carries no loss
+MicroBatch = list[
+    list[int]
+]  # sequences, each the indices of its samples; `~index` (negative) is a filler, which carries no loss
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,15 @@ class Layout:
     batch_size: int
     effective_batch: int
     world_size: int = 1
-    packed_into: int | None = None  # micro-batches of each rank and step that hold the `fullest_step`; None: each sample is a sequence of its own
+    packed_into: int | None = (
+        None  # micro-batches of each rank and step that hold the `fullest_step`; None: each sample is a sequence of its own
+    )
 
     def __post_init__(self) -> None:
         at_once = self.batch_size * self.world_size
-        assert self.packed_into or self.effective_batch % at_once == 0, f"a step of {self.effective_batch} samples is no multiple of {at_once}"
+        assert self.packed_into or self.effective_batch % at_once == 0, (
+            f"a step of {self.effective_batch} samples is no multiple of {at_once}"
+        )
 
     @property
     def micro_batches(self) -> int:
@@ -66,13 +72,19 @@ class StepSampler(Sampler[MicroBatch]):
         self.lengths = np.asarray(lengths).tolist()
         self.seed, self.epoch = seed, 0
         self.layout = layout  # another cuts the same samples' steps in another way from then on, while `effective_batch` is the same
-        self.shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)  # the filler that costs least
+        self.shortest = min(
+            range(len(self.lengths)), key=self.lengths.__getitem__
+        )  # the filler that costs least
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self.lengths) // self.layout.effective_batch) * self.layout.micro_batches * self.layout.world_size
+        return (
+            -(-len(self.lengths) // self.layout.effective_batch)
+            * self.layout.micro_batches
+            * self.layout.world_size
+        )
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for samples in steps(len(self.lengths), self.layout.effective_batch, self.seed, self.epoch):
@@ -81,7 +93,9 @@ class StepSampler(Sampler[MicroBatch]):
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
         """Longest first, so that a micro-batch holds samples of similar length."""
         size = self.layout.batch_size
-        samples = sorted(samples, key=self.lengths.__getitem__, reverse=True) + [~self.shortest] * (self.layout.effective_batch - len(samples))
+        samples = sorted(samples, key=self.lengths.__getitem__, reverse=True) + [~self.shortest] * (
+            self.layout.effective_batch - len(samples)
+        )
         for start in range(0, len(samples), size):
             yield [[index] for index in samples[start : start + size]]
 
@@ -91,7 +105,10 @@ class StepSampler(Sampler[MicroBatch]):
         sequences = pack_shortest(lengths, bins * self.layout.batch_size, self.layout.max_seq_len)
         tokens = [sum(lengths[i] for i in sequence) for sequence in sequences]
         dealt = _deal(tokens, bins, self.layout.batch_size)
-        return [[[samples[i] for i in sequences[number]] for number in one] or [[~self.shortest]] for one in dealt]
+        return [
+            [[samples[i] for i in sequences[number]] for number in one] or [[~self.shortest]]
+            for one in dealt
+        ]
 
 
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
@@ -102,7 +119,9 @@ def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator
         yield order[start : start + effective_batch]
 
 
-def fullest_step(lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int) -> int:
+def fullest_step(
+    lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int
+) -> int:
     """Return how many sequences of `max_seq_len` tokens suffice for every packed step of `epochs` epochs."""
     lengths = np.asarray(lengths).tolist()
     return max(
@@ -112,9 +131,14 @@ def fullest_step(lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int,
     )
 
 
-def padding(lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int) -> PaddedTokens:
+def padding(
+    lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int
+) -> PaddedTokens:
     """Return what the first epoch computes for its tokens under two layouts."""
-    return PaddedTokens(int(np.sum(lengths)), *(_computed(StepSampler(lengths, layout, seed)) for layout in (unpacked, packed)))
+    return PaddedTokens(
+        int(np.sum(lengths)),
+        *(_computed(StepSampler(lengths, layout, seed)) for layout in (unpacked, packed)),
+    )
 
 
 def _computed(order: StepSampler) -> int:
@@ -122,7 +146,9 @@ def _computed(order: StepSampler) -> int:
     lengths = order.lengths
 
     def width(micro_batch: MicroBatch) -> int:
-        longest = max(sum(lengths[max(index, ~index)] for index in sequence) for sequence in micro_batch)
+        longest = max(
+            sum(lengths[max(index, ~index)] for index in sequence) for sequence in micro_batch
+        )
         return padded_width(longest, order.layout.max_seq_len)
 
     return sum(len(micro_batch) * width(micro_batch) for micro_batch in order)
@@ -145,11 +171,15 @@ def pack_shortest(lengths: Sequence[int], most: int, max_seq_len: int) -> list[l
 
 def _deal(tokens: Sequence[int], bins: int, room: int) -> list[list[int]]:
     """Deal sequences to `bins` of at most `room` each, the longest first to the bin with the fewest tokens; return bins by tokens, most first."""
-    assert len(tokens) <= bins * room, f"{len(tokens)} sequences for {bins} micro-batches of {room}: count them with fullest_step"
+    assert len(tokens) <= bins * room, (
+        f"{len(tokens)} sequences for {bins} micro-batches of {room}: count them with fullest_step"
+    )
     dealt: list[list[int]] = [[] for _ in range(bins)]
     filled = [0] * bins
     for number in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
-        least = min((bin_ for bin_ in range(bins) if len(dealt[bin_]) < room), key=filled.__getitem__)
+        least = min(
+            (bin_ for bin_ in range(bins) if len(dealt[bin_]) < room), key=filled.__getitem__
+        )
         dealt[least].append(number)
         filled[least] += tokens[number]
     return [dealt[bin_] for bin_ in sorted(range(bins), key=filled.__getitem__, reverse=True)]

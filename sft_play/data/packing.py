@@ -21,7 +21,9 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]
         if length > capacity:
-            raise ConfigError(f"a sample of {length} tokens does not fit into a sequence of {capacity}; set MODEL_MAX_SEQ_LEN={length}")
+            raise ConfigError(
+                f"a sample of {length} tokens does not fit into a sequence of {capacity}; set MODEL_MAX_SEQ_LEN={length}"
+            )
         suffice = rooms >> length
         if suffice:
             room = length + (suffice & -suffice).bit_length() - 1

@@ -26,7 +26,10 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
     for split, setting in SETTINGS.items():
         value = getattr(config.data, setting.removeprefix("data."))
         if value is not None:
-            found[split] = tuple(find(_entry(part, config), setting) for part in ([value] if isinstance(value, str) else value))
+            found[split] = tuple(
+                find(_entry(part, config), setting)
+                for part in ([value] if isinstance(value, str) else value)
+            )
     for sources in found.values():
         for source in sources:
             tokenize.look(source, tokenize.Policy.of(config))
@@ -37,20 +40,40 @@ def tokenised(config: Config, found: Mapping[str, Sequence[Source]], tokenizer: 
     """Return every source with the folder of its samples, made now where the cache has none. Raises DataError, OutOfMemory."""
     policy = tokenize.Policy.of(config)
     of_tokenizer = cache.digest_of_tokenizer(tokenizer, template_of(tokenizer))
-    return {split: tuple(_tokenised(source, policy, tokenizer, of_tokenizer, cache.root_of(config)) for source in sources) for split, sources in found.items()}
+    return {
+        split: tuple(
+            _tokenised(source, policy, tokenizer, of_tokenizer, cache.root_of(config))
+            for source in sources
+        )
+        for split, sources in found.items()
+    }
 
 
 def _entry(part: str | SourceSection, config: Config) -> SourceEntry:
     """Return a source of a setting, with the columns that hold for all where it names none."""
     given = SourceSection(path=part) if isinstance(part, str) else part
-    return SourceEntry(given.path, given.weight, given.split, given.subset, given.columns or config.data.columns)
+    return SourceEntry(
+        given.path, given.weight, given.split, given.subset, given.columns or config.data.columns
+    )
 
 
-def _tokenised(source: Source, policy: tokenize.Policy, tokenizer: Any, of_tokenizer: str, root: Path) -> TokenisedSource:
+def _tokenised(
+    source: Source, policy: tokenize.Policy, tokenizer: Any, of_tokenizer: str, root: Path
+) -> TokenisedSource:
     digest = cache.digest_of_files(source.files)
-    key = cache.key_of(digest, of_tokenizer, {**asdict(policy), "columns": dict(source.columns), "suffixes": [path.suffix for path in source.files]})
+    key = cache.key_of(
+        digest,
+        of_tokenizer,
+        {
+            **asdict(policy),
+            "columns": dict(source.columns),
+            "suffixes": [path.suffix for path in source.files],
+        },
+    )
     folder = cache.entry(root, key, lambda aside: tokenize.build(aside, source, policy, tokenizer))
-    return TokenisedSource(source.name, tuple(map(str, source.files)), source.weight, digest, str(folder))
+    return TokenisedSource(
+        source.name, tuple(map(str, source.files)), source.weight, digest, str(folder)
+    )
 
 
 def prepare(config: Config, tokenizer: Any) -> PreparedData:
@@ -65,10 +88,15 @@ def as_json(sources: Tokenised) -> dict[str, Any]:
 
 def from_json(facts: Mapping[str, Any]) -> Tokenised:
     """Return what `as_json` was given. Raises DataError when samples are no longer there."""
-    sources = {split: tuple(TokenisedSource.from_json(part) for part in parts) for split, parts in facts.items()}
+    sources = {
+        split: tuple(TokenisedSource.from_json(part) for part in parts)
+        for split, parts in facts.items()
+    }
     for source in (source for parts in sources.values() for source in parts):
         if not (Path(source.folder) / tokenize.META).is_file():
-            raise DataError(f"{source.folder}: the tokenised rows of {source.name} are gone; start the run anew, which makes them again")
+            raise DataError(
+                f"{source.folder}: the tokenised rows of {source.name} are gone; start the run anew, which makes them again"
+            )
     return sources
 
 
@@ -77,8 +105,12 @@ def quarantined(sources: Tokenised) -> dict[str, list[dict[str, str]]]:
     found: dict[str, list[dict[str, str]]] = {}
     for split, parts in sources.items():
         for source in parts:
-            for line in (Path(source.folder) / tokenize.BAD_ROWS).read_text(encoding="utf-8").splitlines():
+            for line in (
+                (Path(source.folder) / tokenize.BAD_ROWS).read_text(encoding="utf-8").splitlines()
+            ):
                 row = json.loads(line)
                 origin = f"{source.files[row['file']]}{row['place']}"
-                found.setdefault(split, []).append({"origin": origin, "reason": row["reason"], "row": row["row"]})
+                found.setdefault(split, []).append(
+                    {"origin": origin, "reason": row["reason"], "row": row["row"]}
+                )
     return found

@@ -11,18 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from sft_play.config.schema import TrainSection
 from sft_play.data.assemble import PreparedData
 from sft_play.data.order import Layout, StepSampler
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 
 SCANNED = 10_000  # samples that are searched for one with several answers
-TERMINAL_TOKENS, TERMINAL_DOCUMENTS = 400, 4  # of a sample, of a sequence, that a terminal shows; the page shows them all
+TERMINAL_TOKENS, TERMINAL_DOCUMENTS = (
+    400,
+    4,
+)  # of a sample, of a sequence, that a terminal shows; the page shows them all
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
-TRAINED, SPECIAL, TRAINED_SPECIAL, FAINT, HEADING = "bold green", "cyan", "bold green reverse", "dim", "bold"  # rich's words for styles
+TRAINED, SPECIAL, TRAINED_SPECIAL, FAINT, HEADING = (
+    "bold green",
+    "cyan",
+    "bold green reverse",
+    "dim",
+    "bold",
+)  # rich's words for styles
 SHOWN_BLANKS = " \n\t\u3000"
-JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}  # of Persian and Indic letters, of emoji and flags
+JOINERS = {
+    "\u200c",
+    "\u200d",
+    *map(chr, range(0xE0020, 0xE0080)),
+}  # of Persian and Indic letters, of emoji and flags
 
 Fragments = list[tuple[str, str]]  # (text, style)
 
@@ -66,33 +78,64 @@ class Shown:
     @property
     def heading(self) -> str:
         """Where it comes from, why it is shown, and its counts."""
-        place = self.documents[0].place if len(self.documents) == 1 else f"{len(self.documents)} documents"
+        place = (
+            self.documents[0].place
+            if len(self.documents) == 1
+            else f"{len(self.documents)} documents"
+        )
         return f"{self.split}  {place}  {counts(self.documents)}  ({', '.join(self.reasons)})"
 
 
 def counts(documents: Sequence[Document]) -> str:
     """Return the tokens of documents, and how many of them are trained."""
-    tokens, trained = (sum(getattr(document, name) for document in documents) for name in ("tokens", "trained_tokens"))
+    tokens, trained = (
+        sum(getattr(document, name) for document in documents)
+        for name in ("tokens", "trained_tokens")
+    )
     return f"{tokens:,} tokens, {trained:,} trained"
 
 
-def show(data: PreparedData, tokenizer: Any, first: int, too_long: str, packed: Sequence[int] = ()) -> list[Shown]:
+def show(
+    data: PreparedData, tokenizer: Any, first: int, too_long: str, packed: Sequence[int] = ()
+) -> list[Shown]:
     """Return the first training samples, those that show most, and with `packed` the sequence of these samples."""
     spans_of = SpanFinder(tokenizer)
 
     def document(index: int) -> Document:
-        record, source = data.train.records[index], data.sources["train"][data.train.store_of[index]]
-        return Document(source.place(int(record["file"]), int(record["number"])), spans_of(data.train[index]), cut_note(int(record["cut"]), too_long))
+        record, source = (
+            data.train.records[index],
+            data.sources["train"][data.train.store_of[index]],
+        )
+        return Document(
+            source.place(int(record["file"]), int(record["number"])),
+            spans_of(data.train[index]),
+            cut_note(int(record["cut"]), too_long),
+        )
 
-    found = [Shown("train", tuple(reasons), (document(index),)) for index, reasons in choose(data.train, first).items()]
-    return [*found, Shown("train", ("packed into one sequence",), tuple(map(document, packed)))] if len(packed) else found
+    found = [
+        Shown("train", tuple(reasons), (document(index),))
+        for index, reasons in choose(data.train, first).items()
+    ]
+    return (
+        [*found, Shown("train", ("packed into one sequence",), tuple(map(document, packed)))]
+        if len(packed)
+        else found
+    )
 
 
 def choose(split: Split, first: int) -> dict[int, list[str]]:
     """Return indices of samples, each with why it is shown: the first ones, and one of each kind that is easily got wrong."""
-    records, chosen = split.records, {index: [f"sample {index + 1}"] for index in range(min(first, len(split)))}
+    records, chosen = (
+        split.records,
+        {index: [f"sample {index + 1}"] for index in range(min(first, len(split)))},
+    )
     pieces = np.zeros(len(split), dtype=bool)
-    pieces[1:] = (np.diff(split.index_in) == 1) & (np.diff(split.store_of) == 0) & (np.diff(records["file"]) == 0) & (np.diff(records["number"]) == 0)
+    pieces[1:] = (
+        (np.diff(split.index_in) == 1)
+        & (np.diff(split.store_of) == 0)
+        & (np.diff(records["file"]) == 0)
+        & (np.diff(records["number"]) == 0)
+    )
     kinds = {
         "longest": split.lengths == split.lengths.max(),
         "shortest": split.lengths == split.lengths.min(),
@@ -102,7 +145,9 @@ def choose(split: Split, first: int) -> dict[int, list[str]]:
     for reason, mask in kinds.items():
         for index in np.flatnonzero(mask)[:1].tolist():
             chosen.setdefault(index, []).append(reason)
-    for index in [index for index in range(min(SCANNED, len(split))) if answers(split[index]) > 1][:1]:
+    for index in [index for index in range(min(SCANNED, len(split))) if answers(split[index]) > 1][
+        :1
+    ]:
         chosen.setdefault(index, []).append("several answers")
     return chosen
 
@@ -117,7 +162,11 @@ def cut_note(cut: int, too_long: str) -> str | None:
     """Return what the length policy took from a sample's row, in words."""
     if not cut:
         return None
-    where = "before this text were cut off" if too_long == "truncate_left" else "of this row are in no sample"
+    where = (
+        "before this text were cut off"
+        if too_long == "truncate_left"
+        else "of this row are in no sample"
+    )
     return f"{cut:,} tokens {where} (data.too_long={too_long})"
 
 
@@ -132,7 +181,11 @@ class SpanFinder:
 
     def __init__(self, tokenizer: Any):
         self._backend = tokenizer.backend_tokenizer
-        self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._special = {
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.content.strip()
+        }
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included and nothing tidied."""
@@ -146,14 +199,29 @@ class SpanFinder:
         """
         ids, trained = sample.ids.tolist(), (sample.labels != IGNORE_INDEX).tolist()
         spans: list[Span] = []
-        context, start, told = 0, 0, 0  # where decoding begins, the first token without a span, characters of that text which have one
+        context, start, told = (
+            0,
+            0,
+            0,
+        )  # where decoding begins, the first token without a span, characters of that text which have one
         for end in range(1, len(ids) + 1):
             text = self.decode(ids[context:end])[told:]
-            is_special, is_last = ids[end - 1] in self._special, end == len(ids) or ids[end] in self._special
+            is_special, is_last = (
+                ids[end - 1] in self._special,
+                end == len(ids) or ids[end] in self._special,
+            )
             is_whole = is_special or is_last or (text and not text.endswith(UNDECODED))
             if not is_whole and trained[end] == trained[start]:
                 continue
-            spans.append(Span(text if is_whole else "", tuple(ids[start:end]), start, trained[start], is_special))
+            spans.append(
+                Span(
+                    text if is_whole else "",
+                    tuple(ids[start:end]),
+                    start,
+                    trained[start],
+                    is_special,
+                )
+            )
             if is_whole:
                 context, told = start, len(self.decode(ids[start:end]))
             start = end
@@ -186,7 +254,9 @@ def _told(sequence: Shown, body: Callable[[Sequence[Span]], Fragments]) -> Fragm
     told: Fragments = [(f"── {visible(sequence.heading)}\n", HEADING)]
     for number, document in enumerate(sequence.documents[:TERMINAL_DOCUMENTS], 1):
         if len(sequence.documents) > 1:
-            told.append((f"┄┄ document {number}: {visible(document.place)}  {counts([document])}\n", FAINT))
+            told.append(
+                (f"┄┄ document {number}: {visible(document.place)}  {counts([document])}\n", FAINT)
+            )
         if document.note:
             told.append((f"┄┄ {document.note}\n", FAINT))
         for part in _shortened(document.spans):
@@ -208,7 +278,12 @@ def _shortened(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...] | str]:
 
 
 def _coloured(spans: Sequence[Span]) -> Fragments:
-    styles = {(True, True): TRAINED_SPECIAL, (True, False): TRAINED, (False, True): SPECIAL, (False, False): ""}
+    styles = {
+        (True, True): TRAINED_SPECIAL,
+        (True, False): TRAINED,
+        (False, True): SPECIAL,
+        (False, False): "",
+    }
     runs = groupby(spans, key=lambda span: styles[span.is_trained, span.is_special])
     return [(_terminal("".join(span.text for span in run)), style) for style, run in runs]
 

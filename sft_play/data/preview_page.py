@@ -67,19 +67,25 @@ LEGEND = (
 
 def page(facts: Mapping[str, str], ledger: Mapping[str, Any], sequences: Sequence[Shown]) -> str:
     """Return the page: facts on the run, its ledger, and the sequences token by token."""
-    about = " · ".join(f"{escape(visible(name))} {escape(visible(value))}" for name, value in facts.items())
+    about = " · ".join(
+        f"{escape(visible(name))} {escape(visible(value))}" for name, value in facts.items()
+    )
     tables = "".join(map(_table, [split_table(ledger), *source_tables(ledger)]))
     padding = "".join(f"<p>{escape(line)}</p>\n" for line in padding_lines(ledger))
     body = "".join(map(_sequence, sequences))
-    return f"{HEAD}<title>Preview of {escape(visible(next(iter(facts.values()), '')))}</title>\n<style>{STYLE}</style>\n<h1>What the model sees</h1>\n" + (
-        f'<p class="facts">{about}</p>\n{tables}{padding}{LEGEND}\n{body}</html>\n'
+    return (
+        f"{HEAD}<title>Preview of {escape(visible(next(iter(facts.values()), '')))}</title>\n<style>{STYLE}</style>\n<h1>What the model sees</h1>\n"
+        + (f'<p class="facts">{about}</p>\n{tables}{padding}{LEGEND}\n{body}</html>\n')
     )
 
 
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.headings)
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n" for name, *cells in table.lines
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>\n"
+        for name, *cells in table.lines
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n'
 
@@ -87,10 +93,15 @@ def _table(table: Table) -> str:
 def _sequence(sequence: Shown) -> str:
     documents = sequence.documents
     parts = [
-        (f"<h3>document {number}: {_named(document)}</h3>\n" if len(documents) > 1 else "") + _document(document)
+        (f"<h3>document {number}: {_named(document)}</h3>\n" if len(documents) > 1 else "")
+        + _document(document)
         for number, document in enumerate(documents, 1)
     ]
-    title = _named(documents[0]) if len(documents) == 1 else f"{len(documents)} documents · {counts(documents)}"
+    title = (
+        _named(documents[0])
+        if len(documents) == 1
+        else f"{len(documents)} documents · {counts(documents)}"
+    )
     told = f'<h2>{sequence.split} · {title}</h2>\n<p class="facts">{escape(", ".join(sequence.reasons))}</p>\n'
     return f'<section>\n{told}<div class="sequence">\n{"".join(parts)}</div>\n</section>\n'
 
@@ -102,7 +113,9 @@ def _named(document: Document) -> str:
 def _document(document: Document) -> str:
     note = f'<p class="note">{escape(document.note)}</p>\n' if document.note else ""
     runs = groupby(document.spans, key=lambda span: span.is_trained)
-    text = "".join(f"<mark>{_run(run)}</mark>" if is_trained else _run(run) for is_trained, run in runs)
+    text = "".join(
+        f"<mark>{_run(run)}</mark>" if is_trained else _run(run) for is_trained, run in runs
+    )
     return f"{note}<pre>{text}</pre>\n"
 
 
@@ -113,7 +126,9 @@ def _run(spans: Any) -> str:
 def span_html(span: Span) -> str:
     """Return a span as an element whose text is that of the span; marks for line feeds and blanks are the style sheet's."""
     last = span.index + len(span.ids) - 1
-    where = f"token {span.index}, id" if last == span.index else f"tokens {span.index} to {last}, ids"
+    where = (
+        f"token {span.index}, id" if last == span.index else f"tokens {span.index} to {last}, ids"
+    )
     special = ' class="special"' if span.is_special else ""
     return f'<i{special} title="{where} {", ".join(map(str, span.ids))}">{_html(span.text)}</i>'
 

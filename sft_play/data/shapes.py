@@ -12,12 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.data.files import TABLES, Chunk, format_of, parsed, read_chunks
+from sft_play.data.messages import (
+    NotRowError,
+    conversation,
+    function_list,
+    optional_text,
+    shown,
+    text,
+    turn_list,
+)
 from sft_play.data.rows import BadRow, Message, Row, Unreadable, refuse
-from sft_play.data.messages import NotRowError, conversation, function_list, optional_text, shown, text, turn_list
 from sft_play.errors import DataError
 
 SAMPLE = 100  # rows of a file that are looked at for its shape
-OPTIONAL = ("system", "tools")  # beside every shape but plain text: the system message, and the functions that may be called
+OPTIONAL = (
+    "system",
+    "tools",
+)  # beside every shape but plain text: the system message, and the functions that may be called
 # Most telling first: this is the order in which a file with the columns of several is taken.
 SHAPES: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -58,15 +69,30 @@ def recognise(path: Path, columns: Mapping[str, str]) -> Shape:
     records = list(parsed(chunk))
     sample = [record for record in records if not isinstance(record, Unreadable)]
     if not sample:
-        refuse([BadRow(chunk.origin(i), record.reason, record.raw) for i, record in enumerate(records) if isinstance(record, Unreadable)], len(records))
+        refuse(
+            [
+                BadRow(chunk.origin(i), record.reason, record.raw)
+                for i, record in enumerate(records)
+                if isinstance(record, Unreadable)
+            ],
+            len(records),
+        )
     keys = dict.fromkeys(key for record in sample for key in record)
     _check_columns(path, columns, keys)
     for record in sample:
         for name, required in SHAPES.items():
-            fields = (*required, *(() if name == "text" else OPTIONAL), *(("input",) if name == "instruction" else ()))
+            fields = (
+                *required,
+                *(() if name == "text" else OPTIONAL),
+                *(("input",) if name == "instruction" else ()),
+            )
             column_of = {field: columns.get(field, field) for field in fields}
-            if columns.keys() <= column_of.keys() and all(column_of[field] in record for field in required):
-                return Shape(name, column_of, name == "conversations" and _says_from(sample, column_of[name]))
+            if columns.keys() <= column_of.keys() and all(
+                column_of[field] in record for field in required
+            ):
+                return Shape(
+                    name, column_of, name == "conversations" and _says_from(sample, column_of[name])
+                )
     known = ", or ".join(" and ".join(required) for required in SHAPES.values())
     mapped = f" besides {dict(columns)}" if columns else ""
     first_line = " (its first line)" if format_of(path).removesuffix(".gz") in TABLES else ""
@@ -76,7 +102,9 @@ def recognise(path: Path, columns: Mapping[str, str]) -> Shape:
     )
 
 
-def rows_of(chunk: Chunk, shape: Shape, system_prompt: str | None = None, replaces_system: bool = False) -> Iterator[Row | BadRow]:
+def rows_of(
+    chunk: Chunk, shape: Shape, system_prompt: str | None = None, replaces_system: bool = False
+) -> Iterator[Row | BadRow]:
     """Yield every record of a chunk as a row of the file's shape, or why it is none; one for one.
 
     `system_prompt` goes before conversations that bring no system message; with `replaces_system` before all, in place of theirs.
@@ -89,14 +117,24 @@ def rows_of(chunk: Chunk, shape: Shape, system_prompt: str | None = None, replac
             continue
         try:
             if not record.keys() >= required:
-                raise NotRowError(f"the keys are {_listed(record)}; the rows of this file have {' and '.join(shape.required)}")
+                raise NotRowError(
+                    f"the keys are {_listed(record)}; the rows of this file have {' and '.join(shape.required)}"
+                )
             row = build(record, shape, origin)
-            yield row if row.text is not None else _with_system(row, record.get(shape.columns["system"]), system_prompt, replaces_system)
+            yield (
+                row
+                if row.text is not None
+                else _with_system(
+                    row, record.get(shape.columns["system"]), system_prompt, replaces_system
+                )
+            )
         except NotRowError as error:
             yield BadRow(origin, str(error), chunk.raw(position))
 
 
-def read_all(path: Path, columns: Mapping[str, str] | None = None, system_prompt: str | None = None) -> list[Row]:
+def read_all(
+    path: Path, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
+) -> list[Row]:
     """Return all rows of a file, for files that fit into memory. Raises DataError."""
     shape = recognise(path, columns or {})
     found = [row for chunk in read_chunks(path) for row in rows_of(chunk, shape, system_prompt)]
@@ -115,7 +153,9 @@ def _check_columns(path: Path, columns: Mapping[str, str], keys: Mapping[str, No
         if column not in keys:
             near = difflib.get_close_matches(column, keys, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise DataError(f"{path}: no column {column!r}, which data.columns names as the {field}; the columns are {_listed(keys)}{hint}")
+            raise DataError(
+                f"{path}: no column {column!r}, which data.columns names as the {field}; the columns are {_listed(keys)}{hint}"
+            )
 
 
 def _listed(keys: Mapping[str, Any]) -> str:
@@ -133,7 +173,11 @@ def _says_from(sample: list[dict[str, Any]], column: str) -> bool:
 
 def _of_turns(record: dict[str, Any], shape: Shape, origin: str) -> Row:
     column = shape.columns[shape.name]
-    return Row(conversation([(column, record[column])], shape.says_from), origin, tools=_tools(record, shape))
+    return Row(
+        conversation([(column, record[column])], shape.says_from),
+        origin,
+        tools=_tools(record, shape),
+    )
 
 
 def _of_instruction(record: dict[str, Any], shape: Shape, origin: str) -> Row:
@@ -141,18 +185,31 @@ def _of_instruction(record: dict[str, Any], shape: Shape, origin: str) -> Row:
     question, extra = text(record[instruction], instruction), record.get(shape.columns["input"])
     if (extra := optional_text(extra, shape.columns["input"])) is not None:
         question = f"{question}\n\n{extra}"
-    return Row((Message("user", question), Message("assistant", text(record[output], output))), origin, tools=_tools(record, shape))
+    return Row(
+        (Message("user", question), Message("assistant", text(record[output], output))),
+        origin,
+        tools=_tools(record, shape),
+    )
 
 
 def _of_pair(record: dict[str, Any], shape: Shape, origin: str) -> Row:
     question, answer = shape.required
-    return Row((Message("user", text(record[question], question)), Message("assistant", text(record[answer], answer))), origin, tools=_tools(record, shape))
+    return Row(
+        (
+            Message("user", text(record[question], question)),
+            Message("assistant", text(record[answer], answer)),
+        ),
+        origin,
+        tools=_tools(record, shape),
+    )
 
 
 def _of_prompt(record: dict[str, Any], shape: Shape, origin: str) -> Row:
     prompt, completion = shape.required
     if isinstance(record[prompt], list) and isinstance(record[completion], list):
-        turns = conversation([(prompt, record[prompt]), (completion, record[completion])], says_from=False)
+        turns = conversation(
+            [(prompt, record[prompt]), (completion, record[completion])], says_from=False
+        )
         return Row(turns, origin, tools=_tools(record, shape))
     return _of_pair(record, shape, origin)
 
@@ -185,5 +242,8 @@ def _with_system(row: Row, own: Any, system_prompt: str | None, replaces_system:
             raise NotRowError("a system column and a system message; keep one of them")
         messages = (Message("system", own), *messages)
     if system_prompt and (replaces_system or messages[0].role != "system"):
-        messages = (Message("system", system_prompt), *(messages[1:] if messages[0].role == "system" else messages))
+        messages = (
+            Message("system", system_prompt),
+            *(messages[1:] if messages[0].role == "system" else messages),
+        )
     return row if messages is row.messages else replace(row, messages=messages)

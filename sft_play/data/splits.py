@@ -25,7 +25,9 @@ def row_count(records: np.ndarray) -> int:
     """Return how many rows samples come from; samples of one row stand together."""
     if not len(records):
         return 0
-    differs = (records["file"][1:] != records["file"][:-1]) | (records["number"][1:] != records["number"][:-1])
+    differs = (records["file"][1:] != records["file"][:-1]) | (
+        records["number"][1:] != records["number"][:-1]
+    )
     return 1 + int(np.count_nonzero(differs))
 
 
@@ -35,7 +37,9 @@ def hold_out(records: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     Rows of the same words go to the same side: what is evaluated is never trained. Everything may be on one side.
     """
     _, group = np.unique(records["normalised"], return_inverse=True)
-    rows_of_group = np.bincount(group)  # samples of split rows count as rows here, which makes fewer rows held out
+    rows_of_group = np.bincount(
+        group
+    )  # samples of split rows count as rows here, which makes fewer rows held out
     wanted = min(max(1, round(len(records) * fraction)), MOST_HELD_OUT)
     order = list(range(len(rows_of_group)))
     random.Random(seed).shuffle(order)
@@ -54,12 +58,26 @@ def overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
     exact = np.flatnonzero(np.isin(trained["exact"], evaluated["exact"]))
     normalised = np.flatnonzero(np.isin(trained["normalised"], evaluated["normalised"]))
     values, first = np.unique(evaluated["normalised"], return_index=True)
-    return Overlap(exact, normalised, first[np.searchsorted(values, trained["normalised"][normalised])] if len(values) else normalised)
+    return Overlap(
+        exact,
+        normalised,
+        first[np.searchsorted(values, trained["normalised"][normalised])]
+        if len(values)
+        else normalised,
+    )
 
 
 def duplicates(records: np.ndarray) -> dict[str, int]:
     """Return how many rows repeat an earlier one, to the letter and in the same words."""
-    starts = np.r_[True, (records["file"][1:] != records["file"][:-1]) | (records["number"][1:] != records["number"][:-1])] if len(records) else []
+    starts = (
+        np.r_[
+            True,
+            (records["file"][1:] != records["file"][:-1])
+            | (records["number"][1:] != records["number"][:-1]),
+        ]
+        if len(records)
+        else []
+    )
     rows = records[starts]
     return {name: len(rows) - len(np.unique(rows[name])) for name in ("exact", "normalised")}
 

@@ -23,9 +23,15 @@ RECORD = np.dtype(
         ("end", "<i8"),  # of its tokens in ids.bin
         ("number", "<i8"),  # the row's line or index in its file
         ("exact", "<u8"),  # hash of the row's text
-        ("normalised", "<u8"),  # hash of the same in lower case, runs of blanks and punctuation as one blank
+        (
+            "normalised",
+            "<u8",
+        ),  # hash of the same in lower case, runs of blanks and punctuation as one blank
         ("file", "<i4"),  # which file of the source
-        ("answer_start", "<i4"),  # where the last answer's first token is; 0: none, as in plain text
+        (
+            "answer_start",
+            "<i4",
+        ),  # where the last answer's first token is; 0: none, as in plain text
         ("trained", "<i4"),  # tokens that carry loss
         ("cut", "<i4"),  # tokens that the length policy took off this sample's left
     ]
@@ -96,25 +102,40 @@ class StoreWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for file in self._files.values():
             file.close()
 
     def append(self, ids: np.ndarray, trained: np.ndarray, records: np.ndarray) -> None:
         """Add samples: their ids and masks one behind the other, and their records, whose `end` counts from here."""
-        assert len(ids) == len(trained) == (records["end"][-1] if len(records) else 0), "the records end where the ids do"
+        assert len(ids) == len(trained) == (records["end"][-1] if len(records) else 0), (
+            "the records end where the ids do"
+        )
         records = records.copy()
         records["end"] += self.tokens
         self.tokens += len(ids)
-        for name, array, dtype in ((IDS, ids, "<i4"), (TRAINED, trained, np.bool_), (RECORDS, records, RECORD)):
+        for name, array, dtype in (
+            (IDS, ids, "<i4"),
+            (TRAINED, trained, np.bool_),
+            (RECORDS, records, RECORD),
+        ):
             self._files[name].write(np.ascontiguousarray(array, dtype=dtype).tobytes())
 
 
-def as_arrays(samples: Sequence[tuple[Rendered, Origin, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def as_arrays(
+    samples: Sequence[tuple[Rendered, Origin, int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (ids, trained, records) of samples, each with its origin and the tokens cut off its left."""
     records = np.zeros(len(samples), dtype=RECORD)
     ids = np.fromiter(chain.from_iterable(rendered.ids for rendered, _, _ in samples), dtype="<i4")
-    labels = np.fromiter(chain.from_iterable(rendered.labels for rendered, _, _ in samples), dtype=np.int64)
+    labels = np.fromiter(
+        chain.from_iterable(rendered.labels for rendered, _, _ in samples), dtype=np.int64
+    )
     trained = labels != IGNORE_INDEX
     for name in ("number", "exact", "normalised", "file"):
         records[name] = [getattr(origin, name) for _, origin, _ in samples]
@@ -122,18 +143,31 @@ def as_arrays(samples: Sequence[tuple[Rendered, Origin, int]]) -> tuple[np.ndarr
     records["cut"] = [cut for _, _, cut in samples]
     records["end"] = np.cumsum([len(rendered.ids) for rendered, _, _ in samples], dtype=np.int64)
     counted = np.concatenate([[0], np.cumsum(trained)])  # trained tokens before each position
-    records["trained"] = counted[records["end"]] - counted[np.r_[0, records["end"][:-1]]] if len(samples) else 0
+    records["trained"] = (
+        counted[records["end"]] - counted[np.r_[0, records["end"][:-1]]] if len(samples) else 0
+    )
     return ids, trained, records
 
 
 class Split:
     """Samples of one or more stores in a fixed order, some of them perhaps several times."""
 
-    def __init__(self, stores: Sequence[Store], chosen: Sequence[tuple[int, np.ndarray]], files: Sequence[Sequence[str]] = ()):
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        chosen: Sequence[tuple[int, np.ndarray]],
+        files: Sequence[Sequence[str]] = (),
+    ):
         """`chosen` holds (store, indices of samples in it); `files`, what the files of each store are called."""
         self.stores, self.files = tuple(stores), tuple(files)
-        self.store_of = np.concatenate([np.full(len(indices), number, dtype=np.int32) for number, indices in chosen] or [np.zeros(0, np.int32)])
-        self.index_in = np.concatenate([np.asarray(indices, dtype=np.int64) for _, indices in chosen] or [np.zeros(0, np.int64)])
+        self.store_of = np.concatenate(
+            [np.full(len(indices), number, dtype=np.int32) for number, indices in chosen]
+            or [np.zeros(0, np.int32)]
+        )
+        self.index_in = np.concatenate(
+            [np.asarray(indices, dtype=np.int64) for _, indices in chosen]
+            or [np.zeros(0, np.int64)]
+        )
 
     @classmethod
     def whole(cls, store: Store) -> Self:
@@ -171,4 +205,6 @@ class Split:
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)  # nothing cannot be mapped
+    return (
+        np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
+    )  # nothing cannot be mapped

@@ -7,7 +7,15 @@ from typing import Any
 
 from sft_play.data.rows import Unreadable
 
-NAMES = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
+NAMES = {
+    list: "a list",
+    dict: "an object",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 class NotJsonError(ValueError):
@@ -30,7 +38,11 @@ def load_row(data: bytes) -> dict[str, Any] | Unreadable:
         if data.strip() in (b"{", b"["):
             reason = "the line ends behind the first bracket; a row stands on one line, whole"
         else:
-            reason = str(error) if data.endswith(b"\n") else f"{error}; the file ends with this line, perhaps cut off"
+            reason = (
+                str(error)
+                if data.endswith(b"\n")
+                else f"{error}; the file ends with this line, perhaps cut off"
+            )
     else:
         if isinstance(record, dict):
             return record
@@ -56,17 +68,27 @@ def elements(text: str) -> Iterator[tuple[dict[str, Any] | Unreadable, int]]:
         if text.startswith(",", position) and not text.startswith("]", following):
             position = following
         elif not text.startswith("]", position):
-            missing = "the list has no end; the file is perhaps cut off" if position == len(text) else f"no comma before this row, {_place(text, position)}"
+            missing = (
+                "the list has no end; the file is perhaps cut off"
+                if position == len(text)
+                else f"no comma before this row, {_place(text, position)}"
+            )
             raise NotJsonError(f"not valid JSON: {missing}")
     if _blanks.match(text, position + 1).end() != len(text):
-        raise NotJsonError(f"more text behind the end of the list, {_place(text, position + 1)}; a .json file holds one list of rows")
+        raise NotJsonError(
+            f"more text behind the end of the list, {_place(text, position + 1)}; a .json file holds one list of rows"
+        )
 
 
 def _element(text: str, position: int) -> tuple[dict[str, Any] | Unreadable, int]:
     """Return the record that begins at `position`, and where it ends."""
     try:
         record, end = _strict.raw_decode(text, position)
-        return (record if isinstance(record, dict) else Unreadable(no_object(record), text[position:end])), end
+        return (
+            record
+            if isinstance(record, dict)
+            else Unreadable(no_object(record), text[position:end])
+        ), end
     except (json.JSONDecodeError, RecursionError) as error:
         raise NotJsonError(_reason(error)) from None
     except ValueError as error:  # not strict, but one can tell where it ends
@@ -86,7 +108,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise _NotStrictError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        raise _NotStrictError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object"
+        )
     return made
 
 
@@ -106,7 +130,11 @@ def _reason(error: ValueError | RecursionError) -> str:
         case json.JSONDecodeError() if "\0" in error.doc:
             return "not valid JSON: it holds NUL bytes; if the file is UTF-16, save it as UTF-8"
         case json.JSONDecodeError():
-            place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+            place = (
+                f"column {error.colno}"
+                if error.lineno == 1
+                else f"line {error.lineno} column {error.colno}"
+            )
             return f"not valid JSON: {error.msg.removesuffix(' at')} at {place}"
         case RecursionError():
             return "not valid JSON: nested too deeply"

@@ -11,7 +11,17 @@ from sft_play.errors import DataError
 
 # Tokens that end an answer where a tokenizer has them, besides its eos: of ChatML, Llama 3 and 4, Gemma 2 to 4, Phi, gpt-oss, Cohere and DeepSeek Coder.
 TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|end_of_text|>"),
+    *(
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|eot|>",
+        "<|eom|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|end|>",
+        "<|end_of_text|>",
+    ),
     *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
 )
 
@@ -27,7 +37,9 @@ DEFAULT_TEMPLATE = (
 # prompt, so their clock stands still, on the date that Llama 3.1's template itself writes where it finds no clock.
 CLOCK = datetime(2024, 7, 26)
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' mark of what an assistant generates
+GENERATION = re.compile(
+    r"\{%-?\s*generation\s*-?%\}"
+)  # transformers' mark of what an assistant generates
 
 
 class RenderError(DataError):
@@ -40,27 +52,50 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         own = None if tokenizer.chat_template else DEFAULT_TEMPLATE
         # some tokenizers have two, the other for conversations with tools
-        self._source = {with_tools: tokenizer.get_chat_template(own, tools=[{}] if with_tools else None) for with_tools in (False, True)}
-        self._is_marked = {with_tools: GENERATION.search(source) is not None for with_tools, source in self._source.items()}
+        self._source = {
+            with_tools: tokenizer.get_chat_template(own, tools=[{}] if with_tools else None)
+            for with_tools in (False, True)
+        }
+        self._is_marked = {
+            with_tools: GENERATION.search(source) is not None
+            for with_tools, source in self._source.items()
+        }
         self._words = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
 
     def prompt(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""
         return self._render(turns, tools, add_generation_prompt=True)[0]
 
-    def answered(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[tuple[int, int]] | None]:
+    def answered(
+        self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         """Return the text of a conversation, and the spans of it that `{% generation %}` marks; None without such marks. Raises RenderError."""
         return self._render(turns, tools, add_generation_prompt=False)
 
-    def _render(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]] | None]:
+    def _render(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         try:
             return self._run(turns, tools, add_generation_prompt)
         except RenderError as error:
-            if not (isinstance(error.__cause__, TypeError) and any("tool_calls" in turn for turn in turns)):
+            if not (
+                isinstance(error.__cause__, TypeError)
+                and any("tool_calls" in turn for turn in turns)
+            ):
                 raise
-        return self._run([_with_json_arguments(turn) for turn in turns], tools, add_generation_prompt)  # DeepSeek's adds them to a text
+        return self._run(
+            [_with_json_arguments(turn) for turn in turns], tools, add_generation_prompt
+        )  # DeepSeek's adds them to a text
 
-    def _run(self, turns: list[dict[str, Any]], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]] | None]:
+    def _run(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -75,7 +110,13 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._words,
             )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # a template is a program of others
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+        ) as error:  # a template is a program of others
             raise RenderError(f"the chat template refuses the conversation: {error}") from error
         return text, marks[0] if is_marked else None
 
@@ -94,7 +135,11 @@ def stop_ids(tokenizer: Any) -> set[int]:
     """Return the ids that end an answer: eos, and the end-of-turn token of templates that have their own."""
     # not by get_vocab: it copies the whole vocabulary
     found = zip(TURN_ENDS, tokenizer.convert_tokens_to_ids(list(TURN_ENDS)), strict=True)
-    known = {token: number for token, number in found if number is not None and tokenizer.convert_ids_to_tokens(number) == token}
+    known = {
+        token: number
+        for token, number in found
+        if number is not None and tokenizer.convert_ids_to_tokens(number) == token
+    }
     if "<|return|>" in known:
         known.pop("<|end|>", None)  # gpt-oss ends a part of an answer with it, not the answer
     return {tokenizer.eos_token_id, *known.values()}

@@ -57,7 +57,14 @@ class Policy:
     def of(cls, config: Config) -> "Policy":
         """Return what the settings say."""
         data = config.data
-        return cls(config.model.max_seq_len, data.too_long, data.train_on, data.system_prompt, data.system_prompt_mode == "replace", data.on_bad_row)
+        return cls(
+            config.model.max_seq_len,
+            data.too_long,
+            data.train_on,
+            data.system_prompt,
+            data.system_prompt_mode == "replace",
+            data.on_bad_row,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,12 @@ class Tokenised:
     trained: np.ndarray
     records: np.ndarray
     tally: Tally
-    bad: list[dict[str, Any]] = field(default_factory=list)  # rows that were set aside: file, place, reason, row
-    long: list[tuple[int, int, int]] = field(default_factory=list)  # (file, number, tokens) of the longest rows over the limit
+    bad: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # rows that were set aside: file, place, reason, row
+    long: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (file, number, tokens) of the longest rows over the limit
 
 
 class Tokeniser:
@@ -99,10 +110,18 @@ class Tokeniser:
                 rows.append((number, row))
         samples: list[tuple[Rendered, Origin, int]] = []
         long: list[tuple[int, int, int]] = []
-        for (number, row), rendered in zip(rows, self.renderer.render([row for _, row in rows]), strict=True):
+        for (number, row), rendered in zip(
+            rows, self.renderer.render([row for _, row in rows]), strict=True
+        ):
             if isinstance(rendered, RenderError):
                 tally.dropped["unproven"] += 1
-                bad.append(BadRow(row.origin, str(rendered).removeprefix(f"{row.origin}: "), json.dumps(asdict(row), ensure_ascii=False)))
+                bad.append(
+                    BadRow(
+                        row.origin,
+                        str(rendered).removeprefix(f"{row.origin}: "),
+                        json.dumps(asdict(row), ensure_ascii=False),
+                    )
+                )
                 continue
             longest = max(len(sample.ids) for sample in rendered)
             if longest > self.policy.max_seq_len:
@@ -110,16 +129,34 @@ class Tokeniser:
             origin = Origin(task.file, number, *hashes(row))
             samples += [(sample, origin, cut) for sample, cut in self._fitted(rendered, tally)]
         ids, trained, records = as_arrays(samples)
-        tally.samples, tally.tokens, tally.trained_tokens = len(records), len(ids), int(trained.sum())
+        tally.samples, tally.tokens, tally.trained_tokens = (
+            len(records),
+            len(ids),
+            int(trained.sum()),
+        )
         tally.check()
         path = str(task.chunk.path)
-        aside = [{"file": task.file, "place": row.origin.removeprefix(path), "reason": row.reason, "row": row.raw} for row in bad]
-        return Tokenised(ids, trained, records, tally, aside, sorted(long, key=lambda row: -row[2])[:SHOWN])
+        aside = [
+            {
+                "file": task.file,
+                "place": row.origin.removeprefix(path),
+                "reason": row.reason,
+                "row": row.raw,
+            }
+            for row in bad
+        ]
+        return Tokenised(
+            ids, trained, records, tally, aside, sorted(long, key=lambda row: -row[2])[:SHOWN]
+        )
 
     def _parsed(self, task: Task) -> Iterator[Row | BadRow]:
-        return rows_of(task.chunk, task.shape, self.policy.system_prompt, self.policy.replaces_system)
+        return rows_of(
+            task.chunk, task.shape, self.policy.system_prompt, self.policy.replaces_system
+        )
 
-    def _fitted(self, rendered: tuple[Rendered, ...], tally: Tally) -> Iterator[tuple[Rendered, int]]:
+    def _fitted(
+        self, rendered: tuple[Rendered, ...], tally: Tally
+    ) -> Iterator[tuple[Rendered, int]]:
         """Yield a row's samples within the limit, each with the tokens cut off its left, and account for the row."""
         kept, reasons = 0, []
         for sample in rendered:
@@ -127,7 +164,9 @@ class Tokeniser:
             tally.lost_trained_tokens += fitted.lost_trained_tokens
             reasons += [fitted.reason] if fitted.reason else []
             for part in fitted.samples:
-                if part.trained_tokens:  # a row of which nothing is learned never reaches the trainer
+                if (
+                    part.trained_tokens
+                ):  # a row of which nothing is learned never reaches the trainer
                     kept += 1
                     yield part, fitted.cut
         if kept:
@@ -142,14 +181,21 @@ def hashes(row: Row) -> tuple[int, int]:
     if row.text is not None:
         whole = said = row.text
     else:
-        whole = repr([(m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id) for m in row.messages])
+        whole = repr(
+            [
+                (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id)
+                for m in row.messages
+            ]
+        )
         said = "\n".join(message.content for message in row.messages if message.role != "system")
     words = " ".join(re.findall(r"\w+", said.casefold()))
     return _hash(whole), _hash(words or said)  # texts without a word are compared as they are
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )
 
 
 def look(source: Source, policy: Policy) -> None:
@@ -173,9 +219,23 @@ def build(folder: Path, source: Source, policy: Policy, tokenizer: Any) -> None:
     long: list[tuple[int, int, int]] = []
     bad: list[dict[str, Any]] = []
     total = sum(path.stat().st_size for path in source.files)
-    bar = tqdm(total=total, desc=f"tokenising {source.name}", unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False, dynamic_ncols=True)
-    with bar, StoreWriter(folder) as writer, (folder / BAD_ROWS).open("w", encoding="utf-8") as aside:
-        for done, bytes_read in _tokenised(_tasks(source), Tokeniser(policy, tokenizer), processes_for(total)):
+    bar = tqdm(
+        total=total,
+        desc=f"tokenising {source.name}",
+        unit="B",
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+        leave=False,
+        dynamic_ncols=True,
+    )
+    with (
+        bar,
+        StoreWriter(folder) as writer,
+        (folder / BAD_ROWS).open("w", encoding="utf-8") as aside,
+    ):
+        for done, bytes_read in _tokenised(
+            _tasks(source), Tokeniser(policy, tokenizer), processes_for(total)
+        ):
             bar.update(bytes_read)
             writer.append(done.ids, done.trained, done.records)
             tally.add(done.tally)
@@ -184,8 +244,16 @@ def build(folder: Path, source: Source, policy: Policy, tokenizer: Any) -> None:
             aside.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done.bad)
     unusable = tally.dropped["bad_row"] + tally.dropped["unproven"]
     if unusable and policy.on_bad_row == "fail":
-        refuse([BadRow(f"{source.files[row['file']]}{row['place']}", row["reason"], row["row"]) for row in bad], unusable)
-    (folder / META).write_text(json.dumps({"tally": tally.as_json(), "long": long}), encoding="utf-8")
+        refuse(
+            [
+                BadRow(f"{source.files[row['file']]}{row['place']}", row["reason"], row["row"])
+                for row in bad
+            ],
+            unusable,
+        )
+    (folder / META).write_text(
+        json.dumps({"tally": tally.as_json(), "long": long}), encoding="utf-8"
+    )
 
 
 def processes_for(total_bytes: int) -> int:
@@ -215,13 +283,17 @@ def _work(task: Task) -> Tokenised:
     return _tokeniser(task)
 
 
-def _tokenised(tasks: Iterator[Task], tokeniser: Tokeniser, processes: int) -> Iterator[tuple[Tokenised, int]]:
+def _tokenised(
+    tasks: Iterator[Task], tokeniser: Tokeniser, processes: int
+) -> Iterator[tuple[Tokenised, int]]:
     """Yield what became of each task, and the bytes it came from, in the order of the tasks."""
     if processes == 1:
         yield from ((tokeniser(task), task.chunk.bytes_read) for task in tasks)
         return
     # by fork: a process starts with the tokenizer and its libraries loaded, and shares their memory
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _begin, (tokeniser,)) as pool:
+    with ProcessPoolExecutor(
+        processes, multiprocessing.get_context("fork"), _begin, (tokeniser,)
+    ) as pool:
         waiting: deque[tuple[Future[Tokenised], int]] = deque()
         try:
             for task in tasks:
@@ -233,6 +305,8 @@ def _tokenised(tasks: Iterator[Task], tokeniser: Tokeniser, processes: int) -> I
                 future, size = waiting.popleft()
                 yield future.result(), size
         except BrokenProcessPool:
-            raise OutOfMemory("a process that tokenised rows was killed, most likely for memory; free some, or split the file") from None
+            raise OutOfMemory(
+                "a process that tokenised rows was killed, most likely for memory; free some, or split the file"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)

@@ -32,7 +32,9 @@ class VocabularyUse:
             for start in range(0, len(store.ids), CHUNK_TOKENS):
                 found = np.flatnonzero(store.ids[start : start + CHUNK_TOKENS] == token_id)
                 if len(found):
-                    record = store.records[np.searchsorted(store.records["end"], start + found[0], side="right")]
+                    record = store.records[
+                        np.searchsorted(store.records["end"], start + found[0], side="right")
+                    ]
                     return origin_of(Path(files[record["file"]]), int(record["number"]))
         return None
 
@@ -43,12 +45,22 @@ def used_in(stores: Sequence[Store], files: Sequence[Sequence[str]] = ()) -> Voc
     for store in stores:
         begins = store.records["end"] - store.lengths
         for start in range(0, len(store.ids), CHUNK_TOKENS):
-            ids, trained = store.ids[start : start + CHUNK_TOKENS], np.array(store.trained[start : start + CHUNK_TOKENS])
+            ids, trained = (
+                store.ids[start : start + CHUNK_TOKENS],
+                np.array(store.trained[start : start + CHUNK_TOKENS]),
+            )
             first, last = np.searchsorted(begins, (start, start + CHUNK_TOKENS))
-            trained[begins[first:last] - start] = False  # nothing stands before a sample's first token to predict it from
+            trained[begins[first:last] - start] = (
+                False  # nothing stands before a sample's first token to predict it from
+            )
             counts = _sum(counts, np.bincount(ids))
             trained_counts = _sum(trained_counts, np.bincount(ids[trained]))
-    return VocabularyUse(np.flatnonzero(counts), np.flatnonzero(trained_counts), tuple(stores), tuple(map(tuple, files)))
+    return VocabularyUse(
+        np.flatnonzero(counts),
+        np.flatnonzero(trained_counts),
+        tuple(stores),
+        tuple(map(tuple, files)),
+    )
 
 
 def _sum(left: np.ndarray, right: np.ndarray) -> np.ndarray:
