@@ -237,6 +237,7 @@ def build_trainer() -> Callable:
     from sft_play.data.prepare import from_json
     from sft_play.models.load import Placement, load_model
     from sft_play.models.tokenizer import load_tokenizer
+    from sft_play.process import Process
     from sft_play.training import runtime, worker
     from sft_play.training.arguments import training_arguments
 
@@ -251,7 +252,7 @@ def build_trainer() -> Callable:
         return worker.build_trainer(
             config,
             plan,
-            runtime.Process(0, 0, 1, device),
+            Process.alone(device),
             tokenizer,
             data,
             model,

@@ -15,11 +15,12 @@ from sft_play.data.render import IGNORE_INDEX, render_prompt
 from sft_play.data.rows import Message
 from sft_play.data.store import Split
 from sft_play.errors import DivergedError
-from sft_play.evaluation.evaluator import Evaluator, Ranks
+from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.metrics import rouge_l
+from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback
 
-HERE = Ranks(0, 1, torch.device("cpu"))
+HERE = Process.alone(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,11 @@ def untrained(tiny_base):
     return AutoModelForCausalLM.from_pretrained(tiny_base).eval()
 
 
-def evaluator(split, tokenizer, ranks=HERE, **changes) -> Evaluator:
+def evaluator(split, tokenizer, process=HERE, **changes) -> Evaluator:
     settings = {"eval_batch_size": 3, "generation_max_new_tokens": 24, "generation_max_rows": None}
-    return Evaluator(split, tokenizer, TrainSection.model_validate({**settings, **changes}), ranks)
+    return Evaluator(
+        split, tokenizer, TrainSection.model_validate({**settings, **changes}), process
+    )
 
 
 # Loss
@@ -185,7 +188,10 @@ def test_ranks_share_each_row_once_in_equally_many_batches(
     order = [4, 2, 0, 1, 5, 3]
     shares = [
         evaluator(
-            split, tokenizer, Ranks(rank, world_size, HERE.device), eval_batch_size=batch_size
+            split,
+            tokenizer,
+            Process(rank, rank, world_size, HERE.device),
+            eval_batch_size=batch_size,
         )._share(order)
         for rank in range(world_size)
     ]
@@ -197,7 +203,7 @@ def test_ranks_share_each_row_once_in_equally_many_batches(
 
 
 def test_a_rank_without_a_row_of_its_own_adds_nothing_to_the_loss(split, tokenizer):
-    idle = evaluator(split, tokenizer, Ranks(1, 2, HERE.device), eval_batch_size=6)
+    idle = evaluator(split, tokenizer, Process(1, 1, 2, HERE.device), eval_batch_size=6)
     assert [batch["labels"].ne(IGNORE_INDEX).sum().item() for batch in idle._loss_batches] == [0]
 
 

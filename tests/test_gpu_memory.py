@@ -17,11 +17,11 @@ from sft_play.config.invocation import Invocation
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.preparation import tokenise
+from sft_play.process import Process
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import BeforeFirstStep
 from sft_play.training.memory import MemoryWatch, components
-from sft_play.training.runtime import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

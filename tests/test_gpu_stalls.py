@@ -18,8 +18,8 @@ from sft_play.models import lora
 from sft_play.models.fast.install import installed_on, make_fast
 from sft_play.models.fast.loss import linear_nll
 from sft_play.models.load import Placement
+from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
 
 pytestmark = [

@@ -17,8 +17,8 @@ from sft_play.models.load import Placement, load_model
 from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import PHASES
+from sft_play.process import Process
 from sft_play.training.memory import HELD, MemoryWatch, components, of_the_worst_rank
-from sft_play.training.runtime import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -190,7 +190,7 @@ def be_one_rank(rank: int, port: int, folder: Path) -> None:
             return 10**12 - rank
 
     watch = Planted(Process(rank, rank, 2, CPU))
-    torch.save(of_the_worst_rank(watch, PHASES, timeout=None), folder / f"{rank}.pt")
+    torch.save(of_the_worst_rank(watch, PHASES), folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 

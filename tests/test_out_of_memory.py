@@ -18,11 +18,11 @@ from sft_play.plan import launch
 from sft_play.plan.batch import pack_into
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.next_step import next_command, smaller
+from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training.memory import MemoryWatch
 from sft_play.training.out_of_memory import ASKED, FREE, Explanation, amount, table
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]

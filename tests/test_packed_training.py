@@ -30,9 +30,9 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
 from sft_play.plan.packing import ISOLATING, needs_boundaries, resolve_packing
+from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.cross_document import check_cross_document, measure_cross_document
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer, token_mean_loss
 
 VOCABULARY, MAX_SEQ_LEN, SEED = 97, 64, 3

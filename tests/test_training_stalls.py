@@ -20,9 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import fuse_loss, is_loss_fused
+from sft_play.process import Process
 from sft_play.training.callbacks import BeforeFirstStep
-from sft_play.training.collectives import sum_over_ranks
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import POSITIONS, REAL_TOKENS, TARGETS, SftTrainer, for_a_step
 
 STEPS = 6
@@ -106,7 +105,7 @@ def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> 
     )
     losses = losses_of(trainer)
     wrapped = trainer.model_wrapped
-    total = sum_over_ranks(10**12 + rank, trainer.args.ddp_timeout_delta)
+    total = trainer.process.sum(10**12 + rank)
     facts = {
         "losses": losses,
         "sent": sent,
@@ -136,4 +135,4 @@ def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
 
 def test_one_rank_asks_nobody() -> None:
     assert not torch.distributed.is_initialized()
-    assert sum_over_ranks(7, timeout=None) == 7
+    assert ALONE.sum(7) == 7

@@ -14,11 +14,11 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import DataError, DivergedError, ExitClass
+from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import GRACE_SECONDS, StopOnSignal
 from sft_play.training.entry import main
 from sft_play.training.report import Report, classify
-from sft_play.training.runtime import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = Process(0, 0, 1, torch.device("cpu"))
@@ -143,7 +143,7 @@ import torch
 from sft_play.runs.folder import RunFolder
 from sft_play.training import callbacks
 from sft_play.training.report import Report
-from sft_play.training.runtime import Process
+from sft_play.process import Process
 
 callbacks.STUCK_SECONDS = 0.5
 folder = RunFolder(Path(sys.argv[1]))

@@ -19,16 +19,16 @@ from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import Placement, load_model
 from sft_play.models.tokenizer import load_tokenizer
-from sft_play.plan.resolve import Plan
+from sft_play.plan.resolve import Plan, precision
+from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.memory import MemoryWatch
 from sft_play.training.probe import Outcome, Probe
 from sft_play.training.report import classify
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, for_a_step
-from sft_play.training.worker import build_trainer, compute_dtype
+from sft_play.training.worker import build_trainer
 
 TIMED_SECONDS = 0.5  # of a combination, at least, behind a step that warms up
 T = TypeVar("T")
@@ -78,16 +78,17 @@ class Harness:
     """A model in its trainer. After `warm_up`, gradients and the optimizer's state are there, as in the middle of a run."""
 
     def __init__(self, plan: Plan, folder: Path):
-        self.process = Process(
-            0, 0, 1, torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
-        )
+        device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
+        self.process = Process.alone(device, DTYPES[precision(plan.config)])
         self.card = Card(self.process, plan.used_before_bytes[0])
-        config, facts, dtype = plan.config, plan.as_json(), compute_dtype(plan.config)
+        config, facts = plan.config, plan.as_json()
         runtime.seed_everything(config.train.seed)
-        runtime.allow_tf32(self.process.device, dtype)
+        runtime.allow_tf32(self.process)
         tokenizer, data = load_tokenizer(config), preparation.prepared(config)
         arguments = training_arguments(config, facts, RunFolder(folder))
-        self.model = load_model(config, Placement(self.process.device, dtype, zero_stage=0))
+        self.model = load_model(
+            config, Placement(self.process.device, self.process.compute_dtype, zero_stage=0)
+        )
         self.trainer = build_trainer(
             config, facts, self.process, tokenizer, data, self.model, arguments, {}
         )

@@ -23,6 +23,7 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.losses import labelled_tokens, summed_nll
+from sft_play.process import Process
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,6 @@ class Question:
     expected: str
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that evaluate together."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    compute_dtype: torch.dtype = torch.float32  # of matmuls: that of training
-
-    def computing(self) -> torch.autocast:
-        """Return the context to run the model in; accelerate's own reaches a forward pass but not peft's generate."""
-        return torch.autocast(
-            self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
-        )
-
-
 class Evaluator:
     """Evaluates on one split; every rank takes its share of the rows and all of them return the same scores."""
 
@@ -77,10 +62,10 @@ class Evaluator:
         split: Split,
         tokenizer: Any,
         train: TrainSection,
-        ranks: Ranks,
+        process: Process,
         synced_gpus: bool = False,
     ):
-        self.split, self.tokenizer, self.train, self.ranks = split, tokenizer, train, ranks
+        self.split, self.tokenizer, self.train, self.process = split, tokenizer, train, process
         self.synced_gpus = (
             synced_gpus  # ZeRO-3: every rank takes part in every forward pass of a generation
         )
@@ -110,7 +95,7 @@ class Evaluator:
 
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which the caller has put in evaluation mode."""
-        with self.ranks.computing():
+        with self.process.autocast():
             return self._score(model)
 
     def _score(self, model: torch.nn.Module) -> Scores:
@@ -135,12 +120,12 @@ class Evaluator:
         Raises: DivergedError, on every rank, when it is no number.
         """
         total, is_fused = (
-            torch.zeros(2, dtype=torch.float64, device=self.ranks.device),
+            torch.zeros(2, dtype=torch.float64, device=self.process.device),
             is_loss_fused(model),
         )  # nats, tokens
         for batch in self._loss_batches:
             batch = {
-                name: tensor.to(self.ranks.device, non_blocking=True)
+                name: tensor.to(self.process.device, non_blocking=True)
                 for name, tensor in batch.items()
             }
             labels, positions, targets = (
@@ -153,7 +138,7 @@ class Evaluator:
                 else summed_nll(model(**inputs).logits, labels)
             )
             total += torch.stack([nll.double(), labelled_tokens(labels).double()])
-        if self.ranks.world_size > 1:
+        if self.process.world_size > 1:
             distributed.all_reduce(total)
         nats, tokens = total.tolist()
         if not math.isfinite(nats):
@@ -169,8 +154,8 @@ class Evaluator:
         waiting: list[tuple[Sequence[int], torch.Tensor]] = []
         for indices, prompts in self._prompt_batches:
             generated = model.generate(
-                input_ids=prompts["input_ids"].to(self.ranks.device),
-                attention_mask=prompts["attention_mask"].to(self.ranks.device),
+                input_ids=prompts["input_ids"].to(self.process.device),
+                attention_mask=prompts["attention_mask"].to(self.process.device),
                 max_new_tokens=self.train.generation_max_new_tokens,
                 num_beams=self.train.generation_num_beams,
                 do_sample=False,
@@ -189,7 +174,7 @@ class Evaluator:
                 found += self._decoded(waiting)
                 waiting = []
         found += self._decoded(waiting)
-        by_index = dict(pair for share in self._gathered(found) for pair in share)
+        by_index = dict(pair for share in self.process.gather(found) for pair in share)
         return [by_index[index] for index in range(len(self.asked))]
 
     def _decoded(self, waiting: list[tuple[Sequence[int], torch.Tensor]]) -> list[tuple[int, str]]:
@@ -253,15 +238,8 @@ class Evaluator:
             order[start : start + self.batch_size]
             for start in range(0, len(order), self.batch_size)
         ]
-        batches += [[~order[-1]]] * (-len(batches) % self.ranks.world_size)
-        return batches[self.ranks.rank :: self.ranks.world_size]
-
-    def _gathered(self, found: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
-        if self.ranks.world_size == 1:
-            return [found]
-        shares: list[Any] = [None] * self.ranks.world_size
-        distributed.all_gather_object(shares, found)
-        return shares
+        batches += [[~order[-1]]] * (-len(batches) % self.process.world_size)
+        return batches[self.process.rank :: self.process.world_size]
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> dict[str, torch.Tensor]:

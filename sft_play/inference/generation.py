@@ -17,9 +17,11 @@ from sft_play.data.prepare import from_json, prepare
 from sft_play.data.render import render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError, DataError
-from sft_play.evaluation.evaluator import Evaluator, Ranks
+from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.load import Placement, load_base
 from sft_play.models.tokenizer import load_tokenizer
+from sft_play.plan.resolve import precision
+from sft_play.process import DTYPES, Process
 from sft_play.runs import stamp
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
@@ -32,7 +34,7 @@ class Loaded:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     config: Config
-    ranks: Ranks  # this process alone
+    process: Process
 
 
 def load_run(folder: RunFolder, device: str) -> Loaded:
@@ -60,14 +62,14 @@ def load_run(folder: RunFolder, device: str) -> Loaded:
             else with_adapter(load_base(config, placement), weights)
         )
     model.eval()
-    return Loaded(model, tokenizer, config, Ranks(0, 1, target, placement.compute_dtype))
+    return Loaded(model, tokenizer, config, Process.alone(target, placement.compute_dtype))
 
 
 def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     """Score a run's weights on its test rows again, write eval/again.json, and return the lines to print."""
     loaded = load_run(folder, device)
     data = data_of(folder, loaded)
-    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, loaded.ranks).score(
+    scores = Evaluator(data.test, loaded.tokenizer, loaded.config.train, loaded.process).score(
         loaded.model
     )
     metrics = scores.as_metrics()
@@ -91,10 +93,10 @@ def data_of(folder: RunFolder, loaded: Loaded) -> PreparedData:
 def answer(loaded: Loaded, messages: Sequence[Message]) -> str:
     """Return the model's next turn, by the settings of the run's evaluation."""
     ids = torch.tensor(
-        [render_prompt(messages, loaded.tokenizer)], device=loaded.ranks.device
+        [render_prompt(messages, loaded.tokenizer)], device=loaded.process.device
     )  # (1, T)
     train = loaded.config.train
-    with torch.no_grad(), loaded.ranks.computing():
+    with torch.no_grad(), loaded.process.autocast():
         generated = loaded.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -156,13 +158,7 @@ def _compute_dtype(config: Config, trained_on: str, used_on: str) -> torch.dtype
     """Return the type of matmuls: that of training, or float32 for a GPU's run on a CPU, which is slower in 16 bits."""
     if used_on == "cpu" and trained_on != "cpu":
         return torch.float32
-    return (
-        torch.bfloat16
-        if config.train.bf16
-        else torch.float16
-        if config.train.fp16
-        else torch.float32
-    )
+    return DTYPES[precision(config)]
 
 
 def at(config: Config, weights: Path) -> Config:

@@ -15,8 +15,7 @@ from torch import distributed
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
-from sft_play.training.collectives import sum_over_ranks
-from sft_play.training.runtime import Process
+from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
@@ -168,9 +167,7 @@ class StopOnSignal(TrainerCallback):
         self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        requested = self.requested
-        if self.process.world_size > 1:
-            requested = sum_over_ranks(int(requested), args.ddp_timeout_delta) > 0
+        requested = self.process.sum(int(self.requested)) > 0
         if requested and state.global_step < state.max_steps:
             self.stopped = control.should_training_stop = control.should_save = (
                 control.should_log

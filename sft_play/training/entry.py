@@ -21,7 +21,7 @@ def main(path: Path) -> int:
         return int(error.exit_class)
     report = Report(folder, plan, config.tuning.mode, config.tuning.backend, runtime.rank())
     with report:
-        process = runtime.start(plan, folder)
+        process = runtime.start(config, plan, folder)
         if config.tuning.backend == "unsloth":
             from sft_play.models import unsloth
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from torch import distributed
 
 from sft_play.errors import ExitClass
-from sft_play.training.runtime import Process
+from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,11 @@
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from sft_play.training.collectives import max_over_ranks
-from sft_play.training.runtime import Process
+from sft_play.process import Process
 
 HELD = ("weights", "adapters", "gradients", "optimizer")  # what `components` tells apart
 
@@ -22,7 +20,8 @@ class MemoryWatch:
 
     def __init__(self, process: Process, used_before_bytes: int = 0):
         """`used_before_bytes` is what others held of this rank's GPU before the run."""
-        self.device, self.used_before_bytes = process.device, used_before_bytes
+        self.process, self.device = process, process.device
+        self.used_before_bytes = used_before_bytes
         self.current: str | None = None
         self.is_paused = False
         self._allocated: dict[str, int] = {}
@@ -106,7 +105,7 @@ class MemoryWatch:
 
 
 def of_the_worst_rank(
-    watch: MemoryWatch, phases: Iterable[str], timeout: timedelta
+    watch: MemoryWatch, phases: Iterable[str]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the largest peaks over all ranks: of the run, `measured` with the context and `reserved` without; and of each of `phases`.
 
@@ -114,8 +113,8 @@ def of_the_worst_rank(
     """
     run = {"measured": watch.peak_bytes(), "reserved": watch.reserved_bytes()}
     own = watch.phases()
-    worst = {name: max_over_ranks(own.get(name, 0), timeout) for name in phases}
-    return {name: max_over_ranks(size, timeout) for name, size in run.items()}, {
+    worst = {name: watch.process.max(own.get(name, 0)) for name in phases}
+    return {name: watch.process.max(size) for name, size in run.items()}, {
         name: size for name, size in worst.items() if size
     }
 

@@ -8,10 +8,10 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.plan.next_step import next_command
+from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training.memory import MemoryWatch, components
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,12 @@ from sft_play.plan import batch, probe_fit
 from sft_play.plan.probe_fit import Fit, Point, Subject
 from sft_play.plan.resolve import precision
 from sft_play.plan.sizing import Choice
+from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.training.collectives import all_of_ranks, max_over_ranks, min_over_ranks
 from sft_play.training.dry_run import DryRun
 from sft_play.training.meter import meter_of
 from sft_play.training.report import Report
-from sft_play.training.runtime import Process
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -74,19 +73,15 @@ class Probe:
 
     def run(self) -> Outcome:
         """Return the step to run, which has been tried. Raises OutOfMemory on every rank when none fits, or a batch that the user set does not."""
-        folder, fingerprint, timeout = (
-            root_of(self.config) / "probes",
-            self._subject().fingerprint(),
-            self.trainer.args.ddp_timeout_delta,
-        )
-        cached = all_of_ranks(
+        folder = root_of(self.config) / "probes"
+        fingerprint = self._subject().fingerprint()
+        cached = self.process.gather(
             probe_fit.remembered(folder, fingerprint)
             if self.chooses and self.process.is_main
-            else (),
-            timeout,
+            else ()
         )[0]
         budget = probe_fit.budget_bytes(
-            self.choice, min_over_ranks(self.meter.allocatable_bytes(), timeout)
+            self.choice, self.process.min(self.meter.allocatable_bytes())
         )
         with DryRun(self.trainer, self.meter, self._may_step_optimizer) as dry_run:
             if not self.chooses:
@@ -208,15 +203,12 @@ class Probe:
         self, dry_run: DryRun, rows: int, length: int, layers: int, accumulates: bool
     ) -> Point | None:
         """Return what all ranks agree that a step takes, None where it does not fit on one of them."""
-        timeout = self.trainer.args.ddp_timeout_delta
         self.checkpoint(layers)
         point = dry_run.measure(rows, length, layers, accumulates)
-        if not min_over_ranks(int(point is not None), timeout):
+        if not self.process.min(int(point is not None)):
             return None
-        return replace(
-            point,
-            phases={name: max_over_ranks(peak, timeout) for name, peak in point.phases.items()},
-        )
+        phases = {name: self.process.max(peak) for name, peak in point.phases.items()}
+        return replace(point, phases=phases)
 
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
@@ -251,7 +243,7 @@ class Probe:
                 for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb")
             },
             fast_parts=sorted(installed_on(self.trainer.model).on),
-            gpus=all_of_ranks(gpu, self.trainer.args.ddp_timeout_delta),
+            gpus=self.process.gather(gpu),
             versions=stamp.versions(),
             code=probe_fit.digest_of_code(),
         )

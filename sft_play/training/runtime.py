@@ -7,31 +7,19 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
+from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, ExitClass
+from sft_play.plan.resolve import precision
+from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 
 ORPHAN_SECONDS = 120  # for a last checkpoint, once the launcher is gone
-
-
-@dataclass(frozen=True)
-class Process:
-    """This process among the ranks of the run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
 
 def rank() -> int:
@@ -39,15 +27,13 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def start(plan: dict[str, Any], folder: RunFolder) -> Process:
+def start(config: Config, plan: dict[str, Any], folder: RunFolder) -> Process:
     """Return this process's place in the run, with logging set up.
 
     Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or a GPU is missing.
     """
-    local_rank, world_size = (
-        int(os.environ.get("LOCAL_RANK", 0)),
-        int(os.environ.get("WORLD_SIZE", 1)),
-    )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     _log_to(folder, rank())
     if world_size != plan["world_size"]:
         raise EnvironmentFault(
@@ -55,11 +41,18 @@ def start(plan: dict[str, Any], folder: RunFolder) -> Process:
         )
     if world_size > 1:
         _die_with_launcher()
-    return Process(rank(), local_rank, world_size, _device(plan["device"], local_rank))
+    return Process(
+        rank(),
+        local_rank,
+        world_size,
+        _device(plan["device"], local_rank),
+        compute_dtype=DTYPES[precision(config)],
+        timeout=timedelta(seconds=config.train.ddp_timeout),
+    )
 
 
-def join_group(plan: dict[str, Any], timeout_seconds: int) -> None:
-    """Start the process group of the planned backend; a collective that takes longer than `timeout_seconds` fails.
+def join_group(plan: dict[str, Any], timeout: timedelta) -> None:
+    """Start the process group of the planned backend; a collective that takes longer than `timeout` fails.
 
     Told to accelerate in so many words: by itself Trainer drops the timeout on a CPU, and starts DDP in DeepSpeed's place there.
     """
@@ -70,7 +63,7 @@ def join_group(plan: dict[str, Any], timeout_seconds: int) -> None:
     PartialState(
         cpu=plan["device"] == "cpu" and not uses_deepspeed,
         backend=plan["backend_of_collectives"],
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timeout,
     )
 
 
@@ -80,12 +73,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def allow_tf32(device: torch.device, compute_dtype: torch.dtype) -> None:
+def allow_tf32(process: Process) -> None:
     """Let a GPU round float32 factors to 10 bits of mantissa where a run computes in 16 bits: matmuls that autocast leaves alone.
 
     A run in float32 asked for float32, and a CPU would round to bfloat16 or gain nothing.
     """
-    if device.type == "cuda" and compute_dtype != torch.float32:
+    if process.device.type == "cuda" and process.compute_dtype != torch.float32:
         torch.set_float32_matmul_precision("high")
 
 

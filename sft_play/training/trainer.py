@@ -27,7 +27,6 @@ from sft_play.models.losses import summed_nll
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.check import check_finite
-from sft_play.training.collectives import sum_over_ranks
 from sft_play.training.memory import MemoryWatch
 
 # What goes beside a micro-batch's inputs, up to the step
@@ -86,7 +85,8 @@ class SftTrainer(Trainer):
             throughput,
             stamp,
         )
-        self.memory = memory or MemoryWatch(throughput.process)
+        self.process = throughput.process
+        self.memory = memory or MemoryWatch(self.process)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches: accelerate gives rank r every world_size-th of `order`."""
@@ -136,9 +136,8 @@ class SftTrainer(Trainer):
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
-        return batches, sum_over_ranks(
-            sum(len(batch[TARGETS]) for batch in batches), self.args.ddp_timeout_delta
-        )
+        labelled_tokens = sum(len(batch[TARGETS]) for batch in batches)
+        return batches, self.process.sum(labelled_tokens)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Go through a micro-batch, forward and backward."""

@@ -24,7 +24,7 @@ from sft_play.data.prepare import from_json
 from sft_play.data.store import Split
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import ExitClass
-from sft_play.evaluation.evaluator import Evaluator, Ranks
+from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import installed_on, takes_boundaries
 from sft_play.models.load import Placement, load_model
@@ -32,6 +32,7 @@ from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.packing import needs_boundaries
+from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
@@ -56,7 +57,6 @@ from sft_play.training.memory import MemoryWatch, of_the_worst_rank
 from sft_play.training.out_of_memory import Explanation
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.report import Report
-from sft_play.training.runtime import Process
 from sft_play.training.summary import summary_lines
 from sft_play.training.trainer import SftTrainer
 
@@ -82,16 +82,16 @@ def run(
     clock.lap("data")
 
     # Before the weights: under ZeRO-3 they are partitioned over the group while they load, as the arguments say.
-    runtime.join_group(plan, config.train.ddp_timeout)
+    runtime.join_group(plan, process.timeout)
     report.alarm = listen(process, report.follow)
     arguments = training_arguments(config, plan, folder)
     run_stamp = make_stamp(config, plan, data, tokenizer)
     checkpoint = checkpoint_to_resume(config, plan, run_stamp)
     check_vocabulary(config, tokenizer, data.vocabulary())
-    runtime.allow_tf32(process.device, compute_dtype(config))
+    runtime.allow_tf32(process)
     with memory.phase("load"):
         model = load_model(
-            config, Placement(process.device, compute_dtype(config), plan["zero_stage"])
+            config, Placement(process.device, process.compute_dtype, plan["zero_stage"])
         )
     log_model(model, config, process, plan)
     report.update(fast_path=dataclasses.asdict(installed_on(model)))
@@ -170,17 +170,6 @@ class Clock:
         self.last = now
 
 
-def compute_dtype(config: Config) -> torch.dtype:
-    """Return the type of matmuls: what bf16 and fp16 of a resolved config say."""
-    return (
-        torch.bfloat16
-        if config.train.bf16
-        else torch.float16
-        if config.train.fp16
-        else torch.float32
-    )
-
-
 def build_trainer(
     config: Config,
     plan: dict[str, Any],
@@ -243,8 +232,7 @@ def evaluator_of(
     process: Process,
 ) -> Evaluator:
     """Return an evaluator whose work is shared by all ranks."""
-    ranks = Ranks(process.rank, process.world_size, process.device)
-    return Evaluator(split, tokenizer, config.train, ranks, synced_gpus=plan["zero_stage"] == 3)
+    return Evaluator(split, tokenizer, config.train, process, synced_gpus=plan["zero_stage"] == 3)
 
 
 def make_stamp(
@@ -329,9 +317,7 @@ def close(
         "first_step": round(throughput.first_step_seconds, 3),
         "evaluate": round(trainer.speed.seconds, 3),
     }
-    peak, phases = of_the_worst_rank(
-        trainer.memory, report.facts["memory"]["predicted"], trainer.args.ddp_timeout_delta
-    )
+    peak, phases = of_the_worst_rank(trainer.memory, report.facts["memory"]["predicted"])
     report.facts["peak_bytes"] |= peak
     report.facts["memory"]["measured"] = phases
     report.update(
@@ -389,7 +375,7 @@ def log_model(
         config.tuning.backend,
         share,
     )
-    dtype = str(compute_dtype(config)).removeprefix("torch.")
+    dtype = str(process.compute_dtype).removeprefix("torch.")
     logger.info(
         "ranks world=%d strategy=%s device=%s compute=%s",
         process.world_size,
