@@ -1,0 +1,97 @@
+"""The sections `model` and `tuning`: which base model, and how it is trained."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from sft_play.config.sections.base import Fraction, PositiveFloat, PositiveInt, Section
+
+
+class ModelSection(Section):
+    """The base model and how it reads text."""
+
+    name: str = Field(
+        "data/tiny_llama",
+        min_length=1,
+        description="Base model: a local folder, or a hub id such as Qwen/Qwen2.5-7B-Instruct.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub model; null is the hub's default branch."
+    )
+    max_seq_len: PositiveInt = Field(
+        2048,
+        description="Longest training sequence in tokens; longer rows are handled as data.too_long "
+        "says.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type of the unquantised base weights; auto is the compute type for lora and "
+        "qlora, float32 for full.",
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto",
+        description="Attention implementation of transformers; auto is sdpa where the architecture "
+        "has it, else eager. Fused kernels (train.fast_path) replace auto and sdpa only; backend "
+        "unsloth brings its own.",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Chat template in place of the tokenizer's own: a Jinja file, or default for "
+        "the built-in plain-text one; null is the tokenizer's, or the built-in one where it has "
+        "none.",
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code from the model's repository."
+    )
+
+
+class LoraSection(Section):
+    """The adapters of lora and qlora."""
+
+    r: PositiveInt = Field(
+        16,
+        description="Rank of the adapter matrices; each target adds r x (inputs + outputs) "
+        "trainable parameters.",
+    )
+    alpha: PositiveFloat = Field(
+        32, description="Scale of the adapter: its output is multiplied by alpha / r."
+    )
+    dropout: Fraction = Field(0.0, description="Dropout probability on the adapter's input.")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear",
+        description="Names of the linear layers that get adapters; all-linear is every one but the "
+        "output head.",
+    )
+    use_rslora: bool = Field(
+        False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."
+    )
+
+
+class TuningSection(Section):
+    """What is trained, and with which library."""
+
+    mode: Literal["lora", "qlora", "full"] = Field(
+        "lora",
+        description="lora trains adapters, qlora trains adapters over a 4-bit base, full trains "
+        "every weight.",
+    )
+    backend: Literal["bnb", "unsloth"] = Field(
+        "bnb",
+        description="bnb is transformers + PEFT + bitsandbytes and runs anywhere; unsloth needs a "
+        "GPU and requirements-unsloth.txt.",
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field(
+        "nf4", description="4-bit data type of a qlora base under backend bnb."
+    )
+    bnb_4bit_use_double_quant: bool = Field(
+        True,
+        description="Also quantise the quantisation constants of a qlora base under backend bnb "
+        "(0.37 bit a weight less).",
+    )
+    allow_untrained_tokens: bool = Field(
+        False,
+        description="Train adapters although the rows use added tokens whose embedding or output "
+        "row was never trained; adapters leave those rows as they are.",
+    )
+    lora: LoraSection = LoraSection()

@@ -1,0 +1,232 @@
+"""The section `train`: the optimizer, the batch, memory and speed, evaluation, checkpoints."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sft_play.config.sections.base import (
+    Auto,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+def _strategy_name(value: Any) -> Any:
+    """Return "no" for what YAML and old scripts write in its place: false, off or none."""
+    return "no" if value is False or value in ("off", "none", "false") else value
+
+
+EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
+
+
+class TrainSection(Section):
+    """How a run trains, evaluates and saves."""
+
+    run_name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        json_schema_extra={
+            "write": "1 to 128 letters, digits, dots, dashes or underscores that begin with a "
+            "letter or digit"
+        },
+        description="Name of the run's folder; null is the config's name and the time. RUN= wins "
+        "over it.",
+    )
+    output_dir: str = Field(
+        "outputs", min_length=1, description="Folder that holds the run folders."
+    )
+    batch_size: PositiveInt | Auto = Field(
+        "auto",
+        description="Rows of one micro-batch on each device, or sequences where rows are packed; "
+        "auto is chosen from the memory estimate, and again by train.probe.",
+    )
+    grad_accum: PositiveInt | Auto = Field(
+        "auto",
+        description="Micro-batches per optimizer step, before packing makes them fewer; auto is as "
+        "many as reach train.effective_batch_size.",
+    )
+    effective_batch_size: PositiveInt = Field(
+        32,
+        description="Rows of one optimizer step over all devices, kept while batch_size or "
+        "grad_accum is auto; with both set, it is their product.",
+    )
+    learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = Field("cosine", description="Learning rate schedule after the warm-up.")
+    warmup_steps: NonNegativeFloat = Field(
+        0.03, description="Warm-up in optimizer steps; a value under 1 is a fraction of the run."
+    )
+    weight_decay: NonNegativeFloat = Field(
+        0.0,
+        description="Weight decay, decoupled under AdamW; norms and biases are left out.",
+    )
+    max_grad_norm: NonNegativeFloat = Field(
+        1.0, description="Gradients are clipped to this global L2 norm; 0 does not clip."
+    )
+    optim: Literal[
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "paged_adamw_32bit",
+        "sgd",
+    ] = Field(
+        "adamw_torch_fused",
+        description="Optimizer; the 8-bit and paged ones are bitsandbytes', and paging needs a "
+        "GPU.",
+    )
+    adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment.")
+    adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
+    epochs: PositiveFloat = Field(
+        1.0, description="Passes over the training rows; train.max_steps overrides it."
+    )
+    max_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps of the run; null is as many as train.epochs takes."
+    )
+    seed: NonNegativeInt = Field(
+        42,
+        description="Seed of adapter initialisation and dropout, and of all that data_seed seeds "
+        "where that is null.",
+    )
+    data_seed: NonNegativeInt | None = Field(
+        None,
+        description="Seed of the row order, of a held-out split and of weighted sources; null is "
+        "train.seed.",
+    )
+    bf16: bool | Auto = Field(
+        "auto",
+        description="Compute in bfloat16; auto is on where every GPU supports it (capability 8.0) "
+        "and fp16 is not true, and off on a CPU. With fp16 auto too, a precision that the "
+        "DeepSpeed JSON names decides.",
+    )
+    fp16: bool | Auto = Field(
+        "auto",
+        description="Compute in float16 with loss scaling; auto is on for GPUs without bfloat16. "
+        "bf16 wins where both are true.",
+    )
+    packing: bool | Auto = Field(
+        "auto",
+        description="Train several rows in one sequence, kept apart from each other: only the speed "
+        "changes. auto is on for architectures known to keep them apart; every packed run checks "
+        "it before the first step.",
+    )
+    gradient_checkpointing: bool | Auto = Field(
+        "auto",
+        description="Recompute activations in the backward pass; true does so for all layers, auto "
+        "for as few as the memory estimate needs (backend unsloth: all or none).",
+    )
+    fast_path: bool | Auto = Field(
+        "auto",
+        description="Compute with fused kernels: the same result in less time and memory. auto is "
+        "wherever model, mode and device allow; false is plain transformers and PEFT (backend "
+        "unsloth ignores it).",
+    )
+    probe: bool | Auto = Field(
+        "auto",
+        description="Measure a step's memory before training and choose batch and checkpointing by "
+        "it; auto is on for bnb on a GPU. On a CPU, under DeepSpeed and on resuming true measures "
+        "and changes nothing.",
+    )
+    ddp_find_unused_parameters: bool = Field(
+        False, description="Let DDP look for parameters without a gradient in every step (slower)."
+    )
+    ddp_broadcast_buffers: bool = Field(
+        False,
+        description="Let DDP broadcast the model's buffers from rank 0 in every forward pass.",
+    )
+    ddp_bucket_cap_mb: PositiveInt | None = Field(
+        None, description="Size of DDP's gradient buckets in MiB; null is torch's 25."
+    )
+    ddp_timeout: PositiveInt | None = Field(
+        None,
+        description="Seconds a collective may take; null is NCCL_TIMEOUT where set, else 1800.",
+    )
+    dataloader_num_workers: NonNegativeInt = Field(
+        0,
+        description="Processes of each rank that collate batches ahead; 0 collates in the training "
+        "process.",
+    )
+    dataloader_pin_memory: bool | Auto = Field(
+        "auto",
+        description="Put batches in page-locked memory for copies to the GPU; auto is on with a "
+        "GPU.",
+    )
+    predict_with_generate: bool = Field(
+        True,
+        description="Let evaluations also generate answers and score them by ROUGE-L.",
+    )
+    generation_num_beams: PositiveInt = Field(
+        1,
+        description="Beams of generation, in evaluations, infer and chat; 1 is greedy.",
+    )
+    generation_max_new_tokens: PositiveInt = Field(
+        64,
+        description="Longest generated answer in tokens, in evaluations, infer and chat.",
+    )
+    generation_max_rows: PositiveInt | None = Field(
+        128,
+        description="Rows that an evaluation generates answers for, the first of the set; null is "
+        "all.",
+    )
+    eval_strategy: EventStrategy = Field(
+        "no",
+        description="When to evaluate during training, on the validation rows; the test rows are "
+        "scored before and after it in any case.",
+    )
+    eval_steps: PositiveInt = Field(
+        200, description="Optimizer steps between evaluations under eval_strategy: steps."
+    )
+    eval_batch_size: PositiveInt | Auto = Field(
+        "auto",
+        description="Rows of an evaluation batch on each device; auto is as many, at most a "
+        "micro-batch, as fit into the memory that a training step has for its activations. Scores "
+        "do not depend on it.",
+    )
+    eval_do_concat_batches: bool = Field(
+        False,
+        description="Score an evaluation's answers as one list, not batch by batch; the scores are "
+        "equal.",
+    )
+    eval_accumulation_steps: PositiveInt | None = Field(
+        None,
+        description="Evaluation batches whose generated ids stay on the device before they move to "
+        "the CPU; null moves each at once.",
+    )
+    logging_steps: PositiveInt = Field(10, description="Optimizer steps between two logged losses.")
+    save_strategy: EventStrategy = Field(
+        "epoch", description="When to write a checkpoint that a run can resume from."
+    )
+    save_steps: PositiveInt = Field(
+        200, description="Optimizer steps between checkpoints under save_strategy: steps."
+    )
+    save_total_limit: PositiveInt | None = Field(
+        2, description="Number of checkpoints to keep, the newest; null keeps all."
+    )
+    resume_from: str | None = Field(
+        None,
+        description="Run or checkpoint folder to resume: its step, optimizer and random state; "
+        "null starts anew.",
+    )
+    allow_backend_change: bool = Field(
+        False,
+        description="Resume although the checkpoint's stamp names another backend or quantisation.",
+    )
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the row order, of held-out rows and of the mix of sources."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def passes(self, samples: int) -> int:
+        """Return the number of epochs that a resolved run on `samples` begins."""
+        if self.max_steps is None:
+            return math.ceil(self.epochs)
+        steps_per_epoch = math.ceil(samples / self.effective_batch_size)
+        return math.ceil(self.max_steps / steps_per_epoch)
