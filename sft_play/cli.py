@@ -198,7 +198,7 @@ def runs() -> None:
 @app.command("eval")
 def evaluate() -> None:
     """Score the weights of a run (RUN, default the latest) on its test rows."""
-    from sft_play.inference.generation import evaluate_run
+    from sft_play.inference.evaluate import evaluate_run
 
     typer.echo("\n".join(evaluate_run(commands.chosen_run(), commands.inference_device())))
 
@@ -211,7 +211,7 @@ def infer(
     ] = None,
 ) -> None:
     """Answer questions with the weights of a run."""
-    from sft_play.inference.generation import answer_all
+    from sft_play.inference.chat import answer_all
 
     for answer in answer_all(
         commands.chosen_run(), commands.inference_device(), commands.prompts(prompt)
@@ -222,7 +222,7 @@ def infer(
 @app.command()
 def chat() -> None:
     """Talk to the weights of a run; an empty line ends it."""
-    from sft_play.inference.generation import chat_with
+    from sft_play.inference.chat import chat_with
 
     chat_with(commands.chosen_run(), commands.inference_device())
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "models": {"errors", "process", "config", "plan", "data"},
     "evaluation": {"errors", "process", "config", "data", "models"},
     "training": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
-    "inference": {"errors", "process", "config", "runs", "data", "models", "evaluation"},
+    "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "monitor": {"errors", "config", "runs", "plan"},
     "embedded": {"errors"},
     "preparation": {"errors", "config", "runs", "plan", "data", "models"},

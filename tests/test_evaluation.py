@@ -192,7 +192,7 @@ def test_ranks_share_each_row_once_in_equally_many_batches(
             tokenizer,
             Process(rank, rank, world_size, HERE.device),
             eval_batch_size=batch_size,
-        )._share(order)
+        )._share_of_rank(order)
         for rank in range(world_size)
     ]
     assert len({len(share) for share in shares}) == 1

@@ -15,7 +15,10 @@ from typer.testing import CliRunner
 from sft_play import cli
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.inference import generation
+from sft_play.evaluation.evaluator import Evaluator
+from sft_play.inference import chat
+from sft_play.inference.evaluate import evaluate_run, prepared_data
+from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.runs.folder import RunFolder
 
@@ -62,7 +65,7 @@ def fake_kernels(*lines: str):
 def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     folder = finished(mode)
     after = folder.read_report()["metrics"]["after"]
-    (line,) = generation.evaluate_run(folder, "cpu")
+    (line,) = evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())
     assert again["eval_loss"] == pytest.approx(
         after["eval_loss"], abs=1e-6
@@ -76,50 +79,76 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
 
 def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
     after = answering.read_report()["metrics"]["after"]
-    generation.evaluate_run(answering, "cpu")
+    evaluate_run(answering, "cpu")
     again = json.loads((answering.evaluation / "again.json").read_text())
     assert again["rougeL"] == after["rougeL"] > 0.9
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
+    plan_run, run_worker, taught_base, mode
+):
+    half_taught_away = {  # answers whose next token is often a close call
+        "model.name": taught_base,
+        "tuning.mode": mode,
+        "train.bf16": True,
+        "train.max_steps": 6,
+        "train.generation_max_new_tokens": 48,
+        "train.generation_max_rows": None,
+    }
+    folder = plan_run(half_taught_away)
+    assert run_worker(folder) == 0
+    after = folder.read_report()["metrics"]["after"]
+    lines = (folder.evaluation / "after.jsonl").read_text().splitlines()
+    evaluate_run(folder, "cpu")
+    again = json.loads((folder.evaluation / "again.json").read_text())
+    assert again["rougeL"] == after["rougeL"] and 0 < after["rougeL"] < 1
+    assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
+    trained = load_run(folder, "cpu")
+    test = prepared_data(folder, trained).test
+    evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
+    assert evaluator.answers(trained.model) == [json.loads(line)["answer"] for line in lines]
 
 
 # Answers
 
 
 def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
-    loaded = generation.load_run(answering, "cpu")
+    loaded = load_run(answering, "cpu")
     assert not loaded.model.training
-    assert generation.answer(loaded, [Message("user", "Count to 6.")]) == "1 2 3 4 5 6"
-    assert generation.answer(loaded, [Message("user", "Count to 3.")]) == "1 2 3"
+    assert chat.answer(loaded, [Message("user", "Count to 6.")]) == "1 2 3 4 5 6"
+    assert chat.answer(loaded, [Message("user", "Count to 3.")]) == "1 2 3"
 
 
 def test_each_prompt_is_answered_by_itself(answering):
     assert list(
-        generation.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])
+        chat.answer_all(answering, "cpu", ["Count to 3.", "Count to 6.", "Count to 3."])
     ) == ["1 2 3", "1 2 3 4 5 6", "1 2 3"]
 
 
 def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
     asked = []
-    really = generation.answer
+    really = chat.answer
     monkeypatch.setattr("builtins.input", fake_kernels("Count to 3.", "Count to 6."))
     said = lambda messages: [{"role": turn.role, "content": turn.content} for turn in messages]  # noqa: E731
     monkeypatch.setattr(
-        generation,
+        chat,
         "answer",
         lambda loaded, messages: asked.append(said(messages)) or really(loaded, messages),
     )
-    generation.chat_with(answering, "cpu")
+    chat.chat_with(answering, "cpu")
     first = {"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}
     assert asked == [[first[0]], [*first, {"role": "user", "content": "Count to 6."}]]
     replies = capsys.readouterr().out.splitlines()
-    loaded = generation.load_run(answering, "cpu")
+    loaded = load_run(answering, "cpu")
     conversation = [Message(**turn) for turn in asked[1]]
-    assert replies == ["1 2 3", *generation.answer(loaded, conversation).splitlines()]
+    assert replies == ["1 2 3", *chat.answer(loaded, conversation).splitlines()]
 
 
 def test_an_empty_line_ends_a_chat(answering, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", fake_kernels("", "Count to 3."))
-    generation.chat_with(answering, "cpu")
+    chat.chat_with(answering, "cpu")
     assert capsys.readouterr().out == ""
 
 
@@ -127,10 +156,10 @@ def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_w
     folder = plan_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     assert run_worker(folder) == 0
     asked = []
-    monkeypatch.setattr(generation, "answer", lambda loaded, messages: asked.append(messages))
+    monkeypatch.setattr(chat, "answer", lambda loaded, messages: asked.append(messages))
     monkeypatch.setattr("builtins.input", fake_kernels("And this?"))
-    list(generation.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
-    generation.chat_with(folder, "cpu")
+    list(chat.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
+    chat.chat_with(folder, "cpu")
     system = Message("system", "Be brief.")
     assert asked[:2] == [
         [system, Message("user", "Count to 3.")],
@@ -188,7 +217,7 @@ def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
         CheckpointError,
         match="has no adapter/: the run's status is planned; choose a finished one with RUN=",
     ):
-        generation.load_run(folder, "cpu")
+        load_run(folder, "cpu")
     with pytest.raises(CheckpointError, match="has no adapter/ to merge"):
         merge_run(folder)
 
@@ -197,14 +226,14 @@ def test_a_run_without_weights_is_class_12_with_its_status(plan_run):
 def test_an_adapter_that_lacks_a_file_is_class_12(copied, name):
     (copied.weights("lora") / name).unlink()
     with pytest.raises(CheckpointError):
-        generation.load_run(copied, "cpu")
+        load_run(copied, "cpu")
 
 
 def test_an_adapter_that_is_cut_short_is_class_12(copied):
     file = copied.weights("lora") / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="the adapter cannot be loaded"):
-        generation.load_run(copied, "cpu")
+        load_run(copied, "cpu")
 
 
 def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
@@ -215,7 +244,7 @@ def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
     config = (copied.path / "config.yaml").read_text()
     (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(other)))
     with pytest.raises(CheckpointError, match="base_digest"):
-        generation.load_run(copied, "cpu")
+        load_run(copied, "cpu")
 
 
 # Merging
@@ -236,7 +265,7 @@ def test_a_merged_model_computes_what_the_adapter_does(finished, ids):
     assert merge_run(folder) == f"merged {folder.path / 'merged'}"
     merged = AutoModelForCausalLM.from_pretrained(folder.path / "merged")
     assert merged.dtype == torch.float32, "the base is stored in float32"
-    adapted = generation.load_run(folder, "cpu").model
+    adapted = load_run(folder, "cpu").model
     with adapted.disable_adapter():
         base = logits(adapted, ids)
     expected = logits(adapted, ids)

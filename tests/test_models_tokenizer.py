@@ -39,7 +39,7 @@ def test_a_run_and_its_use_have_the_template_of_the_config_and_the_stamp_says_so
 ) -> None:
     import json
 
-    from sft_play.inference.generation import load_run
+    from sft_play.inference.load import load_run
 
     own = tmp_path / "own.jinja"
     own.write_text(DEFAULT_TEMPLATE.replace("### ", "## "))

@@ -1,4 +1,4 @@
-"""Scores of a model on a fixed set of rows: loss and generated answers, equal for any batch size, padding and rank count.
+"""Scores of a model on a fixed set of rows, equal for any batch size, padding and number of ranks.
 
 Rows are rendered, sorted and collated once and reused by every evaluation. Legend: B rows of a batch, T tokens.
 """
@@ -9,17 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
+from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
-from sft_play.data.render import IGNORE_INDEX, stop_ids
+from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
+from sft_play.evaluation.generate import Generator
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.losses import labelled_tokens, summed_nll
@@ -28,7 +29,7 @@ from sft_play.process import Process
 
 @dataclass(frozen=True)
 class Scores:
-    """What one evaluation found; `answers` are those to the first rows of the set, in order."""
+    """What one evaluation found. `answers` are those to the first rows of the set, in order."""
 
     eval_loss: float  # nats per labelled token
     rouge_l: float | None  # None without generation
@@ -46,72 +47,57 @@ class Scores:
 
 @dataclass(frozen=True)
 class Question:
-    """A row that is generated for: its `file:line`, the prompt as the model gets it and without special tokens, and the answer in the row."""
+    """A row that the model answers."""
 
-    origin: str
-    prompt: str
-    words: str
-    expected: str
+    origin: str  # file:line
+    prompt: str  # as the model gets it
+    plain_prompt: str  # without special tokens
+    expected: str  # the answer in the row
 
 
 class Evaluator:
-    """Evaluates on one split; every rank takes its share of the rows and all of them return the same scores."""
+    """Scores a model on one split. The ranks share its rows, and each returns the same scores."""
 
     def __init__(
         self,
         split: Split,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         train: TrainSection,
         process: Process,
-        synced_gpus: bool = False,
+        synced_gpus: bool = False,  # see Generator
     ):
-        self.split, self.tokenizer, self.train, self.process = split, tokenizer, train, process
-        self.synced_gpus = (
-            synced_gpus  # ZeRO-3: every rank takes part in every forward pass of a generation
-        )
         assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
+        self.split = split
+        self.tokenizer = tokenizer
+        self.train = train
+        self.process = process
         self.batch_size = train.eval_batch_size
+        self.generator = Generator(tokenizer, train, process, synced_gpus)
 
     @cached_property
-    def asked(self) -> list[int]:
-        """The first samples that end in an answer to a prompt: those that are generated for."""
-        return np.flatnonzero(self.split.records["answer_start"])[
-            : self.train.generation_max_rows
-        ].tolist()
+    def question_indices(self) -> list[int]:
+        """The first samples that end in an answer to a prompt."""
+        has_answer = np.flatnonzero(self.split.records["answer_start"])
+        return has_answer[: self.train.generation_max_rows].tolist()
 
     @cached_property
     def questions(self) -> list[Question]:
-        """What is asked, in order."""
-        samples = [self.split[index] for index in self.asked]
-        return [
-            Question(
-                self.split.origin(index),
-                self.tokenizer.decode(sample.prompt),
-                self._words(sample.prompt),
-                self._answer(sample),
-            )
-            for index, sample in zip(self.asked, samples, strict=True)
-        ]
+        """The rows that the model answers, in order."""
+        return [self._question(index) for index in self.question_indices]
 
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which the caller has put in evaluation mode."""
-        with self.process.autocast():
-            return self._score(model)
-
-    def _score(self, model: torch.nn.Module) -> Scores:
         started = time.perf_counter()
         loss = self.loss(model)
         loss_seconds = time.perf_counter() - started
-        if not self.train.predict_with_generate or not self.asked:
+        if not self.train.predict_with_generate or not self.question_indices:
             return Scores(loss, None, (), loss_seconds, 0.0)
         answers = self.answers(model)
         references = [question.expected for question in self.questions]
-        score = rouge_l(
-            answers, references, None if self.train.eval_do_concat_batches else self.batch_size
-        )
-        return Scores(
-            loss, score, tuple(answers), loss_seconds, time.perf_counter() - started - loss_seconds
-        )
+        batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
+        score = rouge_l(answers, references, batch_rows)
+        generation_seconds = time.perf_counter() - started - loss_seconds
+        return Scores(loss, score, tuple(answers), loss_seconds, generation_seconds)
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
@@ -119,25 +105,10 @@ class Evaluator:
 
         Raises: DivergedError, on every rank, when it is no number.
         """
-        total, is_fused = (
-            torch.zeros(2, dtype=torch.float64, device=self.process.device),
-            is_loss_fused(model),
-        )  # nats, tokens
-        for batch in self._loss_batches:
-            batch = {
-                name: tensor.to(self.process.device, non_blocking=True)
-                for name, tensor in batch.items()
-            }
-            labels, positions, targets = (
-                batch.pop(name) for name in ("labels", "positions", "targets")
-            )
-            inputs = {**batch, "use_cache": False}
-            nll = (
-                fused_nll(model, model, inputs, positions, targets)
-                if is_fused
-                else summed_nll(model(**inputs).logits, labels)
-            )
-            total += torch.stack([nll.double(), labelled_tokens(labels).double()])
+        total = torch.zeros(2, dtype=torch.float64, device=self.process.device)  # nats, tokens
+        with self.process.autocast():
+            for batch in self._loss_batches:
+                total += self._loss_of_batch(model, batch)
         if self.process.world_size > 1:
             distributed.all_reduce(total)
         nats, tokens = total.tolist()
@@ -147,107 +118,102 @@ class Evaluator:
             )
         return nats / tokens
 
-    @torch.no_grad()
+    def _loss_of_batch(
+        self, model: torch.nn.Module, batch: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return (nats, labelled tokens) of a batch, float64 (2,)."""
+        inputs = {
+            name: tensor.to(self.process.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
+        labels = inputs.pop("labels")
+        positions = inputs.pop("positions")
+        targets = inputs.pop("targets")
+        inputs["use_cache"] = False
+        if is_loss_fused(model):
+            nats = fused_nll(model, model, inputs, positions, targets)
+        else:
+            nats = summed_nll(model(**inputs).logits, labels)
+        return torch.stack([nats.double(), labelled_tokens(labels).double()])
+
     def answers(self, model: torch.nn.Module) -> list[str]:
-        """Return the generated answers to the first rows of the split, in order, on every rank."""
-        found: list[tuple[int, str]] = []
-        waiting: list[tuple[Sequence[int], torch.Tensor]] = []
+        """Return the generated answers to the questions, in order, on every rank.
+
+        Generated ids stay on the GPU for eval_accumulation_steps batches: decoding waits for it.
+        """
+        own: dict[int, str] = {}
+        pending: list[tuple[Sequence[int], torch.Tensor]] = []
         for indices, prompts in self._prompt_batches:
-            generated = model.generate(
-                input_ids=prompts["input_ids"].to(self.process.device),
-                attention_mask=prompts["attention_mask"].to(self.process.device),
-                max_new_tokens=self.train.generation_max_new_tokens,
-                num_beams=self.train.generation_num_beams,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                use_cache=True,
-                eos_token_id=sorted(stop_ids(self.tokenizer)),
-                pad_token_id=self.tokenizer.pad_token_id,
-                synced_gpus=self.synced_gpus,
-            )
-            waiting.append(
-                (indices, generated[:, prompts["input_ids"].shape[1] :])
-            )  # the prompt is cut off
-            if len(waiting) >= (self.train.eval_accumulation_steps or 1):
-                found += self._decoded(waiting)
-                waiting = []
-        found += self._decoded(waiting)
-        by_index = dict(pair for share in self.process.gather(found) for pair in share)
-        return [by_index[index] for index in range(len(self.asked))]
+            pending.append((indices, self.generator.generate(model, prompts)))
+            if len(pending) >= (self.train.eval_accumulation_steps or 1):
+                own |= self._decode(pending)
+                pending = []
+        own |= self._decode(pending)
+        answers: dict[int, str] = {}
+        for answers_of_rank in self.process.gather(own):
+            answers |= answers_of_rank
+        return [answers[index] for index in range(len(self.question_indices))]
 
-    def _decoded(self, waiting: list[tuple[Sequence[int], torch.Tensor]]) -> list[tuple[int, str]]:
-        """Move generated ids to the CPU and decode them; fillers (negative indices) are dropped."""
-        found = []
-        for indices, ids in waiting:
-            texts = self.tokenizer.batch_decode(ids.cpu(), skip_special_tokens=True)
-            found += [
-                (index, text.strip())
-                for index, text in zip(indices, texts, strict=True)
-                if index >= 0
-            ]
-        return found
+    def _decode(self, batches: Sequence[tuple[Sequence[int], torch.Tensor]]) -> dict[int, str]:
+        """Return the texts of generated ids by the number of their question, without fillers."""
+        texts: dict[int, str] = {}
+        for indices, ids in batches:
+            texts |= zip(indices, self.generator.decode(ids), strict=True)
+        return {index: text for index, text in texts.items() if index >= 0}
 
-    def _answer(self, sample: Sample) -> str:
+    def _question(self, index: int) -> Question:
+        sample = self.split[index]
+        return Question(
+            origin=self.split.origin(index),
+            prompt=self.tokenizer.decode(sample.prompt),
+            plain_prompt=self._plain_prompt(sample),
+            expected=self._expected_answer(sample),
+        )
+
+    def _plain_prompt(self, sample: Sample) -> str:
+        """Return a prompt with a blank for each special token, which may be all that separates two turns."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = [re.escape(token.content) for token in added if token.special]
+        pattern = "|".join(special) or r"\Z"  # an empty pattern would match everywhere
+        return re.sub(pattern, " ", self.tokenizer.decode(sample.prompt)).strip()
+
+    def _expected_answer(self, sample: Sample) -> str:
         """Return what the model should generate: the labelled ids, decoded as generated ones are."""
         labels = sample.labels[sample.answer_start :]
-        return self._text(labels[labels != IGNORE_INDEX])
-
-    def _words(self, prompt: list[int]) -> str:
-        """Return a prompt with a blank for each special token, which may be all that stands between two turns."""
-        special = [
-            token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special
-        ]
-        return re.sub(
-            "|".join(map(re.escape, special)) or r"\Z", " ", self.tokenizer.decode(prompt)
-        ).strip()
-
-    def _text(self, ids: np.ndarray) -> str:
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True).strip()
+        ids = labels[labels != IGNORE_INDEX].tolist()
+        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     @cached_property
     def _loss_batches(self) -> list[dict[str, torch.Tensor]]:
         """This rank's batches, longest rows first; every rank has equally many."""
-        rows, collate = TrainRows(self.split), PadCollator(self.tokenizer.pad_token_id)
-        order = sorted(range(len(rows)), key=lambda i: (-self.split.lengths[i], i))
-        batches = [collate([rows[i] for i in indices]) for indices in self._share(order)]
-        return [
-            {**batch, **dict(zip(("positions", "targets"), labelled(batch["labels"]), strict=True))}
-            for batch in batches
-        ]
+        rows = TrainRows(self.split)
+        collate = PadCollator(self.tokenizer.pad_token_id)
+        batches = []
+        for indices in self._share_of_rank(_longest_first(self.split.lengths)):
+            batch = collate([rows[index] for index in indices])
+            batch["positions"], batch["targets"] = labelled(batch["labels"])
+            batches.append(batch)
+        return batches
 
     @cached_property
-    def _prompt_batches(self) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
-        """This rank's (row indices, left-padded prompts), longest first; every rank has equally many."""
-        prompts = [self.split[index].prompt for index in self.asked]
-        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+    def _prompt_batches(self) -> list[tuple[list[int], list[list[int]]]]:
+        """This rank's (numbers of questions, their prompts), longest first; every rank has equally many."""
+        prompts = [self.split[index].prompt for index in self.question_indices]
+        order = _longest_first([len(prompt) for prompt in prompts])
         return [
-            (
-                indices,
-                _left_padded(
-                    [prompts[i if i >= 0 else ~i] for i in indices], self.tokenizer.pad_token_id
-                ),
-            )
-            for indices in self._share(order)
+            (indices, [prompts[max(index, ~index)] for index in indices])
+            for indices in self._share_of_rank(order)
         ]
 
-    def _share(self, order: list[int]) -> list[list[int]]:
-        """Cut `order` into batches and take this rank's; missing batches are one filler `~index` each."""
-        batches = [
-            order[start : start + self.batch_size]
-            for start in range(0, len(order), self.batch_size)
-        ]
-        batches += [[~order[-1]]] * (-len(batches) % self.process.world_size)
+    def _share_of_rank(self, order: list[int]) -> list[list[int]]:
+        """Cut `order` into batches and return this rank's; a missing batch is one filler, `~index`."""
+        starts = range(0, len(order), self.batch_size)
+        batches = [order[start : start + self.batch_size] for start in starts]
+        missing = -len(batches) % self.process.world_size
+        batches += [[~order[-1]]] * missing
         return batches[self.process.rank :: self.process.world_size]
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> dict[str, torch.Tensor]:
-    """Return input_ids and attention_mask, each (B, T): generation continues at the right edge."""
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in prompts]),
-        "attention_mask": torch.tensor(
-            [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-        ),
-    }
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of `lengths` from the longest to the shortest; equal ones in their order."""
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])

@@ -1,9 +1,9 @@
-"""Adapter + base = a plain model folder."""
+"""Merge a run's adapter into its base: a plain model folder."""
 
 import torch
 
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.inference.generation import at, quiet, with_adapter
+from sft_play.inference.load import config_of_weights, load_adapter, quiet_libraries
 from sft_play.models.load import Placement, load_base
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.runs import stamp
@@ -22,23 +22,21 @@ def merge_run(folder: RunFolder) -> str:
         raise ConfigError(
             f"{folder.path} trained every weight: {folder.weights('full')} is a plain model already"
         )
-    weights, target = folder.weights(config.tuning.mode), folder.path / "merged"
+    weights = folder.weights(config.tuning.mode)
     if not weights.is_dir():
         raise CheckpointError(
             f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, make runs lists them"
         )
     run_stamp = stamp.refuse_mismatch(weights, stamp.wanted(config))
-    unquantised = config.model_copy(
-        update={"tuning": config.tuning.model_copy(update={"mode": "lora"})}
-    )
-    with quiet():
-        base = load_base(
-            unquantised, Placement(torch.device("cpu"), torch.float32, zero_stage=0), dtype="auto"
-        )
-        model = with_adapter(
-            base, weights
-        ).merge_and_unload()  # the adapter is float32, so each sum is too
-        model.save_pretrained(target)
-    load_tokenizer(at(config, weights)).save_pretrained(target)
+    target = folder.path / "merged"
+    lora = config.tuning.model_copy(update={"mode": "lora"})
+    unquantised = config.model_copy(update={"tuning": lora})
+    placement = Placement(torch.device("cpu"), torch.float32, zero_stage=0)
+    with quiet_libraries():
+        base = load_base(unquantised, placement, dtype="auto")
+        adapted = load_adapter(base, weights)
+        merged = adapted.merge_and_unload()  # the adapter is float32, so each sum is too
+        merged.save_pretrained(target)
+    load_tokenizer(config_of_weights(config, weights)).save_pretrained(target)
     stamp.write(target, {**run_stamp, "merged": True})
     return f"merged {target}"

@@ -67,7 +67,7 @@ def sample_indices(count: int) -> list[int]:
 
 
 def _sample(question: Question, before: str, after: str) -> list[str]:
-    flat = " ".join(question.words.split())
+    flat = " ".join(question.plain_prompt.split())
     asked = (
         flat if len(flat) <= WIDTH else f"...{flat[3 - WIDTH :]}"
     )  # the question stands at a prompt's end

@@ -1,0 +1,62 @@
+"""Generate answers: the one place that calls `model.generate`, for evaluation and inference alike.
+
+Legend: B prompts of a batch, T tokens of the longest one, N generated tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sft_play.config.schema import TrainSection
+from sft_play.data.render import stop_ids
+from sft_play.process import Process
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Greedy or beam search with the settings of a run's evaluation, in its compute type."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: TrainSection
+    process: Process
+    synced_gpus: bool = False  # ZeRO-3: every rank must take part in every forward pass
+
+    @torch.no_grad()
+    def generate(self, model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the ids (B, N) that follow each prompt, on the device; the model is in evaluation mode.
+
+        Autocast is entered here: accelerate's own reaches a model's forward, but not PEFT's generate.
+        """
+        input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
+        with self.process.autocast():
+            ids = model.generate(
+                input_ids=input_ids.to(self.process.device),
+                attention_mask=attention_mask.to(self.process.device),
+                max_new_tokens=self.train.generation_max_new_tokens,
+                num_beams=self.train.generation_num_beams,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                use_cache=True,
+                eos_token_id=sorted(stop_ids(self.tokenizer)),
+                pad_token_id=self.tokenizer.pad_token_id,
+                synced_gpus=self.synced_gpus,
+            )
+        return ids[:, input_ids.shape[1] :]
+
+    def decode(self, ids: torch.Tensor) -> list[str]:
+        """Return the texts of generated ids (B, N), without special tokens. Waits for the GPU."""
+        texts = self.tokenizer.batch_decode(ids.cpu(), skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+
+def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input_ids and attention_mask, each (B, T): generation continues at the right edge."""
+    width = max(len(ids) for ids in prompts)
+    padding = [width - len(ids) for ids in prompts]
+    input_ids = [[pad_id] * pad + list(ids) for pad, ids in zip(padding, prompts, strict=True)]
+    mask = [[0] * pad + [1] * (width - pad) for pad in padding]
+    return torch.tensor(input_ids), torch.tensor(mask)

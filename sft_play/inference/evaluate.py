@@ -1,0 +1,30 @@
+"""Score the weights of a finished run on its test rows again."""
+
+from sft_play.data.assemble import PreparedData, assemble
+from sft_play.data.prepare import from_json, prepare
+from sft_play.errors import DataError
+from sft_play.evaluation.evaluator import Evaluator
+from sft_play.inference.load import TrainedModel, load_run
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import RunFolder
+
+
+def evaluate_run(folder: RunFolder, device: str) -> list[str]:
+    """Score a run's weights on its test rows, write eval/again.json, and return the lines to print."""
+    trained = load_run(folder, device)
+    test = prepared_data(folder, trained).test
+    evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
+    scores = evaluator.score(trained.model)
+    write_json(folder.evaluation / "again.json", scores.as_metrics())
+    line = f"{folder.name} eval_loss={scores.eval_loss:.4f}"
+    if scores.rouge_l is not None:
+        line += f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
+    return [f"{line} rows={len(test)}"]
+
+
+def prepared_data(folder: RunFolder, trained: TrainedModel) -> PreparedData:
+    """Return a run's data from its tokenized samples, or from the files where those are gone."""
+    try:
+        return assemble(trained.config, from_json(folder.read_data()["sources"]))
+    except DataError:
+        return prepare(trained.config, trained.tokenizer)
