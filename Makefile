@@ -86,7 +86,7 @@ merge: $(ENV) ## merge RUN's adapter into its base model
 
 ## Work on SFT-Play
 embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes on a GPU host, a day on a CPU)
-	$(PY) scripts/build_embedded.py
+	$(PY) -m tools.embedded
 bench: $(ENV) ## time training beside the peers' on WORKS and ARMS, on a GPU (Unsloth: make install-unsloth first)
 	$(PY) -m pip install -q -r requirements-bench.txt
 	$(PY) -m benchmarks.speed

@@ -25,7 +25,6 @@ ALLOWED = {
     "training": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "monitor": {"errors", "config", "runs", "plan"},
-    "embedded": {"errors"},
     "preparation": {"errors", "config", "runs", "plan", "data", "models"},
     "commands": {
         "errors",

@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from sft_play.embedded import build, corpus, desk, facts, records, world
+from tools.embedded import build, corpus, facts, records, task
+from tools.embedded.pretraining import PretrainConfig
+from tools.embedded.tokenizer import CHAT_TEMPLATE, encode_documents
+from tools.embedded.vocabulary import WORDS, Date
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MODEL = DATA / "tiny_llama"
@@ -31,54 +34,48 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def talks() -> dict[str, list[desk.Conversation]]:
-    return desk.conversations()
+def splits() -> dict[str, list[task.Conversation]]:
+    return task.make_splits()
 
 
 def test_files_are_what_the_generator_makes() -> None:
     for name, text in build.data_files().items():
         assert (DATA / name).read_bytes() == text.encode(), (
-            f"{name} differs; run scripts/build_embedded.py --only data"
+            f"{name} differs; run python -m tools.embedded --only data"
         )
 
 
 def test_everything_shipped_is_at_most_8_megabytes() -> None:
     folders = (DATA / "tiny_llama", DATA / "corpus", DATA / "desk")
-    assert (
-        sum(
-            path.stat().st_size
-            for folder in folders
-            for path in folder.rglob("*")
-            if path.is_file()
-        )
-        <= MAX_BYTES
-    )
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
 
 
 def test_splits_share_no_source_no_prompt_and_no_full_name(
-    talks: dict[str, list[desk.Conversation]],
+    splits: dict[str, list[task.Conversation]],
 ) -> None:
-    sources = [talk.source for split in SPLITS for talk in talks[split]]
+    sources = [conversation.source for split in SPLITS for conversation in splits[split]]
     assert len(sources) == len(set(sources))
     prompts = [json.dumps(row[:-1]) for split in SPLITS for row in read_rows(split)]
     assert len(prompts) == len(set(prompts))
     trained = " ".join(message["content"] for row in read_rows("train") for message in row)
-    names = {f"{first} {last}" for first in world.FIRST_NAMES for last in world.SURNAMES}
+    names = {f"{first} {last}" for first in WORDS.first_names for last in WORDS.surnames}
     for split in ("val", "test"):
         held_out = " ".join(message["content"] for row in read_rows(split) for message in row)
         assert not [name for name in names if name in held_out and name in trained]
 
 
 def test_every_split_holds_every_kind_and_enough_turns(
-    talks: dict[str, list[desk.Conversation]],
+    splits: dict[str, list[task.Conversation]],
 ) -> None:
-    kinds = {talk.kind for talk in talks["train"]}
+    kinds = {conversation.kind for conversation in splits["train"]}
     assert len(kinds) >= 8
-    assert len(talks["train"]) >= 1000 and len(talks["val"]) == len(talks["test"]) == 100
+    assert len(splits["train"]) >= 1000 and len(splits["val"]) == len(splits["test"]) == 100
     for split in SPLITS:
-        assert {talk.kind for talk in talks[split]} == kinds
-        assert sum(len(talk.turns) > 1 for talk in talks[split]) >= 0.25 * len(talks[split])
-        assert any(talk.system for talk in talks[split])
+        assert {conversation.kind for conversation in splits[split]} == kinds
+        longer = sum(len(conversation.turns) > 1 for conversation in splits[split])
+        assert longer >= 0.25 * len(splits[split])
+        assert any(conversation.system for conversation in splits[split])
 
 
 def test_every_conversation_renders_with_its_prompt_as_a_prefix(
@@ -126,9 +123,9 @@ def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, 
 
 def test_the_base_model_has_learned_its_text(tokenizer: PreTrainedTokenizerFast) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    stream = corpus.documents(seed=corpus.CORPUS_SEED + 1)
+    stream = corpus.make_documents(seed=corpus.CORPUS_SEED + 1)
     losses, tokens = 0.0, 0
-    for ids in build.encode_documents(tokenizer, [next(stream) for _ in range(40)]):
+    for ids in encode_documents(tokenizer, [next(stream) for _ in range(40)]):
         row = torch.tensor([ids])  # (1, T)
         with torch.no_grad():
             losses += model(input_ids=row, labels=row).loss.item() * (len(ids) - 1)
@@ -150,7 +147,7 @@ def test_no_document_holds_a_role_marker_or_an_empty_line() -> None:
 
 
 def test_answers_follow_from_the_facts() -> None:
-    pair = facts.Pair((("the fair", world.Date(6, 17)), ("the race", world.Date(3, 4))))
+    pair = facts.EventPair((("the fair", Date(6, 17)), ("the race", Date(3, 4))))
     assert pair.answer() == "The race on 4 March comes first."
     guests = facts.Guests("the fair", "Monday", ("Ada", "Leo"), ("Mei",))
     assert (guests.answer("Leo"), guests.answer("Mei")) == (
@@ -159,26 +156,22 @@ def test_answers_follow_from_the_facts() -> None:
     )
     things = facts.Things(((1, "mug"), (3, "shelf"), (2, "box")))
     assert things.sentence() == "a mug, three shelves and two boxes"
-    loan = records.Record(
-        records.LOAN, (("reader", "Ada Bell"), ("book", "The Quiet Harbour"), ("date", "4 March"))
-    )
+    values = {"reader": "Ada Bell", "book": "The Quiet Harbour", "date": "4 March"}
+    loan = records.Record(records.KINDS["loan"], values)
     assert loan.as_json(["date", "reader"]) == '{"date": "4 March", "reader": "Ada Bell"}'
-    assert loan.replace("date", "5 May").answer("date") == "The book is due on 5 May."
+    assert loan.with_value("date", "5 May").answer("date") == "The book is due on 5 May."
 
 
-def test_the_package_imports_nothing_else_of_sft_play() -> None:
+def test_the_package_imports_nothing_of_sft_play() -> None:
     for path in Path(build.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [a.name for a in getattr(node, "names", [])]
-            )
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                assert all(
-                    name.startswith("sft_play.embedded") or not name.startswith("sft_play")
-                    for name in names
-                ), path
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            assert not any(name.startswith("sft_play") for name in names), path
 
 
 def test_the_builder_pretrains_and_saves_a_model_that_loads(tmp_path: Path) -> None:
@@ -186,9 +179,7 @@ def test_the_builder_pretrains_and_saves_a_model_that_loads(tmp_path: Path) -> N
     (tmp_path / "corpus" / "town.txt").write_text(
         corpus.corpus_text(size_bytes=60_000), encoding="utf-8"
     )
-    loss = build.build_model(tmp_path, build.PretrainConfig(steps=2, batch_tokens=1024))
+    loss = build.build_model(tmp_path, PretrainConfig(steps=2, batch_tokens=1024))
     built = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny_llama")
     assert math.isfinite(loss) and loss < 1.2 * math.log(built.config.vocab_size)
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "tiny_llama").chat_template == build.CHAT_TEMPLATE
-    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "tiny_llama").chat_template == CHAT_TEMPLATE

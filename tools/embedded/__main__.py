@@ -1,16 +1,16 @@
-"""Builds data/: the corpus and conversations (seconds) and the tiny Llama (minutes). Thin: the work is in sft_play.embedded.build."""
+"""Build data/: the corpus and the conversations (seconds) and the tiny Llama (minutes on a GPU)."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from sft_play.embedded import build
+from tools.embedded import build
 
 
 def main() -> None:
     """Parse the command line and build the chosen parts."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.embedded", description=__doc__)
     parser.add_argument(
         "--only",
         choices=("data", "model", "all"),
