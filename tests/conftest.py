@@ -235,7 +235,7 @@ def build_trainer() -> Callable:
 
     from sft_play.data.assemble import assemble
     from sft_play.data.prepare import from_json
-    from sft_play.models.load import Placement, load_model
+    from sft_play.models.load import load_model
     from sft_play.models.tokenizer import load_tokenizer
     from sft_play.process import Process
     from sft_play.training import runtime, worker
@@ -247,7 +247,7 @@ def build_trainer() -> Callable:
         data = assemble(config, from_json(folder.read_data()["sources"]))
         runtime.seed_everything(config.train.seed)
         arguments = training_arguments(config, plan, folder)
-        model = load_model(config, Placement(device, torch.float32, zero_stage=0))
+        model = load_model(config, Process.alone(device))
         run_stamp = worker.make_stamp(config, plan, data, tokenizer)
         return worker.build_trainer(
             config,

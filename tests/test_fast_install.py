@@ -16,8 +16,8 @@ from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import Installed, installed_on, make_fast, takes_boundaries
-from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
+from sft_play.process import Process
 from sft_play.training.cross_document import measure_cross_document
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def settings(mode: str = "lora", **train: Any) -> Config:
 
 
 def make(model: Any, mode: str = "lora", zero_stage: int = 0, **train: Any) -> Installed:
-    return make_fast(model, settings(mode, **train), Placement(CPU, torch.float32, zero_stage))
+    return make_fast(model, settings(mode, **train), Process.alone(CPU), zero_stage)
 
 
 def batches(is_packed: bool, names_boundaries: bool) -> list[Batch]:
@@ -336,7 +336,7 @@ def test_the_user_has_the_last_word() -> None:
         update={"model": settings().model.model_copy(update={"attn_implementation": "eager"})}
     )
     assert (
-        make_fast(model, chosen, Placement(CPU, torch.float32, 0)).off["attention"]
+        make_fast(model, chosen, Process.alone(CPU)).off["attention"]
         == "model.attn_implementation=eager"
     )
 

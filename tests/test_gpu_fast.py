@@ -21,8 +21,8 @@ from sft_play.models.fast.install import Installed, make_fast, takes_boundaries
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.fast.norms import GEMMA, LLAMA, NormKind
 from sft_play.models.fast.residual import Reference
-from sft_play.models.load import Placement
 from sft_play.models.losses import summed_nll
+from sft_play.process import Process
 from sft_play.training.cross_document import measure_cross_document
 
 pytestmark = [
@@ -48,7 +48,7 @@ def on_gpu(name: str, mode: str, dtype: torch.dtype) -> Any:
 
 
 def make(model: Any, mode: str, dtype: torch.dtype) -> Installed:
-    return make_fast(model, settings(mode), Placement(torch.device("cuda", 0), dtype, 0))
+    return make_fast(model, settings(mode), Process.alone(torch.device("cuda", 0), dtype))
 
 
 def loss_of(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,6 @@ from sft_play.data.order import Layout, StepSampler, fullest_step
 from sft_play.models import lora
 from sft_play.models.fast.install import installed_on, make_fast
 from sft_play.models.fast.loss import linear_nll
-from sft_play.models.load import Placement
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.trainer import SftTrainer
@@ -89,7 +88,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
     )
     model = LlamaForCausalLM(shape).to(GPU, torch.float32 if mode == "full" else torch.bfloat16)
     model = lora.add_adapters(model, config) if mode == "lora" else model
-    make_fast(model, config, Placement(GPU, torch.bfloat16, 0))
+    make_fast(model, config, Process.alone(GPU, torch.bfloat16))
     model.config.use_cache = False
     arguments = {
         "bf16": True,

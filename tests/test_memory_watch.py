@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from sft_play.config.schema import Config
-from sft_play.models.load import Placement, load_model
+from sft_play.models.load import load_model
 from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import PHASES
@@ -97,7 +97,7 @@ def test_run_json_has_what_was_predicted_of_each_phase(finished):
 
 def model_of(tiny_base, mode: str) -> torch.nn.Module:
     config = Config.model_validate({"model": {"name": str(tiny_base)}, "tuning": {"mode": mode}})
-    return load_model(config, Placement(CPU, torch.float32, zero_stage=0))
+    return load_model(config, Process.alone(CPU))
 
 
 def step_of(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -16,11 +16,13 @@ from sft_play.config.schema import Config
 from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth
-from sft_play.models.load import Placement, load_base, load_model, weight_dtype
+from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.losses import labelled_tokens, summed_nll
 from sft_play.models.tokenizer import load_tokenizer
+from sft_play.process import Process
 
-CPU = Placement(torch.device("cpu"), torch.float32, zero_stage=0)
+CPU = Process.alone(torch.device("cpu"))
+CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -94,7 +96,7 @@ def test_a_tokenizer_that_cannot_be_had_is_class_13(config_of, copied, name):
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_adapters_are_float32_and_nothing_else_is_trained(config_of, compute_dtype):
-    model = load_model(config_of(), Placement(torch.device("cpu"), compute_dtype, zero_stage=0))
+    model = load_model(config_of(), Process.alone(torch.device("cpu"), compute_dtype))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name), name
         assert parameter.dtype == (torch.float32 if "lora_" in name else compute_dtype), name
@@ -121,9 +123,7 @@ def test_trainable_parameters_are_r_times_inputs_plus_outputs_of_each_target(
 
 
 def test_full_trains_every_weight_in_float32_whatever_the_compute_type(config_of, tiny_base):
-    model = load_model(
-        config_of("full"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0)
-    )
+    model = load_model(config_of("full"), CPU_BF16)
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
     trainable, total = lora.trainable_parameters(model)
     assert trainable == total == model.num_parameters()
@@ -175,9 +175,7 @@ def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
 
 
 def test_qlora_holds_blocks_in_4_bits_and_leaves_norms_and_embeddings_as_they_are(config_of):
-    model = load_model(
-        config_of("qlora"), Placement(torch.device("cpu"), torch.bfloat16, zero_stage=0)
-    )
+    model = load_model(config_of("qlora"), CPU_BF16)
     quantised = {
         name
         for name, module in model.named_modules()

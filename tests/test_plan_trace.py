@@ -28,7 +28,7 @@ from sft_play.models.fast.install import make_fast
 from sft_play.models.fast.loss import fused_nll
 from sft_play.models.fast.norms import LLAMA
 from sft_play.models.live_bytes import LiveBytes, storage_bytes
-from sft_play.models.load import Placement, load_model
+from sft_play.models.load import load_model
 from sft_play.models.trace import (
     OPTIMIZERS,
     Step,
@@ -46,6 +46,7 @@ from sft_play.models.trace import (
 from sft_play.plan import memory
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import Plan, resolve
+from sft_play.process import Process
 
 NO_CONFIG = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
@@ -94,7 +95,7 @@ def step_for(
 
 
 def loaded(step: Step) -> Any:
-    model = load_model(step.config, Placement(CPU, step.compute_dtype, 0))
+    model = load_model(step.config, Process.alone(CPU, step.compute_dtype))
     checkpoint_layers(model, step.checkpointed_layers)
     return model.train()
 
@@ -214,7 +215,7 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
     model = build(step)
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels.fake_kernels(is_gpu=False):
         materialize(model, step)
-        make_fast(model, step.config, Placement(CPU, torch.float32, 0))
+        make_fast(model, step.config, Process.alone(CPU))
         assert saved_bytes(model.train()) == real
     # beside what is saved there live the ids, the positions and the head's input, which lora does not save
     width, tokens = 64 * 4, 3 * 24
@@ -379,7 +380,7 @@ def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
         torch.no_grad(),
     ):
         materialize(model, step)
-        make_fast(model, step.config, Placement(torch.device("cuda"), step.compute_dtype, 0))
+        make_fast(model, step.config, Process.alone(torch.device("cuda"), step.compute_dtype))
         passing = _Run(model.eval(), step).forward(plan.config.train.eval_batch_size)
     assert passing.most > passing.kept + passing.logits, (
         "the loss needs less than a layer before it"
@@ -502,7 +503,7 @@ def test_a_gpu_allocates_what_was_traced(mode: str, layers: int, tmp_path: Path)
         "train.grad_accum=2",
     )
     step = Step(plan.config, "cuda", layers, zero_stage=0, accumulates=True)
-    model = load_model(step.config, Placement(torch.device("cuda"), step.compute_dtype, 0))
+    model = load_model(step.config, Process.alone(torch.device("cuda"), step.compute_dtype))
     checkpoint_layers(model, layers)
     real, exact = measure(model.train(), step), trace(step)  # which leaves gradients to add to
     held = ("weights", "buffers", "adapters", "gradients", "optimizer")

@@ -17,7 +17,7 @@ from sft_play.data.collate import TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.load import Placement, load_model
+from sft_play.models.load import load_model
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.plan.resolve import Plan, precision
 from sft_play.process import DTYPES, Process
@@ -86,9 +86,7 @@ class Harness:
         runtime.allow_tf32(self.process)
         tokenizer, data = load_tokenizer(config), preparation.prepared(config)
         arguments = training_arguments(config, facts, RunFolder(folder))
-        self.model = load_model(
-            config, Placement(self.process.device, self.process.compute_dtype, zero_stage=0)
-        )
+        self.model = load_model(config, self.process)
         self.trainer = build_trainer(
             config, facts, self.process, tokenizer, data, self.model, arguments, {}
         )

@@ -13,7 +13,7 @@ from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.models.load import Placement, load_base
+from sft_play.models.load import load_base
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.plan.resolve import precision
 from sft_play.process import DTYPES, Process
@@ -45,13 +45,12 @@ def load_run(folder: RunFolder, device: str) -> TrainedModel:
         )
     stamp.refuse_mismatch(weights, stamp.wanted(config))
     process = _process(folder, config, device)
-    placement = Placement(process.device, process.compute_dtype, zero_stage=0)
     tokenizer = load_tokenizer(config_of_weights(config, weights))
     with quiet_libraries():
         if config.tuning.mode == "full":
-            model = load_base(config_of_weights(config, weights), placement)
+            model = load_base(config_of_weights(config, weights), process)
         else:
-            model = load_adapter(load_base(config, placement), weights)
+            model = load_adapter(load_base(config, process), weights)
     model.eval()
     return TrainedModel(model, tokenizer, config, process)
 

@@ -4,8 +4,9 @@ import torch
 
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.load import config_of_weights, load_adapter, quiet_libraries
-from sft_play.models.load import Placement, load_base
+from sft_play.models.load import load_base
 from sft_play.models.tokenizer import load_tokenizer
+from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 
@@ -31,9 +32,8 @@ def merge_run(folder: RunFolder) -> str:
     target = folder.path / "merged"
     lora = config.tuning.model_copy(update={"mode": "lora"})
     unquantised = config.model_copy(update={"tuning": lora})
-    placement = Placement(torch.device("cpu"), torch.float32, zero_stage=0)
     with quiet_libraries():
-        base = load_base(unquantised, placement, dtype="auto")
+        base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
         adapted = load_adapter(base, weights)
         merged = adapted.merge_and_unload()  # the adapter is float32, so each sum is too
         merged.save_pretrained(target)

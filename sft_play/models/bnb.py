@@ -7,7 +7,7 @@ from transformers import BitsAndBytesConfig
 from sft_play.config.schema import Config
 
 
-def quantization(config: Config, placement) -> BitsAndBytesConfig:
+def quantization(config: Config, compute_dtype: torch.dtype, zero_stage: int) -> BitsAndBytesConfig:
     """Return the 4-bit configuration of a qlora base.
 
     Under ZeRO-3 the packed bytes are stored as the compute type, because DeepSpeed partitions floating-point tensors only.
@@ -16,10 +16,8 @@ def quantization(config: Config, placement) -> BitsAndBytesConfig:
         load_in_4bit=True,
         bnb_4bit_quant_type=config.tuning.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=config.tuning.bnb_4bit_use_double_quant,
-        bnb_4bit_compute_dtype=placement.compute_dtype,
-        bnb_4bit_quant_storage=placement.compute_dtype
-        if placement.zero_stage == 3
-        else torch.uint8,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype if zero_stage == 3 else torch.uint8,
     )
 
 

@@ -3,7 +3,6 @@
 The only room that knows a backend; everything behind it sees a transformers model.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,35 +13,30 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.fast.install import make_fast
+from sft_play.process import Process
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where and in what type this rank computes."""
-
-    device: torch.device
-    compute_dtype: torch.dtype  # of matmuls: float32 on a CPU, bfloat16 or float16 on a GPU
-    zero_stage: int  # 0 without DeepSpeed
-
-
-def load_model(config: Config, placement: Placement) -> PreTrainedModel:
+def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrainedModel:
     """Return the model to train: base weights, quantised where asked, with adapters unless mode is full, made fast.
 
-    Raises: EnvironmentFault when the weights cannot be had; ConfigError when targets match no layer.
+    `zero_stage` is 0 without DeepSpeed. Raises: EnvironmentFault when the weights cannot be had; ConfigError when targets match no layer.
     """
     if config.tuning.backend == "unsloth":
         from sft_play.models import unsloth
 
-        return unsloth.load(config, placement)
-    model = load_base(config, placement)
+        return unsloth.load(config, process)
+    model = load_base(config, process, zero_stage)
     if config.tuning.mode != "full":
         model = lora.add_adapters(model, config)
-    make_fast(model, config, placement)
+    make_fast(model, config, process, zero_stage)
     return model
 
 
 def load_base(
-    config: Config, placement: Placement, dtype: torch.dtype | Literal["auto"] | None = None
+    config: Config,
+    process: Process,
+    zero_stage: int = 0,
+    dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> PreTrainedModel:
     """Return the base weights on this rank's device (ZeRO-3: partitioned), frozen nowhere yet.
 
@@ -50,13 +44,13 @@ def load_base(
     Raises: EnvironmentFault when the weights cannot be had, or some of them are not in the file.
     """
     options: dict[str, Any] = {
-        "dtype": dtype or weight_dtype(config, placement.compute_dtype),
+        "dtype": dtype or weight_dtype(config, process.compute_dtype),
         "output_loading_info": True,
     }
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = bnb.quantization(config, placement)
-    if placement.zero_stage < 3:
-        options["device_map"] = {"": placement.device}
+        options["quantization_config"] = bnb.quantization(config, process.compute_dtype, zero_stage)
+    if zero_stage < 3:
+        options["device_map"] = {"": process.device}
     if config.model.attn_implementation != "auto":
         options["attn_implementation"] = config.model.attn_implementation
     try:

@@ -29,11 +29,12 @@ from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.install import installed_on, make_fast
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.live_bytes import LiveBytes, storage_bytes
-from sft_play.models.load import Placement, weight_dtype
+from sft_play.models.load import weight_dtype
 from sft_play.models.losses import summed_nll
 from sft_play.plan.memory import StepBytes
 from sft_play.plan.model_shape import known_config
-from sft_play.plan.resolve import GIB, Plan
+from sft_play.plan.resolve import GIB, Plan, precision
+from sft_play.process import DTYPES, Process
 
 # What Trainer makes of train.optim; a paged state has the same bytes, in memory that the driver may move to the host
 OPTIMIZERS: dict[str, Any] = {
@@ -59,14 +60,7 @@ class Step:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of the matrix products."""
-        train = self.config.train
-        return (
-            torch.bfloat16
-            if train.bf16 is True
-            else torch.float16
-            if train.fp16 is True
-            else torch.float32
-        )
+        return DTYPES[precision(self.config)]
 
     @property
     def is_half(self) -> bool:
@@ -167,8 +161,8 @@ def trace(step: Step) -> Traced:
     model = build(step)
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(step.device == "cuda"):
         materialize(model, step)
-        place = Placement(torch.device(step.device), step.compute_dtype, step.zero_stage)
-        make_fast(model, step.config, place)
+        process = Process.alone(torch.device(step.device), step.compute_dtype)
+        make_fast(model, step.config, process, step.zero_stage)
         checkpoint_layers(model, step.checkpointed_layers)
         return measure(model.train(), step)
 
@@ -221,10 +215,7 @@ def architecture(config: Config) -> PretrainedConfig:
 
 def build(step: Step) -> PreTrainedModel:
     """Return the model that a run would load, on the meta device: quantised where the run's is, with its adapters."""
-    config, place = (
-        step.config,
-        Placement(torch.device("meta"), step.compute_dtype, step.zero_stage),
-    )
+    config = step.config
     asked = config.model.attn_implementation
     options = (
         {}
@@ -239,7 +230,7 @@ def build(step: Step) -> PreTrainedModel:
             **options,
         )
     if config.tuning.mode == "qlora":
-        quantise(model, bnb.quantization(config, place))
+        quantise(model, bnb.quantization(config, step.compute_dtype, step.zero_stage))
     if config.tuning.mode != "full":
         model = lora.add_adapters(model, config)
     return model

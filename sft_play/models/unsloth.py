@@ -8,6 +8,7 @@ import torch
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
+from sft_play.process import Process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ def import_first() -> None:
     importlib.import_module("unsloth")
 
 
-def load(config: Config, placement: Any) -> "PreTrainedModel":
+def load(config: Config, process: Process) -> "PreTrainedModel":
     """Return Unsloth's model with adapters (lora, qlora) or all weights trainable (full), on this rank's GPU, with our fused loss."""
     from unsloth import FastLanguageModel
 
@@ -48,12 +49,12 @@ def load(config: Config, placement: Any) -> "PreTrainedModel":
         model_name=config.model.name,
         revision=config.model.revision,
         max_seq_length=config.model.max_seq_len,
-        dtype=placement.compute_dtype,
+        dtype=process.compute_dtype,
         load_in_4bit=config.tuning.mode == "qlora",
         full_finetuning=full,
         float32_mixed_precision=full and config.model.dtype in ("auto", "float32"),
         trust_remote_code=config.model.trust_remote_code,
-        device_map={"": placement.device.index or 0},
+        device_map={"": process.device.index or 0},
         use_gradient_checkpointing=checkpointing,
     )
     if not full:

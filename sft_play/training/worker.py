@@ -27,7 +27,7 @@ from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import installed_on, takes_boundaries
-from sft_play.models.load import Placement, load_model
+from sft_play.models.load import load_model
 from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.models.vocabulary import check_vocabulary
@@ -90,9 +90,7 @@ def run(
     check_vocabulary(config, tokenizer, data.vocabulary())
     runtime.allow_tf32(process)
     with memory.phase("load"):
-        model = load_model(
-            config, Placement(process.device, process.compute_dtype, plan["zero_stage"])
-        )
+        model = load_model(config, process, plan["zero_stage"])
     log_model(model, config, process, plan)
     report.update(fast_path=dataclasses.asdict(installed_on(model)))
     clock.lap("load")

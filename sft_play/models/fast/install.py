@@ -8,7 +8,6 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -25,6 +24,7 @@ from sft_play.models.fast.loss import can_fuse_loss, fuse_loss
 from sft_play.models.fast.mlp import lora_mlp
 from sft_play.models.fast.norms import is_training
 from sft_play.plan.fast import FAST_PARTS
+from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +88,14 @@ class Unsupported(Exception):
     """Why a part stays away from a model."""
 
 
-def make_fast(model: PreTrainedModel | PeftModel, config: Config, placement: Any) -> Installed:
+def make_fast(
+    model: PreTrainedModel | PeftModel, config: Config, process: Process, zero_stage: int = 0
+) -> Installed:
     """Put on a model, adapters included, every part that computes what its own code does, and log which.
 
-    `placement` is a `load.Placement`. Raises: ConfigError for train.fast_path=true where nothing fits.
+    Raises: ConfigError for train.fast_path=true where nothing fits.
     """
-    installed = _install(
-        Target(model, config, placement.device, placement.compute_dtype, placement.zero_stage)
-    )
+    installed = _install(Target(model, config, process.device, process.compute_dtype, zero_stage))
     if config.train.fast_path is True and not installed.on:
         raise ConfigError(
             f"train.fast_path=true: {next(iter(installed.off.values()))}; set TRAIN_FAST_PATH=auto"
