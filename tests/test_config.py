@@ -10,17 +10,8 @@ import pytest
 
 from sft_play.config import present, reference
 from sft_play.config.layers import displayed
-from sft_play.config.loader import (
-    BASE,
-    CONFIGS,
-    LoadedConfig,
-    env_name,
-    environment,
-    load,
-    nested,
-    settings,
-)
-from sft_play.config.schema import Config, SourceSection
+from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, environment, load, nested
+from sft_play.config.schema import Config, SourceSection, env_name, settings
 from sft_play.config.yaml_source import Located, read_mapping
 from sft_play.errors import ConfigError, ExitClass
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from sft_play.config import deepspeed, jsonc, rules, yaml_source
-from sft_play.config.loader import LoadedConfig, load, nested, settings
-from sft_play.config.schema import Config, is_structured, kinds
+from sft_play.config.loader import LoadedConfig, load, nested
+from sft_play.config.schema import Config, is_structured, kinds, settings
 from sft_play.errors import ConfigError
 
 # texts that a YAML reader could take for something else

@@ -1,41 +1,50 @@
-"""The keys that DeepSpeed 0.19.8 reads, from its source; DeepSpeed itself ignores unknown ones at the top level. Data only."""
+"""The keys that DeepSpeed 0.19.8 reads, from its source. Data only.
+
+DeepSpeed itself ignores unknown keys at the top level.
+"""
 
 # runtime/config.py and what it calls; sequence_parallel_size is read by its constructor
 TOP_LEVEL = frozenset(
     """
-    activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet communication_data_type comms_logger compile
-    csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state
-    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
-    gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer pipeline
-    prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size steps_per_print tensor_parallel
-    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism
-    vocabulary_size wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    zero_optimization
+    activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet communication_data_type
+    comms_logger compile csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt
+    disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+    hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer pipeline
+    prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
     """.split()
 )
 
 # runtime/config.py, _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS
 REMOVED = frozenset(
     """
-    amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula progressive_layer_drop
-    quantize_training sparse_attention sparse_gradients zero_optimization.mics_hierarchical_params_gather
-    zero_optimization.mics_shard_size zero_optimization.zeropp_loco_param
+    amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula
+    progressive_layer_drop quantize_training sparse_attention sparse_gradients
+    zero_optimization.mics_hierarchical_params_gather zero_optimization.mics_shard_size
+    zero_optimization.zeropp_loco_param
     """.split()
 )
 
 # runtime/zero/config.py, DeepSpeedZeroConfig: its fields and their aliases
 ZERO = frozenset(
     """
-    allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients cpu_offload
-    cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks gather_16bit_weights_on_model_save
-    ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings max_live_parameters
-    max_reuse_distance memory_efficient_linear model_persistence_threshold module_granularity_threshold offload_optimizer
-    offload_param overlap_comm override_module_apply parameter_alignment param_persistence_threshold
-    pipeline_loading_checkpoint prefetch_bucket_size reduce_bucket_size reduce_scatter round_robin_gradients
-    save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
+    allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm
+    contiguous_gradients cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint
+    enable_sanity_checks gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module
+    legacy_stage1 load_from_fp32_weights log_trace_cache_warnings max_live_parameters
+    max_reuse_distance memory_efficient_linear model_persistence_threshold
+    module_granularity_threshold offload_optimizer offload_param overlap_comm override_module_apply
+    parameter_alignment param_persistence_threshold pipeline_loading_checkpoint prefetch_bucket_size
+    reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
+    stage stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
     stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
-    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
-    stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size use_all_reduce_for_fetch_params
+    stage3_model_persistence_threshold stage3_module_granularity_threshold
+    stage3_param_persistence_threshold stage3_prefetch_bucket_size
+    stage3_use_all_reduce_for_fetch_params sub_group_size use_all_reduce_for_fetch_params
     use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
     zero_quantized_nontrainable_weights zero_quantized_weights
     """.split()
@@ -44,7 +53,8 @@ ZERO = frozenset(
 # runtime/zero/offload_config.py
 OFFLOAD_OPTIMIZER = frozenset(
     """
-    buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio super_offload
+    buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read
+    pipeline_write ratio super_offload
     """.split()
 )
 OFFLOAD_PARAM = frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split())
@@ -55,8 +65,8 @@ BF16 = frozenset(
 )
 FP16 = frozenset(
     """
-    auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power loss_scale
-    loss_scale_window min_loss_scale
+    auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis
+    initial_scale_power loss_scale loss_scale_window min_loss_scale
     """.split()
 )
 
@@ -75,19 +85,23 @@ SECTIONS = {
     "fp16": FP16,
 }
 
-# What DeepSpeed could do and a run here must not: each would change, unseen, what the config or the plan says.
+_OWN_ORDER = "the order of rows is the run's; delete it"
+_OTHER_PARALLELISM = "runs here split data, not {}, so batch sizes would not add up; delete it"
+# DeepSpeed's features that would silently change what the config or the plan says: what to do.
 REFUSED = {
-    "optimizer": "the optimizer is the config's: delete it and set train.optim, train.learning_rate and train.weight_decay",
-    "scheduler": "the schedule is the config's: delete it and set train.lr_scheduler_type and train.warmup_steps",
+    "optimizer": "the optimizer is the config's: delete it and set train.optim, "
+    "train.learning_rate and train.weight_decay",
+    "scheduler": "the schedule is the config's: delete it and set train.lr_scheduler_type and "
+    "train.warmup_steps",
     "torch_autocast": "the precision is the config's: delete it and set train.bf16 or train.fp16",
-    "dataloader_drop_last": "the order of rows is the run's; delete it",
-    "data_efficiency": "the order of rows is the run's; delete it",
-    "tensor_parallel": "runs here split data, not layers, so batch sizes would not add up; delete it",
-    "sequence_parallel_size": "runs here split data, not sequences, so batch sizes would not add up; delete it",
-    "expert_parallel": "runs here split data, not experts, so batch sizes would not add up; delete it",
-    "pipeline": "runs here split data, not layers, so batch sizes would not add up; delete it",
+    "dataloader_drop_last": _OWN_ORDER,
+    "data_efficiency": _OWN_ORDER,
+    "tensor_parallel": _OTHER_PARALLELISM.format("layers"),
+    "sequence_parallel_size": _OTHER_PARALLELISM.format("sequences"),
+    "expert_parallel": _OTHER_PARALLELISM.format("experts"),
+    "pipeline": _OTHER_PARALLELISM.format("layers"),
     "autotuning": "the plan chooses the batch (make plan); delete it",
 }
 
-# "auto" that is DeepSpeed's own word for a default and stays
+# Keys whose "auto" is DeepSpeed's own word for a default; it stays.
 OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules"})

@@ -1,49 +1,59 @@
-"""The layers of a config: built-in defaults, YAML files with their includes, the environment, --set words.
+"""The layers of a config: built-in defaults, YAML files with includes, environment, --set words.
 
-Each becomes `{"train.batch_size": Located(4, "configs/a.yaml:7")}`; what cannot be read is added to a list of problems,
-so that one error can name them all. Opens YAML files and nothing else; the environment arrives as a mapping.
+Each becomes `{"train.batch_size": Located(4, "configs/a.yaml:7")}`. What cannot be read is added to
+a list of problems, so that one error can name them all. Opens YAML files and nothing else; the
+environment is passed in as a mapping.
 """
 
 import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic_core import PydanticUndefined
 
 from sft_play.config.messages import nearest, wanted, word
 from sft_play.config.schema import Config, Section, env_name, is_structured, kinds, settings
-from sft_play.config.yaml_source import Located, parse_flow, parse_names, parse_scalar, read_mapping
+from sft_play.config.yaml_source import (
+    Located,
+    YamlValue,
+    parse_flow,
+    parse_names,
+    parse_scalar,
+    read_mapping,
+)
 from sft_play.errors import ConfigError
 
 BUILT_IN = "built-in default"
 PREFIXES = tuple(f"{section.upper()}_" for section in Config.model_fields)
 NULLS = ("null", "none", "None", "~")
 
-Layer = dict[str, Located]
+Layer = dict[str, Located]  # by dotted name
 
 
 def displayed(path: Path) -> str:
-    """Return a file's name that opens from here and reads well: relative where it lies below the current folder."""
+    """Return a file's name for messages: relative where it is below the current folder."""
     relative = os.path.relpath(path)
     return str(path.absolute()) if relative.startswith("..") else relative
 
 
 def defaults() -> Layer:
     """Return every setting at its built-in default."""
-    values = {
-        path: field.get_default(call_default_factory=True) for path, field in settings().items()
-    }
-    assert PydanticUndefined not in values.values(), "every setting has a default"
-    return {path: Located(value, BUILT_IN) for path, value in values.items()}
+    layer: Layer = {}
+    for path, field in settings().items():
+        value = field.get_default(call_default_factory=True)
+        assert value is not PydanticUndefined, f"{path} has a default"
+        layer[path] = Located(value, BUILT_IN)
+    return layer
 
 
 def from_files(source: Path, base: Path, problems: list[str]) -> list[Layer]:
     """Return the layers of a config file, weakest first: base, what it includes, the file itself.
 
-    Paths of an include are relative to the including file; a file that is reached twice counts where it came first.
+    Paths of an include are relative to the including file. A file that is reached twice counts
+    where it came first.
+
     Raises: ConfigError for files that cannot be read and includes that go in a circle.
     """
     layers: list[Layer] = []
@@ -59,7 +69,7 @@ def from_files(source: Path, base: Path, problems: list[str]) -> list[Layer]:
             if child.resolve() not in merged:
                 visit(child, trail)
         merged.add(path.resolve())
-        layers.append(_leaves(mapping, problems))
+        layers.append(_settings_of(mapping, problems))
 
     if base.exists():
         visit(base, ())
@@ -74,39 +84,35 @@ def _include_names(include: Located | None) -> list[str]:
     names = include.value if isinstance(include.value, list) else [include.value]
     if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
-            f"{include.origin}: include={word(include.value)} is not valid; write a file name, or a list of them"
+            f"{include.origin}: include={word(include.value)} is not valid; "
+            "write a file name, or a list of them"
         )
     return names
 
 
 def _refuse_bad_include(include: Located, name: str, child: Path, trail: tuple[Path, ...]) -> None:
     if child.resolve() in trail:
-        circle = " -> ".join(
-            displayed(step) for step in (*trail[trail.index(child.resolve()) :], child.resolve())
-        )
+        circle = [*trail[trail.index(child.resolve()) :], child.resolve()]
         raise ConfigError(
-            f"{include.origin}: include={name} goes in a circle: {circle}; delete one of them"
+            f"{include.origin}: include={name} goes in a circle: "
+            f"{' -> '.join(map(displayed, circle))}; delete one of them"
         )
-    if not child.is_file():
-        beside = {
-            file.stem: file.name
-            for file in sorted(child.parent.glob("*.y*ml"))
-            if file.resolve() not in trail
-        }
-        near = difflib.get_close_matches(child.stem, beside, n=1)
-        hint = (
-            f"did you mean {Path(name).parent / beside[near[0]]}?"
-            if near
-            else "write it relative to the including file"
-        )
-        raise ConfigError(
-            f"{include.origin}: include={name}: no such file {displayed(child)}; {hint}"
-        )
+    if child.is_file():
+        return
+    candidates = [
+        file for file in sorted(child.parent.glob("*.y*ml")) if file.resolve() not in trail
+    ]
+    names_by_stem = {file.stem: file.name for file in candidates}
+    near = difflib.get_close_matches(child.stem, names_by_stem, n=1)
+    hint = "write it relative to the including file"
+    if near:
+        hint = f"did you mean {Path(name).parent / names_by_stem[near[0]]}?"
+    raise ConfigError(f"{include.origin}: include={name}: no such file {displayed(child)}; {hint}")
 
 
-def _leaves(mapping: dict[str, Located], problems: list[str]) -> Layer:
-    """Return a file's settings by dotted path; unknown names and misplaced sections become problems."""
-    leaves: Layer = {}
+def _settings_of(mapping: dict[str, Located], problems: list[str]) -> Layer:
+    """Return a file's settings by dotted name; unknown names become problems."""
+    layer: Layer = {}
     known = settings()
 
     def visit(section: type[Section], node: dict[str, Located], prefix: str) -> None:
@@ -114,61 +120,62 @@ def _leaves(mapping: dict[str, Located], problems: list[str]) -> Layer:
             path = f"{prefix}{key}"
             field = section.model_fields.get(key)
             if field is None:
-                problems.append(f"{located.origin}: {_unknown(path, located, prefix)}")
+                problems.append(f"{located.origin}: {_unknown_key(key, located, prefix)}")
+            elif path in known and is_structured(path):
+                layer[path] = Located(_without_origins(located), located.origin, located.text)
             elif path in known:
-                leaves[path] = (
-                    Located(_plain(located.value), located.origin, located.text)
-                    if is_structured(path)
-                    else located
-                )
+                layer[path] = located
             elif isinstance(located.value, dict):
                 visit(field.annotation, located.value, f"{path}.")
             elif located.value is not None:  # null: `train:` with everything below it commented out
                 typed = word(located.value) if located.text is None else located.text
                 problems.append(
-                    f"{located.origin}: {path}={typed} is not valid: {path} is a section; write its settings below it"
+                    f"{located.origin}: {path}={typed} is not valid: {path} is a section; "
+                    "write its settings below it"
                 )
 
     visit(Config, mapping, "")
-    return leaves
+    return layer
 
 
-def _plain(value: Any) -> Any:
-    """Return a value without the places of its parts."""
+def _without_origins(value: Located | YamlValue) -> YamlValue:
+    """Return a value as plain mappings, lists and scalars."""
     if isinstance(value, Located):
-        return _plain(value.value)
+        return _without_origins(value.value)
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list) else value
+        return {key: _without_origins(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_without_origins(part) for part in value]
+    return value
 
 
-def _unknown(path: str, located: Located, prefix: str) -> str:
-    key = path.removeprefix(prefix)
+def _unknown_key(key: str, located: Located, prefix: str) -> str:
     if key == "include":
         return "include stands inside a section; write it at the top level of the file"
     if key in settings():
-        section, name = key.rsplit(".", 1)
-        return f"'{key}' is one key with dots; write {name}: {word(located.value)} below {section.replace('.', ': ')}:"
-    variables = _by_variable()
-    if key.upper() in variables:
-        return f"'{key}' is a variable of the shell; in a file write {variables[key.upper()]}"
+        section, _, name = key.rpartition(".")
+        return (
+            f"'{key}' is one key with dots; write {name}: {word(located.value)} "
+            f"below {section.replace('.', ': ')}:"
+        )
+    by_variable = _settings_by_variable()
+    if key.upper() in by_variable:
+        return f"'{key}' is a variable of the shell; in a file write {by_variable[key.upper()]}"
+    path = f"{prefix}{key}"
     return f"unknown setting '{path}'{_did_you_mean(nearest(path, settings(), _sections()))}"
 
 
-def _by_variable() -> dict[str, str]:
+def _settings_by_variable() -> dict[str, str]:
     return {env_name(path): path for path in settings()}
 
 
 def _sections() -> list[str]:
-    """Every section's dotted name, outer ones first."""
-    parts = [path.split(".")[:-1] for path in settings()]
-    return list(
-        dict.fromkeys(".".join(part[:n]) for part in parts for n in range(1, len(part) + 1))
-    )
-
-
-def _first_below(section: str) -> str:
-    return next(path for path in settings() if path.startswith(f"{section}."))
+    """Return the dotted name of every section, outer ones first."""
+    names: dict[str, None] = {}  # a set that keeps its order
+    for path in settings():
+        parts = path.split(".")
+        names.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
+    return list(names)
 
 
 def _did_you_mean(name: str | None) -> str:
@@ -176,91 +183,82 @@ def _did_you_mean(name: str | None) -> str:
 
 
 def from_environment(environ: Mapping[str, str], problems: list[str]) -> Layer:
-    """Return the settings that variables such as TRAIN_BATCH_SIZE give; an empty one counts as unset."""
-    known = _by_variable()
+    """Return the settings in variables such as TRAIN_BATCH_SIZE; an empty variable is unset."""
+    by_variable = _settings_by_variable()
     layer: Layer = {}
     for name in sorted(environ):
         text = environ[name].strip()
         if not name.startswith(PREFIXES) or not text:
             continue
-        if name in known:
-            layer[known[name]] = _typed(known[name], text, f"environment {name}", problems)
+        if name in by_variable:
+            path = by_variable[name]
+            layer[path] = _read_word(path, text, f"environment {name}", problems)
         else:  # its value is not repeated: it may be another program's secret
-            problems.append(f"environment {name}: no such setting; {_variable_hint(name, known)}")
+            problems.append(f"environment {name}: no such setting; {_variable_hint(name)}")
     return layer
 
 
-def _variable_hint(name: str, known: dict[str, str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    near = close[0] if close else None
-    if near is None:
+def _variable_hint(name: str) -> str:
+    near = difflib.get_close_matches(name, _settings_by_variable(), n=1, cutoff=0.85)
+    if not near:
         path = nearest(name.lower().replace("_", ".", 1), settings())
-        near = env_name(path) if path else None
-    return (
-        f"did you mean {near}? If it is another program's, unset {name}"
-        if near
-        else f"unset {name} if it is another program's"
-    )
+        near = [env_name(path)] if path else []
+    if near:
+        return f"did you mean {near[0]}? If it is another program's, unset {name}"
+    return f"unset {name} if it is another program's"
 
 
 def from_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
-    """Return the settings of `train.batch_size=4` words."""
+    """Return the settings in words such as `train.batch_size=4`."""
     layer: Layer = {}
     for entry in overrides:
         path, equals, text = entry.partition("=")
-        if not equals:
-            problems.append(
-                f"--set {entry}: has no value; write --set name=value, such as --set train.batch_size=4"
-            )
-        elif path in _sections():
-            problems.append(
-                f"--set {entry}: {path} is a section; write one of its settings, such as --set {_first_below(path)}=value"
-            )
-        elif path not in settings():
-            problems.append(
-                f"--set {entry}: unknown setting '{path}'{_did_you_mean(nearest(path, settings()))}"
-            )
-        elif not text.strip():
-            null = (
-                f", or --set {path}=null"
-                if type(None) in kinds(settings()[path].annotation)
-                else ""
-            )
-            problems.append(f"--set {entry}: has no value; write --set {path}=value{null}")
+        text = text.strip()
+        if equals and text and path in settings():
+            layer[path] = _read_word(path, text, f"--set {path}", problems)
         else:
-            layer[path] = _typed(path, text.strip(), f"--set {path}", problems)
+            problems.append(f"--set {entry}: {_override_problem(path, has_equals=bool(equals))}")
     return layer
 
 
-def _typed(path: str, text: str, origin: str, problems: list[str]) -> Located:
-    """Read a word from the shell by the setting's type: a text stays as typed, a list splits at commas."""
+def _override_problem(path: str, has_equals: bool) -> str:
+    """Return what is wrong with a word of --set that sets nothing."""
+    if not has_equals:
+        return "has no value; write --set name=value, such as --set train.batch_size=4"
+    if path in _sections():
+        first = next(name for name in settings() if name.startswith(f"{path}."))
+        return f"{path} is a section; write one of its settings, such as --set {first}=value"
+    if path not in settings():
+        return f"unknown setting '{path}'{_did_you_mean(nearest(path, settings()))}"
+    takes_null = type(None) in kinds(settings()[path].annotation)
+    null = f", or --set {path}=null" if takes_null else ""
+    return f"has no value; write --set {path}=value{null}"
+
+
+def _read_word(path: str, text: str, origin: str, problems: list[str]) -> Located:
+    """Read a word of the shell by the type of its setting; one that cannot be read is a problem."""
+    try:
+        return Located(_parse_word(path, text), origin, text)
+    except yaml.YAMLError:
+        if is_structured(path):
+            problems.append(f"{origin}: {path}={word(text)} cannot be read; write {wanted(path)}")
+            return Located(None, origin, text)
+        problems.append(
+            f"{origin}: {path}={text} cannot be read; "
+            "write names with commas between them: q_proj,v_proj"
+        )
+        return Located([], origin, text)
+
+
+def _parse_word(path: str, text: str) -> YamlValue:
+    """Return the value of a word: a text stays as typed, a list splits at commas."""
     expected = kinds(settings()[path].annotation)
-    return Located(_value(path, text, origin, expected, problems), origin, text)
-
-
-def _value(path: str, text: str, origin: str, expected: set[Any], problems: list[str]) -> Any:
     if text in NULLS and type(None) in expected:
         return None
-    if text in [choice for kind in expected for choice in getattr(kind, "__args__", ())]:
+    if any(text in getattr(kind, "__args__", ()) for kind in expected):  # a choice of a Literal
         return text
     if is_structured(path) and text[:1] in ("{", "["):
-        return _structured(path, text, origin, problems)
+        return parse_flow(text)
     if str in expected:
         return text
-    if list not in expected:
-        return parse_scalar(text)
-    try:
-        return parse_names(text)
-    except yaml.YAMLError:
-        problems.append(
-            f"{origin}: {path}={text} cannot be read; write names with commas between them: q_proj,v_proj"
-        )
-        return []
-
-
-def _structured(path: str, text: str, origin: str, problems: list[str]) -> Any:
-    try:
-        return parse_flow(text)
-    except yaml.YAMLError:
-        problems.append(f"{origin}: {path}={word(text)} cannot be read; write {wanted(path)}")
-        return None
+    return parse_names(text) if list in expected else parse_scalar(text)

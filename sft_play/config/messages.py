@@ -1,10 +1,10 @@
-"""The wording of config errors: a value as it was typed, what to type instead, the nearest real name. Pure."""
+"""The wording of config errors: the value as typed, what to type instead, the nearest name. Pure."""
 
 import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,8 +14,17 @@ from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 
 PROBLEMS_SHOWN = 8
-WORD_LENGTH = 80  # characters of a value that a message repeats
-# Names that transformers, TRL, PEFT and Unsloth use for what a setting here does.
+WORD_LENGTH = 80  # most characters of a value that a message repeats
+# annotated_types constraint: the words for it
+BOUNDS = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
+TYPE_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+}
+# Names in transformers, TRL, PEFT and Unsloth: the setting here that does the same.
 FOREIGN = {
     "per_device_train_batch_size": "train.batch_size",
     "per_device_eval_batch_size": "train.eval_batch_size",
@@ -52,17 +61,19 @@ FOREIGN = {
 
 def refuse(problems: list[str]) -> None:
     """Raise ConfigError with one problem a line, if there is any."""
-    if problems:
-        more = (
-            [f"... and {len(problems) - PROBLEMS_SHOWN} more"]
-            if len(problems) > PROBLEMS_SHOWN
-            else []
-        )
-        raise ConfigError("\n".join([*problems[:PROBLEMS_SHOWN], *more]))
+    if not problems:
+        return
+    lines = problems[:PROBLEMS_SHOWN]
+    if len(problems) > PROBLEMS_SHOWN:
+        lines.append(f"... and {len(problems) - PROBLEMS_SHOWN} more")
+    raise ConfigError("\n".join(lines))
 
 
 def word(value: Any, length: int = WORD_LENGTH) -> str:
-    """Return a value as YAML and the shell spell it: `true`, `null`, `[q_proj, v_proj]`; cut after `length` characters."""
+    """Return a value as YAML and the shell spell it, such as `true` or `[q_proj, v_proj]`.
+
+    A spelling longer than `length` characters is cut.
+    """
     if isinstance(value, bool | None):
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, BaseModel):
@@ -70,118 +81,115 @@ def word(value: Any, length: int = WORD_LENGTH) -> str:
     if isinstance(value, dict):
         if any(isinstance(part, Located) for part in value.values()):
             return "{...}"
-        return _shortened(
-            f"{{{', '.join(f'{key}: {word(part)}' for key, part in value.items())}}}", length
-        )
+        members = ", ".join(f"{key}: {word(part)}" for key, part in value.items())
+        return _shorten(f"{{{members}}}", length)
     if isinstance(value, list):
-        # a list that aliases nest could spell out to gigabytes
-        return _shortened(
-            f"[{', '.join('[...]' if isinstance(item, list) else word(item) for item in value[:length])}]",
-            length,
-        )
-    return _shortened(str(value), length) or '""'
+        items = ", ".join(map(_item_word, value[:length]))
+        return _shorten(f"[{items}]", length)
+    return _shorten(str(value), length) or '""'
 
 
-def _shortened(text: str, length: int = WORD_LENGTH) -> str:
+def _item_word(item: Any) -> str:
+    # a list that aliases nest could spell out to gigabytes
+    return "[...]" if isinstance(item, list) else word(item)
+
+
+def _shorten(text: str, length: int = WORD_LENGTH) -> str:
     text = " ".join(text.split())
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def is_switch(path: str) -> bool:
     """Return whether a setting takes true or false; the strategies read false as their `no`."""
-    return any(
-        kind is bool or "no" in typing.get_args(kind) for kind in kinds(settings()[path].annotation)
-    )
+    admitted = kinds(settings()[path].annotation)
+    return bool in admitted or any("no" in typing.get_args(kind) for kind in admitted)
 
 
 def invalid(path: str, located: Located) -> str:
-    """Return `configs/a.yaml:7: train.batch_size=two is not valid; write a whole number of at least 1, or auto`."""
-    value, field = located.value, settings()[path]
-    typed = word(value) if located.text is None else _shortened(located.text)
-    name, wanted_words = path.rsplit(".", 1)[-1], f"write {wanted(path)}"
+    """Return the message for a value that its setting does not take.
+
+    `configs/a.yaml:7: train.batch_size=two is not valid; write a whole number of at least 1, or auto`
+    """
+    value = located.value
+    typed = word(value) if located.text is None else _shorten(located.text)
+    write = f"write {wanted(path)}"
     if value is None and not typed:
-        return f"{located.origin}: {path} has no value; {wanted_words}, or delete the line"
-    if isinstance(value, dict) and not is_structured(path):
-        return f"{located.origin}: {path} takes one value, not settings below it; {wanted_words}"
-    if str in kinds(field.annotation) and isinstance(value, bool | int | float):
+        sentence = f" has no value; {write}, or delete the line"
+    elif isinstance(value, dict) and not is_structured(path):
+        sentence = f" takes one value, not settings below it; {write}"
+    elif str in kinds(settings()[path].annotation) and isinstance(value, bool | int | float):
         kind = "a switch" if isinstance(value, bool) else "a number"
-        return f'{located.origin}: {path}={typed} is {kind}, not a text; put it in quotes: {name}: "{typed}"'
-    if isinstance(value, bool):
-        return f"{located.origin}: {path}={typed} is a switch; {wanted_words}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{located.origin}: {path}={typed} is not finite; {wanted_words}"
-    if value == "":
-        return f"{located.origin}: {path} is empty; {wanted_words}"
-    return f"{located.origin}: {path}={typed} is not valid; {wanted_words}"
+        name = path.rpartition(".")[2]
+        sentence = f'={typed} is {kind}, not a text; put it in quotes: {name}: "{typed}"'
+    elif isinstance(value, bool):
+        sentence = f"={typed} is a switch; {write}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        sentence = f"={typed} is not finite; {write}"
+    elif value == "":
+        sentence = f" is empty; {write}"
+    else:
+        sentence = f"={typed} is not valid; {write}"
+    return f"{located.origin}: {path}{sentence}"
 
 
 def wanted(path: str) -> str:
-    """Return `a whole number of at least 1, or auto`: what a setting takes, from the schema."""
+    """Return what a setting takes, by the schema: `a whole number of at least 1, or auto`."""
     field = settings()[path]
     special = (field.json_schema_extra or {}).get("write")
-    words = [special or _words_of(field.annotation, field.metadata)]
-    if special and type(None) in kinds(field.annotation):
-        words.append("null")
-    return ", or ".join(words)
+    if special is None:
+        return _type_words(field.annotation, field.metadata)
+    return f"{special}, or null" if type(None) in kinds(field.annotation) else special
 
 
-def _words_of(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+def _type_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
-        inner, *extra = typing.get_args(annotation)
-        return _words_of(
-            inner,
-            [constraint for item in extra for constraint in getattr(item, "metadata", [item])],
-        )
+        inner, *extra = arguments
+        return _type_words(inner, [part for item in extra for part in _constraints(item)])
     if origin in (typing.Union, types.UnionType):
-        return ", or ".join(
-            _words_of(argument, metadata) for argument in typing.get_args(annotation)
-        )
+        return ", or ".join(_type_words(argument, metadata) for argument in arguments)
     if origin is typing.Literal:
-        *others, last = map(str, typing.get_args(annotation))
+        *others, last = map(str, arguments)
         return f"{', '.join(others)} or {last}" if others else last
     if origin is list:
         return "a list of names"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        type(None): "null",
-    }[annotation]
-    bounds = [
-        f"{phrase} {getattr(item, name)}"
-        for item in metadata
-        for name, phrase in (
-            ("ge", "of at least"),
-            ("gt", "above"),
-            ("lt", "below"),
-            ("le", "of at most"),
-        )
-        if getattr(item, name, None) is not None
-    ]
-    return f"{words} {' and '.join(bounds)}" if bounds else words
+    words = TYPE_WORDS[annotation]
+    bounds = " and ".join(phrase for item in metadata for phrase in _bound_words(item))
+    return f"{words} {bounds}" if bounds else words
+
+
+def _constraints(item: Any) -> Iterable[Any]:
+    """Return the constraints in one item of an Annotated: a pydantic FieldInfo holds several."""
+    return getattr(item, "metadata", [item])
+
+
+def _bound_words(constraint: Any) -> Iterator[str]:
+    for name, phrase in BOUNDS.items():
+        bound = getattr(constraint, name, None)
+        if bound is not None:
+            yield f"{phrase} {bound}"
 
 
 def nearest(path: str, known: Iterable[str], sections: Iterable[str] = ()) -> str | None:
     """Return the real name that a mistyped dotted name most likely means.
 
-    In order: the same last word in another section, another library's name for it, the likeliest spelling of the
-    whole name, the likeliest spelling of its last word.
+    In order: the same last word in another section, another library's name for it, the closest
+    spelling of the whole name, the closest spelling of its last word.
     """
     names = [*known, *sections]
-    by_leaf: dict[str, str] = {}
+    by_last_word: dict[str, str] = {}
     for name in names:
-        by_leaf.setdefault(name.rsplit(".", 1)[-1], name)
-    by_leaf |= {
-        foreign: name
-        for foreign, name in FOREIGN.items()
-        if foreign not in by_leaf and name in names
-    }
+        by_last_word.setdefault(name.rpartition(".")[2], name)
+    for foreign, name in FOREIGN.items():
+        if name in names:
+            by_last_word.setdefault(foreign, name)
     lowered = path.lower()
-    leaf = lowered.rsplit(".", 1)[-1]
-    if leaf in by_leaf:
-        return by_leaf[leaf]
-    whole = difflib.get_close_matches(lowered, names, n=1, cutoff=0.75)
-    last = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.65)]
-    return next(iter([*whole, *last]), None)
+    last_word = lowered.rpartition(".")[2]
+    if last_word in by_last_word:
+        return by_last_word[last_word]
+    if close := difflib.get_close_matches(lowered, names, n=1, cutoff=0.75):
+        return close[0]
+    if close := difflib.get_close_matches(last_word, by_last_word, n=1, cutoff=0.65):
+        return by_last_word[close[0]]
+    return None

@@ -1,51 +1,62 @@
-"""YAML with line numbers: text in, values that know the line they stand on. Knows no schema and no environment."""
+"""Reads YAML so that every value knows its file and line. Knows no schema and no environment."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from sft_play.errors import ConfigError
 
 TAG = "tag:yaml.org,2002:"
-# YAML 1.2 scalars: 1e-4 is a float, `no` and 2024-01-01 are texts, 010 is ten, only true and false are booleans.
-# Whole numbers over 18 digits stay text: int() refuses thousands of digits with an error that names no line.
+# A value of a config file. Inside a mapping each value is a Located.
+YamlValue = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+class Scalar(NamedTuple):
+    """How one type of scalar is recognised."""
+
+    tag: str
+    pattern: str
+    first_characters: list[str]  # "" is the empty scalar
+
+
+# YAML 1.2 scalars: 1e-4 is a float, `no` and 2024-01-01 are texts, 010 is ten, and only true and
+# false are booleans. Whole numbers over 18 digits stay text: int() refuses thousands of digits with
+# an error that names no line.
 SCALARS = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
-    (
+    Scalar("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    Scalar("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    Scalar("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
+    Scalar(
         "float",
         r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
         list("-+.0123456789"),
     ),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
-    ("merge", r"<<", ["<"]),
+    Scalar("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
+    Scalar("merge", r"<<", ["<"]),
 )
 KNOWN_TAGS = {f"{TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
-ADVICE = (  # a fragment of PyYAML's sentence, what to do about it
-    (r"'\t'", "indent with spaces, not tabs"),
-    (
-        "mapping values are not allowed",
-        "put a value that contains ': ' in quotes, or check the indentation",
-    ),
-    ("expected <block end>", "check the indentation"),
-    ("could not find expected ':'", "write name: value, with a space after the colon"),
-    ("found another document", "a config is one document; delete the --- before this line"),
-    ("undefined alias", "define it with & first, or put a value that begins with * in quotes"),
-    ("cannot start any token", "put the value in quotes"),
-)
+ADVICE = {  # a fragment of PyYAML's sentence: what to do about it
+    r"'\t'": "indent with spaces, not tabs",
+    "mapping values are not allowed": "put a value that contains ': ' in quotes, or check the "
+    "indentation",
+    "expected <block end>": "check the indentation",
+    "could not find expected ':'": "write name: value, with a space after the colon",
+    "found another document": "a config is one document; delete the --- before this line",
+    "undefined alias": "define it with & first, or put a value that begins with * in quotes",
+    "cannot start any token": "put the value in quotes",
+}
 
 
 @dataclass(frozen=True)
 class Located:
     """A value and where it was written: `configs/a.yaml:12`. A mapping's value is `dict[str, Located]`."""
 
-    value: Any
+    value: YamlValue
     origin: str
-    text: str | None = None  # a scalar as it was typed: 1.10 rather than 1.1
+    text: str | None = None  # a scalar as it was typed: 1.10 and not 1.1
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,7 +64,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes every text that YAML 1.1 or the scalars above would read as something else."""
+    """SafeDumper that quotes texts that YAML 1.1 or the scalars above would read differently."""
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -61,29 +72,29 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 _Loader.yaml_implicit_resolvers = {}
-for _name, _pattern, _first in SCALARS:
+for _scalar in SCALARS:
+    _regex = re.compile(f"^(?:{_scalar.pattern})$")
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"{TAG}{_name}", re.compile(f"^(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(f"{TAG}{_scalar.tag}", _regex, _scalar.first_characters)
 _Loader.add_constructor(f"{TAG}int", _construct_int)
 
 
-def parse_scalar(text: str) -> Any:
-    """Return what `text` means as one YAML scalar: `4`, `1e-4`, `true`, `null`; anything else is the text itself."""
+def parse_scalar(text: str) -> YamlValue:
+    """Return one YAML scalar: `4`, `1e-4`, `true` or `null`; anything else is a text."""
     loader = _Loader("")
     text = text.strip()
-    return loader.construct_object(
-        yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
-    )
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
-def parse_names(text: str) -> list[Any]:
+def parse_names(text: str) -> YamlValue:
     """Return `q_proj,v_proj` or `["q_proj", "v_proj"]` as a list. Raises yaml.YAMLError."""
     if text.lstrip().startswith("["):
         return parse_flow(text)
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def parse_flow(text: str) -> Any:
+def parse_flow(text: str) -> YamlValue:
     """Return the value of `[a, b]` or `{a: 1}`. Raises yaml.YAMLError."""
     return yaml.load(text, Loader=_Loader)
 
@@ -94,22 +105,26 @@ def dump(tree: dict[str, Any]) -> str:
 
 
 def read_mapping(path: Path, shown: str | None = None) -> dict[str, Located]:
-    """Return the top-level mapping of a YAML file, keys in order; an empty file is an empty mapping.
+    """Return the top-level mapping of a YAML file, keys in order; {} for an empty file.
 
     `shown` is the file's name in origins and messages, by default the path.
 
-    Raises: ConfigError with file:line for syntax errors, duplicate keys, a top level that is no mapping, broken UTF-8.
+    Raises: ConfigError with file:line for syntax errors, duplicate keys, a top level that is no
+    mapping, and broken UTF-8.
     """
     shown = shown or str(path)
     text = _read_text(path, shown)
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        located = _Reading(loader, shown).located(node) if node else Located({}, f"{shown}:1")
+        if node is None:
+            return {}
+        located = _Reading(loader, shown).located(node)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
-            f"{shown}:{line}: not valid YAML: character {error.character:#06x} is not allowed; delete it"
+            f"{shown}:{line}: not valid YAML: character {error.character:#06x} is not allowed; "
+            "delete it"
         ) from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_error(error, shown)) from None
@@ -118,9 +133,10 @@ def read_mapping(path: Path, shown: str | None = None) -> dict[str, Located]:
             f"{shown}: nested too deeply to read; a config has three levels"
         ) from None
     if not isinstance(located.value, dict):
-        wrong = located.text if located.text is not None else "a list"
+        wrong = "a list" if located.text is None else located.text
         raise ConfigError(
-            f"{located.origin}: a config is a mapping of sections (model:, tuning:, train:, data:), not {wrong}"
+            f"{located.origin}: a config is a mapping of sections (model:, tuning:, train:, "
+            f"data:), not {wrong}"
         )
     return located.value
 
@@ -136,8 +152,9 @@ def _read_text(path: Path, shown: str) -> str:
         raise ConfigError(f"{shown}: is a folder; name a .yaml file in it") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
         raise ConfigError(
-            f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8"
+            f"{shown}:{line}: not UTF-8: byte 0x{byte:02x}; save the file as UTF-8"
         ) from None
     except OSError as error:
         raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
@@ -145,30 +162,28 @@ def _read_text(path: Path, shown: str) -> str:
 
 def _syntax_error(error: yaml.MarkedYAMLError, shown: str) -> str:
     mark = error.problem_mark or error.context_mark
-    if (
-        error.context == "while scanning a simple key"
-    ):  # the key without a colon; the problem is found a line later
-        mark = error.context_mark
+    if error.context == "while scanning a simple key":
+        mark = error.context_mark  # the key without a colon; the problem is found a line later
+    line = mark.line + 1 if mark else 1
     sentence = " ".join(filter(None, (error.context, error.problem)))
-    advice = next((f"; {words}" for fragment, words in ADVICE if fragment in sentence), "")
-    return f"{shown}:{mark.line + 1 if mark else 1}: not valid YAML: {sentence}{advice}"
+    advice = next((f"; {words}" for fragment, words in ADVICE.items() if fragment in sentence), "")
+    return f"{shown}:{line}: not valid YAML: {sentence}{advice}"
 
 
 class _Reading:
-    """One file on its way from nodes to values; nodes that an alias repeats are turned once."""
+    """Converts the nodes of one file to values; a node that aliases repeat is converted once."""
 
     def __init__(self, loader: _Loader, shown: str) -> None:
         self.loader = loader
         self.shown = shown
-        self.done: dict[
-            int, Located | None
-        ] = {}  # by node identity; None while the node is being turned
+        # by id(node); None while the node is being converted
+        self.done: dict[int, Located | None] = {}
 
     def located(self, node: yaml.Node) -> Located:
         """Return a node's value: mappings keep Located values, sequences become plain lists."""
         if id(node) not in self.done:
             self.done[id(node)] = None
-            self.done[id(node)] = self._turned(node)
+            self.done[id(node)] = self._convert(node)
         located = self.done[id(node)]
         if located is None:
             raise ConfigError(
@@ -176,11 +191,11 @@ class _Reading:
             )
         return located
 
-    def _turned(self, node: yaml.Node) -> Located:
+    def _convert(self, node: yaml.Node) -> Located:
         origin = self._at(node)
         if node.tag not in KNOWN_TAGS:
             raise ConfigError(
-                f"{origin}: the tag {node.tag.replace(TAG, '!!')} has no meaning in a config; delete it"
+                f"{origin}: the tag {_short_tag(node)} has no meaning in a config; delete it"
             )
         if isinstance(node, yaml.SequenceNode):
             return Located([self.located(child).value for child in node.value], origin)
@@ -192,16 +207,17 @@ class _Reading:
             values[key.value] = Located(located.value, self._at(key), located.text)
         return Located(values, origin)
 
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
+    def _scalar(self, node: yaml.ScalarNode) -> YamlValue:
         try:
             return self.loader.construct_object(node)
         except ValueError:  # `!!int two`
             raise ConfigError(
-                f"{self._at(node)}: {node.value!r} does not fit its tag {node.tag.replace(TAG, '!!')}; delete the tag"
+                f"{self._at(node)}: {node.value!r} does not fit its tag {_short_tag(node)}; "
+                "delete the tag"
             ) from None
 
     def _pairs(self, node: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-        """A mapping's pairs, those that it merges in (`<<: *defaults`) first: its own override them."""
+        """Return a mapping's pairs, those merged in (`<<: *defaults`) first: its own win."""
         self._refuse_bad_keys(node)
         merged: list[tuple[yaml.ScalarNode, yaml.Node]] = []
         own = []
@@ -213,7 +229,8 @@ class _Reading:
             for source in reversed(sources):  # of several the first one wins
                 if not isinstance(source, yaml.MappingNode):
                     raise ConfigError(
-                        f"{self._at(key)}: << merges mappings; write <<: *name of one, or a list of them"
+                        f"{self._at(key)}: << merges mappings; write <<: *name of one, "
+                        "or a list of them"
                     )
                 merged += self._pairs(source)
         return merged + own
@@ -229,7 +246,8 @@ class _Reading:
                 )
             if key.value in first_line:
                 problems.append(
-                    f"{self._at(key)}: key '{key.value}' is given twice, first on line {first_line[key.value]}; keep one of them"
+                    f"{self._at(key)}: key '{key.value}' is given twice, "
+                    f"first on line {first_line[key.value]}; keep one of them"
                 )
             first_line.setdefault(key.value, line)
         if problems:
@@ -237,3 +255,7 @@ class _Reading:
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self.shown}:{node.start_mark.line + 1}"
+
+
+def _short_tag(node: yaml.Node) -> str:
+    return node.tag.replace(TAG, "!!")
