@@ -13,29 +13,37 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_play.process import Process
+from sft_play.training.memory import MemoryMeter
+
 GIB = 2**30
 
 
-class FakeGpu:
+class FakeGpu(MemoryMeter):
     """Memory in which a step takes `fixed` bytes, and `token` bytes for each token and layer, a tenth of it where that is checkpointed.
 
     From `cliff` tokens of a micro-batch on it takes twice as much, which two smaller steps do not tell.
     """
 
-    is_exact = True
-
     def __init__(
         self, allocatable: float, fixed: float = 0.5, token: float = 1 / 1024, cliff: int = 10**9
     ):
+        super().__init__(Process.alone(torch.device("cpu")))
+        self.is_exact = True
         self.allocatable, self.fixed, self.token = (
             round(value * GIB) for value in (allocatable, fixed, token)
         )
         self.cliff, self.held, self.peak = cliff, self.fixed, self.fixed
         self.failures = 0
 
-    def watch(self) -> Any:
+    def of_process(self, process: Process, used_before_bytes: int) -> "FakeGpu":
+        """Become the memory of a rank; stands in for the constructor of MemoryMeter."""
+        self.process = process
+        return self
+
+    def count_forward_passes(self) -> Any:
         """Count every forward pass of every model from here on; return the handle that ends it."""
-        return nn.modules.module.register_module_forward_pre_hook(self._enter)
+        return nn.modules.module.register_module_forward_pre_hook(self._count)
 
     def reset(self) -> None:
         self.peak = self.held
@@ -46,7 +54,7 @@ class FakeGpu:
     def allocatable_bytes(self) -> int:
         return self.allocatable
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if (
             not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
         ):  # an evaluation, or a layer that is computed again
@@ -66,13 +74,13 @@ class FakeGpu:
 
 
 def main() -> int:
-    from sft_play.training import entry, probe, runtime
+    from sft_play.training import entry, runtime, worker
 
     memory = {name: values[runtime.rank()] for name, values in json.loads(sys.argv[2]).items()}
     if memory:
         gpu = FakeGpu(**memory)
-        gpu.watch()
-        probe.meter_of = lambda device: gpu
+        gpu.count_forward_passes()
+        worker.MemoryMeter = gpu.of_process
     return entry.main(Path(sys.argv[1]))
 
 

@@ -21,7 +21,7 @@ from sft_play.process import Process
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import BeforeFirstStep
-from sft_play.training.memory import MemoryWatch, components
+from sft_play.training.memory import MemoryMeter, components
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -57,8 +57,8 @@ def test_each_phase_holds_what_its_tensors_take_and_the_run_no_less(tmp_path, mo
     trainer = trainer_on_gpu(tmp_path, mode, packed=False)
     held = trained(trainer)
     phases, peak, context = (
-        trainer.memory.phases(),
-        trainer.memory.peak_bytes(),
+        trainer.memory.phase_peaks(),
+        trainer.memory.run_peak_bytes(),
         trainer.memory.context_bytes(),
     )
     lasting, gradients = held["weights"] + held["adapters"], held["adapters"] or held["weights"]
@@ -75,16 +75,16 @@ def test_looking_at_memory_makes_no_step_wait(tmp_path, watch: Watch):  # noqa: 
 
 
 def test_the_cost_of_a_phase_is_printed():
-    memory, number = MemoryWatch(Process(0, 0, 1, GPU)), 2000
+    memory, number = MemoryMeter(Process(0, 0, 1, GPU)), 2000
     started = time.perf_counter()
     for _ in range(number):
         memory.enter("forward")
     print(f"\na phase costs {(time.perf_counter() - started) / number * 1e6:.1f} us")
     block = torch.empty(1 << 28, dtype=torch.uint8, device=GPU)
-    assert memory.allocated_bytes() >= len(block)
+    assert memory.peak_bytes() >= len(block)
     del block
     memory.enter("backward")
-    assert memory.phases()["backward"] < memory.phases()["forward"] - (1 << 27), (
+    assert memory.phase_peaks()["backward"] < memory.phase_peaks()["forward"] - (1 << 27), (
         "each phase has a peak of its own"
     )
 

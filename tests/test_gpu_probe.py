@@ -204,8 +204,9 @@ def test_less_memory_means_smaller_steps_and_the_same_losses(
 def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
     base: Path, plan_run, build_trainer
 ) -> None:
+    from sft_play.process import Process
     from sft_play.training.dry_run import DryRun, digest
-    from sft_play.training.meter import GpuMeter
+    from sft_play.training.memory import MemoryMeter
 
     trainer, _ = build_trainer(
         plan_run({"model.name": base, "tuning.mode": "full", "model.max_seq_len": LONGEST})
@@ -219,7 +220,7 @@ def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
         trainer.model, trainer.optimizer
     )
     before, held = digest(trainer.model), torch.cuda.memory_allocated(device)
-    with DryRun(trainer, GpuMeter(device), steps_optimizer=True) as dry_run:
+    with DryRun(trainer, MemoryMeter(Process.alone(device)), steps_optimizer=True) as dry_run:
         point = dry_run.measure(2, LONGEST, 0, accumulates=True)
         assert min(point.phases.values()) > held
         torch.cuda.set_per_process_memory_fraction(

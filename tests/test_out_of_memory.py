@@ -21,7 +21,7 @@ from sft_play.plan.next_step import next_command, smaller
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.training.memory import MemoryWatch
+from sft_play.training.memory import MemoryMeter
 from sft_play.training.out_of_memory import ASKED, FREE, Explanation, amount, table
 from sft_play.training.trainer import SftTrainer
 
@@ -224,10 +224,10 @@ def test_what_a_probe_measured_beyond_the_plan_is_told_with_the_activations(plan
             "backward": {**phase, "measured_beyond": -GIB, "total": phase["total"] - GIB},
         },
     }
-    watch = MemoryWatch(process)
-    watch.enter("backward")
+    memory = MemoryMeter(process)
+    memory.enter("backward")
     told = [
-        Explanation(config, each, RunFolder(path), process, watch)(MemoryError("no"))[1][
+        Explanation(config, each, RunFolder(path), process, memory)(MemoryError("no"))[1][
             "components"
         ]
         for each in (plan, probed)

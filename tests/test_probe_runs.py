@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.runs.folder import RunFolder
-from sft_play.training import probe
+from sft_play.training import worker
 from sft_play.training.dry_run import DryRun, digest, step_without_change
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,7 +151,7 @@ def test_a_weight_that_changed_is_an_error(trainer) -> None:
 
 def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer) -> None:
     gpu, before = FakeGpu(0.6), digest(trainer.model)
-    handle = gpu.watch()
+    handle = gpu.count_forward_passes()
     try:
         with DryRun(trainer, gpu, steps_optimizer=True) as dry_run:
             assert dry_run.measure(1, 32, 0, accumulates=True) is not None
@@ -224,8 +224,8 @@ def on_fake(monkeypatch) -> Iterator[Callable[..., FakeGpu]]:
 
     def install(*args: Any, **kwargs: Any) -> FakeGpu:
         gpu = FakeGpu(*args, **kwargs)
-        handles.append(gpu.watch())
-        monkeypatch.setattr(probe, "meter_of", lambda device: gpu)
+        handles.append(gpu.count_forward_passes())
+        monkeypatch.setattr(worker, "MemoryMeter", gpu.of_process)
         return gpu
 
     yield install

@@ -24,7 +24,7 @@ from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
-from sft_play.training.memory import MemoryWatch
+from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Outcome, Probe
 from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, for_a_step
@@ -39,14 +39,14 @@ class Card:
 
     def __init__(self, process: Process, used_before_bytes: int):
         self.is_gpu = process.device.type == "cuda"
-        self.watch = MemoryWatch(process, used_before_bytes)
+        self.memory = MemoryMeter(process, used_before_bytes)
 
     def hold(self, limit_bytes: int | None) -> None:
         """Let this process take no more than `limit_bytes` in all; None takes the limit away."""
         if self.is_gpu:
             total = torch.cuda.mem_get_info()[1]
             torch.cuda.set_per_process_memory_fraction(
-                1.0 if limit_bytes is None else (limit_bytes - self.watch.context_bytes()) / total
+                1.0 if limit_bytes is None else (limit_bytes - self.memory.context_bytes()) / total
             )
             return
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -66,7 +66,7 @@ class Card:
     def peak_bytes(self) -> int | None:
         """Return the most that was reserved since `reset`, with what lies outside the allocator; None without a GPU."""
         return (
-            torch.cuda.max_memory_reserved() + self.watch.context_bytes() if self.is_gpu else None
+            torch.cuda.max_memory_reserved() + self.memory.context_bytes() if self.is_gpu else None
         )
 
     def wait(self) -> None:

@@ -19,7 +19,7 @@ from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.plan.probe_fit import Point
-from sft_play.training.meter import Meter
+from sft_play.training.memory import MemoryMeter
 from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, SftTrainer, for_a_step
 
@@ -45,13 +45,14 @@ class DryRun:
     Raises: EnvironmentFault on leaving, when a weight is not the one that was there.
     """
 
-    def __init__(self, trainer: SftTrainer, meter: Meter, steps_optimizer: bool):
-        self.trainer, self.meter, self.steps_optimizer = trainer, meter, steps_optimizer
+    def __init__(self, trainer: SftTrainer, memory: MemoryMeter, steps_optimizer: bool):
+        self.trainer, self.memory, self.steps_optimizer = trainer, memory, steps_optimizer
         self.model: nn.Module = trainer.model_wrapped
         self.is_warm = False
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.memory.paused())
             stack.enter_context(_weights_checked(self.trainer.model))
             stack.enter_context(_random_state_kept(self.trainer.args.device))
             stack.enter_context(_modules_kept(self.model))
@@ -101,9 +102,9 @@ class DryRun:
             )
         )
         if self.steps_optimizer:
-            self.meter.reset()
+            self.memory.reset()
             step_without_change(self.trainer.optimizer.optimizer)
-            peaks["optimizer"] = self.meter.peak_bytes()
+            peaks["optimizer"] = self.memory.peak_bytes()
         self._drop_gradients()
         return batch["input_ids"].numel(), peaks
 
@@ -111,17 +112,17 @@ class DryRun:
         """Return the peaks of a forward and a backward pass, made as Trainer.training_step makes them."""
         trainer, labelled = self.trainer, len(batch[TARGETS])
         self.model.train()
-        self.meter.reset()
+        self.memory.reset()
         inputs = trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=labelled)
         del inputs
-        forward = self.meter.peak_bytes()
-        self.meter.reset()
+        forward = self.memory.peak_bytes()
+        self.memory.reset()
         trainer.accelerator.backward(
             loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {})
         )
-        return forward, self.meter.peak_bytes()
+        return forward, self.memory.peak_bytes()
 
     def _drop_gradients(self) -> None:
         if self.trainer.is_deepspeed_enabled:
@@ -133,7 +134,7 @@ class DryRun:
         if self.steps_optimizer:
             self.trainer.optimizer.optimizer.state.clear()
         torch.cuda.empty_cache()
-        self.meter.reset()  # the run's own peak begins here
+        self.memory.reset()  # the run's own peak begins here
 
 
 def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:

@@ -1,163 +1,188 @@
-"""What a rank's memory was taken by: the peak of each phase of a run, and who holds what at one moment."""
+"""The memory of one rank: peaks of a run's phases and steps, what is left, and which component holds how much."""
 
 import contextlib
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
+from sft_play.plan.devices import host_memory
 from sft_play.process import Process
 
-HELD = ("weights", "adapters", "gradients", "optimizer")  # what `components` tells apart
+
+@dataclass(frozen=True)
+class Peaks:
+    """The largest peaks over all ranks, in bytes."""
+
+    measured: int  # of the whole run: reserved, and the context
+    reserved: int  # by torch's allocator; on a CPU the resident memory
+    phases: dict[str, int]  # with the context; without phases that no rank measured
 
 
-class MemoryWatch:
-    """The peak of each of plan.memory.PHASES on this rank's GPU, from the allocator's counters, which make nobody wait for the GPU.
+class MemoryMeter:
+    """Reads the allocator of this rank's GPU, or the resident memory of a process without one.
 
-    A phase lasts until the next one is entered. A CPU's allocator counts nothing: there only the whole run has a peak.
+    A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peak of a phase.
+    The allocator's counters make nobody wait for the GPU.
     """
 
     def __init__(self, process: Process, used_before_bytes: int = 0):
-        """`used_before_bytes` is what others held of this rank's GPU before the run."""
-        self.process, self.device = process, process.device
+        """`used_before_bytes` is what other programs held of this rank's GPU before the run."""
+        self.process = process
         self.used_before_bytes = used_before_bytes
-        self.current: str | None = None
-        self.is_paused = False
-        self._allocated: dict[str, int] = {}
+        self.is_exact = process.device.type == "cuda"  # exact enough to choose a batch by
+        self.current_phase: str | None = None
+        self._is_paused = False
+        self._phases: dict[str, int] = {}
         self._reserved = 0
-        if self.device.type == "cuda":
+        if self._is_gpu:
             torch.cuda.init()
 
+    @property
+    def _is_gpu(self) -> bool:
+        return self.process.device.type == "cuda"
+
     def enter(self, phase: str | None) -> None:
-        """End the phase that runs, and begin `phase`; None is none of them."""
-        if self.is_paused:
+        """End the current phase and begin `phase`, or none."""
+        if self._is_paused:
             return
-        self._take()
-        self.current = phase
+        self._record()
+        self.current_phase = phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in a phase inside this context; one that an error ends is still the current one afterwards."""
+        """Be in a phase inside this context. After an error it is still the current one."""
         self.enter(name)
         yield
         self.enter(None)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the allocator's counters to somebody else inside this context: what is entered there counts nothing."""
+        """Record no phase inside this context, where steps are measured by `reset` and `peak_bytes`."""
         self.enter(None)
-        self.is_paused = True
+        self._is_paused = True
         try:
             yield
         finally:
-            self.is_paused = False
+            self._is_paused = False
 
     def watch_optimizer(self, optimizer: Any) -> None:
-        """Enter the phase `optimizer` for each step of what `optimizer` wraps; DeepSpeed takes it within its backward pass."""
-        *_, inner = _layers(optimizer)
+        """Enter the phase `optimizer` for each step of an optimizer, which may be wrapped.
+
+        DeepSpeed takes it within its backward pass.
+        """
+        *_, inner = _unwrapped(optimizer)
         inner.register_step_pre_hook(lambda *_: self.enter("optimizer"))
         inner.register_step_post_hook(lambda *_: self.enter(None))
 
-    def allocated_bytes(self) -> int:
-        """Return the most that the current phase has held so far, 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def context_bytes(self) -> int:
-        """Return what the GPU holds for this process outside torch's allocator: CUDA's context, cuBLAS, NCCL, paged optimizer states.
-
-        Another program that has begun since the run was planned is counted with it. 0 on a CPU.
-        """
-        if self.device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        return max(
-            0, total - free - torch.cuda.memory_reserved(self.device) - self.used_before_bytes
-        )
-
-    def phases(self) -> dict[str, int]:
-        """Return the peak of each phase that was entered, in bytes, with the context; {} on a CPU."""
-        self._take()
-        context = self.context_bytes()
-        return {name: allocated + context for name, allocated in self._allocated.items()}
-
-    def reserved_bytes(self) -> int:
-        """Return the most that torch's allocator had reserved of the GPU during the run; on a CPU the process's resident memory."""
-        if self.device.type != "cuda":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-        self._take()
-        return self._reserved
+    def reset(self) -> None:
+        """Forget the peak that `peak_bytes` returns."""
+        if self._is_gpu:
+            torch.cuda.reset_peak_memory_stats(self.process.device)
 
     def peak_bytes(self) -> int:
+        """Return the most that was allocated since `reset` or the begin of the phase.
+
+        On a CPU it is what is resident now: what a step left rather than what it took.
+        """
+        if self._is_gpu:
+            return torch.cuda.max_memory_allocated(self.process.device)
+        return psutil.Process().memory_info().rss
+
+    def allocatable_bytes(self) -> int:
+        """Return what this process can hold in all: what it holds now, and what is free."""
+        if not self._is_gpu:
+            return self.peak_bytes() + host_memory().available_bytes
+        device = self.process.device
+        free, total = torch.cuda.mem_get_info(device)
+        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free + torch.cuda.memory_reserved(device), limit)
+
+    def context_bytes(self) -> int:
+        """Return what the GPU holds for this process outside torch's allocator, 0 on a CPU.
+
+        That is CUDA's context, cuBLAS, NCCL and paged optimizer states. Another program that has
+        begun since the run was planned is counted with it.
+        """
+        if not self._is_gpu:
+            return 0
+        device = self.process.device
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
+        return max(0, outside - self.used_before_bytes)
+
+    def phase_peaks(self) -> dict[str, int]:
+        """Return the peak of each phase that was entered, in bytes, with the context; {} on a CPU."""
+        self._record()
+        context = self.context_bytes()
+        return {name: allocated + context for name, allocated in self._phases.items()}
+
+    def reserved_peak_bytes(self) -> int:
+        """Return the most that torch's allocator reserved during the run; on a CPU the resident memory."""
+        if not self._is_gpu:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        self._record()
+        return self._reserved
+
+    def run_peak_bytes(self) -> int:
         """Return the peak of the whole run: what was reserved, and the context."""
-        return self.reserved_bytes() + self.context_bytes()
+        return self.reserved_peak_bytes() + self.context_bytes()
 
-    def _take(self) -> None:
-        if self.device.type != "cuda":
+    def peaks_over_ranks(self, phases: Iterable[str]) -> Peaks:
+        """Return the largest peaks of all ranks, of the run and of each of `phases`. Every rank must call it."""
+        own = self.phase_peaks()
+        largest = {name: self.process.max(own.get(name, 0)) for name in phases}
+        return Peaks(
+            measured=self.process.max(self.run_peak_bytes()),
+            reserved=self.process.max(self.reserved_peak_bytes()),
+            phases={name: size for name, size in largest.items() if size > 0},
+        )
+
+    def _record(self) -> None:
+        """Add the allocator's peaks to those of the run and of the current phase, and begin anew."""
+        if not self._is_gpu:
             return
-        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
+        counters = torch.cuda.memory_stats_as_nested_dict(self.process.device)
         self._reserved = max(self._reserved, counters["reserved_bytes"]["all"]["peak"])
-        if self.current is not None:
-            self._allocated[self.current] = max(
-                self._allocated.get(self.current, 0), counters["allocated_bytes"]["all"]["peak"]
-            )
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-
-def of_the_worst_rank(
-    watch: MemoryWatch, phases: Iterable[str]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the largest peaks over all ranks: of the run, `measured` with the context and `reserved` without; and of each of `phases`.
-
-    A phase that no rank measured is left out. Every rank must call it.
-    """
-    run = {"measured": watch.peak_bytes(), "reserved": watch.reserved_bytes()}
-    own = watch.phases()
-    worst = {name: watch.process.max(own.get(name, 0)) for name in phases}
-    return {name: watch.process.max(size) for name, size in run.items()}, {
-        name: size for name, size in worst.items() if size
-    }
+        if self.current_phase is not None:
+            allocated = counters["allocated_bytes"]["all"]["peak"]
+            before = self._phases.get(self.current_phase, 0)
+            self._phases[self.current_phase] = max(before, allocated)
+        torch.cuda.reset_peak_memory_stats(self.process.device)
 
 
 def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
-    """Return the bytes on `device` of each of HELD now: whole storages, each once, quantised weights packed with their constants.
+    """Return the bytes on `device` of weights, adapters, gradients and optimizer now.
 
-    Adapters are what is trained of a model that is frozen otherwise. `optimizer` may be wrapped, or None before there is one.
+    Storages count whole and once, quantised weights with their constants. Adapters are what is
+    trained of a model that is frozen otherwise. `optimizer` may be wrapped, or None.
     """
     parameters = list(model.parameters())
-    is_adapted = any(not parameter.requires_grad for parameter in parameters)
-    adapters = [parameter for parameter in parameters if is_adapted and parameter.requires_grad]
-    others = {id(parameter) for parameter in adapters}
-    weights = [parameter for parameter in parameters if id(parameter) not in others]
-    layers = list(_layers(optimizer)) if optimizer is not None else []
-    stepped = (
-        [parameter for group in layers[-1].param_groups for parameter in group["params"]]
-        if layers
-        else []
-    )
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    optimizers = [] if optimizer is None else list(_unwrapped(optimizer))
+    stepped, state = [], []
+    if optimizers:
+        stepped = [p for group in optimizers[-1].param_groups for p in group["params"]]
+        state = list(_tensors_in(list(optimizers[-1].state.values())))
+    gradients = [parameter.grad for parameter in (*parameters, *stepped)]
     tensors = {
-        "weights": [*_of_parameters(weights), *model.buffers()],
-        "adapters": _of_parameters(adapters),
-        "gradients": [
-            *(parameter.grad for parameter in (*parameters, *stepped)),
-            *_partitioned_gradients(layers),
-        ],
-        "optimizer": [
-            *(
-                value
-                for state in (layers[-1].state.values() if layers else ())
-                for value in _tensors(state)
-            ),
-            *stepped,
-        ],
+        "weights": [*_tensors_of(frozen or trained), *model.buffers()],
+        "adapters": list(_tensors_of(trained)) if frozen else [],
+        "gradients": [*gradients, *_partitioned_gradients(optimizers)],
+        "optimizer": [*state, *stepped],
     }
     seen: set[int] = set()
     return {
-        name: sum(_storage_bytes(tensor, device, seen) for tensor in tensors[name]) for name in HELD
+        name: sum(_new_storage_bytes(tensor, device, seen) for tensor in held)
+        for name, held in tensors.items()
     }
 
 
-def _layers(optimizer: Any) -> Iterator[Any]:
+def _unwrapped(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer and what it wraps: accelerate's, DeepSpeed's, and innermost torch's."""
     yield optimizer
     while hasattr(optimizer, "optimizer"):
@@ -165,36 +190,36 @@ def _layers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
-def _of_parameters(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
-    """Yield the tensors of parameters: of quantised ones the constants too, of ZeRO-3's the part that this rank holds."""
+def _tensors_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
+    """Yield the tensors of parameters, with quantisation constants and ZeRO-3's shards."""
     for parameter in parameters:
         yield parameter
         yield getattr(parameter, "ds_tensor", None)
-        state = getattr(
-            parameter, "quant_state", None
-        )  # bitsandbytes' QuantState, whose own constants are quantised in `state2`
+        # bitsandbytes' QuantState, whose own constants are quantised in `state2`
+        state = getattr(parameter, "quant_state", None)
         for constants in (state, getattr(state, "state2", None)):
             if constants is not None:
                 yield from (constants.absmax, constants.code, constants.offset)
 
 
-def _partitioned_gradients(layers: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the gradients that ZeRO keeps beside the parameters: lists by group in stages 1 and 2, one buffer in stage 3."""
-    for layer in layers:
-        yield from _tensors(getattr(layer, "averaged_gradients", None))
-        yield from _tensors(getattr(layer, "grad_partitions_flat_buffer", None))
+def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the gradients that ZeRO keeps: lists by group in stages 1 and 2, one buffer in stage 3."""
+    for optimizer in optimizers:
+        yield from _tensors_in(getattr(optimizer, "averaged_gradients", None))
+        yield from _tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        yield from (tensor for child in value.values() for tensor in _tensors(child))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for child in value for tensor in _tensors(child))
+    elif isinstance(value, dict | list | tuple):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(child)
 
 
-def _storage_bytes(tensor: Any, device: torch.device, seen: set[int]) -> int:
+def _new_storage_bytes(tensor: torch.Tensor | None, device: torch.device, seen: set[int]) -> int:
+    """Return the bytes of a tensor's storage on `device`, 0 if it is in `seen`; add it there."""
     if not isinstance(tensor, torch.Tensor) or tensor.device != device:
         return 0
     storage = tensor.untyped_storage()

@@ -11,7 +11,7 @@ from sft_play.plan.next_step import next_command
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.training.memory import MemoryWatch, components
+from sft_play.training.memory import MemoryMeter, components
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ class Explanation:
     plan: dict[str, Any]
     folder: RunFolder
     process: Process
-    watch: MemoryWatch
+    memory: MemoryMeter
     trainer: SftTrainer | None = None
 
     def __call__(self, error: BaseException) -> tuple[str, dict[str, Any]]:
         """Return the cause in one line, and run.json's `out_of_memory`; log the table of the two."""
-        phase, step = self.watch.current, self._step()
+        phase, step = self.memory.current_phase, self._step()
         place = str(self.process.device) if self.process.device.type == "cuda" else "the host"
         asked, free = amount(ASKED, error), amount(FREE, error)
         command = next_command(
@@ -76,7 +76,9 @@ class Explanation:
     def _step(self) -> int:
         """Return the step that runs or was the last, 0 before the first: while the model loads, while the plan is tried."""
         return (
-            self.trainer.state.global_step + (self.watch.current in STEPPING) if self.trainer else 0
+            self.trainer.state.global_step + (self.memory.current_phase in STEPPING)
+            if self.trainer
+            else 0
         )
 
     def _components(self, phase: str | None) -> dict[str, dict[str, int | None]]:
@@ -92,8 +94,8 @@ class Explanation:
         if self.trainer is not None:
             measured |= components(self.trainer.model, self.trainer.optimizer, self.process.device)
         if self.process.device.type == "cuda":
-            measured["activations"] = max(0, self.watch.allocated_bytes() - sum(measured.values()))
-            measured["context"] = self.watch.context_bytes()
+            measured["activations"] = max(0, self.memory.peak_bytes() - sum(measured.values()))
+            measured["context"] = self.memory.context_bytes()
         return {
             name: {"predicted": predicted[name], "measured": measured.get(name)}
             for name in predicted

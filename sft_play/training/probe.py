@@ -28,7 +28,6 @@ from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training.dry_run import DryRun
-from sft_play.training.meter import meter_of
 from sft_play.training.report import Report
 from sft_play.training.trainer import SftTrainer
 
@@ -53,10 +52,10 @@ class Probe:
 
     def __init__(self, trainer: SftTrainer, config: Config, plan: dict[str, Any], process: Process):
         self.trainer, self.config, self.plan, self.process = trainer, config, plan, process
-        self.meter = meter_of(process.device)
+        self.memory = trainer.memory
         self.is_resumed = config.train.resume_from is not None
         self.chooses = (
-            self.meter.is_exact and plan["strategy"] != "deepspeed" and not self.is_resumed
+            self.memory.is_exact and plan["strategy"] != "deepspeed" and not self.is_resumed
         )
         self.choice = probe_fit.to_choose_again(
             Choice.from_json(plan["choice"]), plan["effective_batch"], plan["checkpointed_layers"]
@@ -81,9 +80,9 @@ class Probe:
             else ()
         )[0]
         budget = probe_fit.budget_bytes(
-            self.choice, self.process.min(self.meter.allocatable_bytes())
+            self.choice, self.process.min(self.memory.allocatable_bytes())
         )
-        with DryRun(self.trainer, self.meter, self._may_step_optimizer) as dry_run:
+        with DryRun(self.trainer, self.memory, self._may_step_optimizer) as dry_run:
             if not self.chooses:
                 return Outcome(
                     self.planned,
@@ -353,7 +352,7 @@ def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "predicted_after": outcome.fit.phases(chosen.batch_size, chosen.checkpointed_layers)
         if outcome.fit
         else None,
-        "verified_bytes": like_it[-1].peak + context if like_it and probe.meter.is_exact else None,
+        "verified_bytes": like_it[-1].peak + context if like_it and probe.memory.is_exact else None,
         "seconds": round(seconds, 3),
         "cached": outcome.is_cached,
         "changed": chosen != probe.planned,
@@ -363,7 +362,7 @@ def _facts(probe: Probe, outcome: Outcome, seconds: float) -> dict[str, Any]:
 def _line(probe: Probe, outcome: Outcome, facts: dict[str, Any]) -> str:
     """Return the probe as one line of facts."""
     chosen, planned, world = outcome.chosen, probe.planned, probe.plan["world_size"]
-    context = probe_fit.context_bytes(probe.choice) if probe.meter.is_exact else 0
+    context = probe_fit.context_bytes(probe.choice) if probe.memory.is_exact else 0
     measured = " ".join(
         f"{name}={(peak + context) / GIB:.2f}GiB"
         for name, peak in outcome.points[-1].phases.items()

@@ -27,7 +27,7 @@ from sft_play.models.losses import summed_nll
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.check import check_finite
-from sft_play.training.memory import MemoryWatch
+from sft_play.training.memory import MemoryMeter
 
 # What goes beside a micro-batch's inputs, up to the step
 REAL_TOKENS = "real_tokens"  # int: neither padding nor fillers
@@ -71,7 +71,7 @@ class SftTrainer(Trainer):
         speed: EvalSpeedCallback,
         throughput: Throughput,
         stamp: dict[str, Any],
-        memory: MemoryWatch | None = None,
+        memory: MemoryMeter | None = None,
         **kwargs: Any,
     ):
         self.base_use_cache = kwargs[
@@ -86,7 +86,7 @@ class SftTrainer(Trainer):
             stamp,
         )
         self.process = throughput.process
-        self.memory = memory or MemoryWatch(self.process)
+        self.memory = memory or MemoryMeter(self.process)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches: accelerate gives rank r every world_size-th of `order`."""

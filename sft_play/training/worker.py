@@ -53,7 +53,7 @@ from sft_play.training.check import (
 from sft_play.training.cross_document import check_cross_document
 from sft_play.training.failure_broadcast import listen
 from sft_play.training.held_out import HeldOutEvaluation
-from sft_play.training.memory import MemoryWatch, of_the_worst_rank
+from sft_play.training.memory import MemoryMeter
 from sft_play.training.out_of_memory import Explanation
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.report import Report
@@ -71,7 +71,7 @@ def run(
     send_transformers_records_to_our_log()
     runtime.seed_everything(config.train.seed)
     stop = StopOnSignal(process, when_stuck=report.abandon)
-    memory = MemoryWatch(process, plan["used_before_bytes"][process.local_rank])
+    memory = MemoryMeter(process, plan["used_before_bytes"][process.local_rank])
     explain = report.explain = Explanation(config, plan, folder, process, memory)
 
     tokenizer = load_tokenizer(config)
@@ -107,13 +107,12 @@ def run(
         check_engine(trainer.model_wrapped, plan["strategy"])
         memory.watch_optimizer(trainer.optimizer)
         if config.train.probe:  # first: it may choose another batch
-            with memory.paused():
-                config, plan = apply_probe(
-                    Probe(trainer, config, plan, process),
-                    (trainer.evaluator, held_out.evaluator),
-                    folder,
-                    report,
-                )
+            config, plan = apply_probe(
+                Probe(trainer, config, plan, process),
+                (trainer.evaluator, held_out.evaluator),
+                folder,
+                report,
+            )
             explain.config, explain.plan = config, plan
         if plan["packing"]:
             check_cross_document(
@@ -177,7 +176,7 @@ def build_trainer(
     model: torch.nn.Module,
     arguments: TrainingArguments,
     run_stamp: dict[str, Any],
-    memory: MemoryWatch | None = None,
+    memory: MemoryMeter | None = None,
 ) -> SftTrainer:
     """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
     if config.tuning.backend != "unsloth":  # which has its own
@@ -315,9 +314,9 @@ def close(
         "first_step": round(throughput.first_step_seconds, 3),
         "evaluate": round(trainer.speed.seconds, 3),
     }
-    peak, phases = of_the_worst_rank(trainer.memory, report.facts["memory"]["predicted"])
-    report.facts["peak_bytes"] |= peak
-    report.facts["memory"]["measured"] = phases
+    peaks = trainer.memory.peaks_over_ranks(report.facts["memory"]["predicted"])
+    report.facts["peak_bytes"] |= {"measured": peaks.measured, "reserved": peaks.reserved}
+    report.facts["memory"]["measured"] = peaks.phases
     report.update(
         global_step=step,
         engine=type(trainer.model_wrapped).__name__,

@@ -18,7 +18,7 @@ from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import PHASES
 from sft_play.process import Process
-from sft_play.training.memory import HELD, MemoryWatch, components, of_the_worst_rank
+from sft_play.training.memory import MemoryMeter, Peaks, components
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 ALONE = Process(0, 0, 1, CPU)
 
 
-class Noted(MemoryWatch):
-    """A watch that notes which phases it was told of."""
+class Noted(MemoryMeter):
+    """A meter that notes which phases were entered."""
 
     def __init__(self) -> None:
         super().__init__(ALONE)
@@ -59,21 +59,21 @@ def test_a_step_goes_through_its_phases_and_evaluations_and_saves_are_their_own(
 
 
 def test_a_phase_that_an_error_ends_is_still_there_to_be_named():
-    watch = MemoryWatch(ALONE)
-    with pytest.raises(MemoryError), watch.phase("load"):
+    memory = MemoryMeter(ALONE)
+    with pytest.raises(MemoryError), memory.phase("load"):
         raise MemoryError
-    assert watch.current == "load"
-    with watch.phase("save"):
-        assert watch.current == "save"
-    assert watch.current is None
+    assert memory.current_phase == "load"
+    with memory.phase("save"):
+        assert memory.current_phase == "save"
+    assert memory.current_phase is None
 
 
 def test_a_cpu_has_a_peak_and_no_phases():
-    watch = MemoryWatch(ALONE)
+    memory = MemoryMeter(ALONE)
     block = torch.ones(64 << 20, dtype=torch.uint8)
-    with watch.phase("load"):
-        assert watch.peak_bytes() > len(block)
-    assert (watch.phases(), watch.context_bytes(), watch.allocated_bytes()) == ({}, 0, 0)
+    with memory.phase("load"):
+        assert memory.run_peak_bytes() > len(block)
+    assert (memory.phase_peaks(), memory.context_bytes()) == ({}, 0)
 
 
 def test_run_json_has_what_was_predicted_of_each_phase(finished):
@@ -125,7 +125,7 @@ def test_components_are_counted_to_the_byte(tiny_base, mode):
     )
     held = components(model, optimizer, CPU)
     counters = 4 * len(trained)  # Adam's `step`, a float32 each
-    assert tuple(held) == HELD
+    assert tuple(held) == ("weights", "adapters", "gradients", "optimizer")
     assert (
         held["gradients"] == sizes(trained) and held["optimizer"] == 2 * sizes(trained) + counters
     )
@@ -182,15 +182,15 @@ def be_one_rank(rank: int, port: int, folder: Path) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
 
-    class Planted(MemoryWatch):
-        def phases(self) -> dict[str, int]:
+    class Planted(MemoryMeter):
+        def phase_peaks(self) -> dict[str, int]:
             return {"forward": 10 + rank, **({"save": 7} if rank == 0 else {})}
 
-        def reserved_bytes(self) -> int:
+        def reserved_peak_bytes(self) -> int:
             return 10**12 - rank
 
-    watch = Planted(Process(rank, rank, 2, CPU))
-    torch.save(of_the_worst_rank(watch, PHASES), folder / f"{rank}.pt")
+    memory = Planted(Process(rank, rank, 2, CPU))
+    torch.save(vars(memory.peaks_over_ranks(PHASES)), folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -200,7 +200,7 @@ def test_the_worst_rank_counts_in_each_phase(tmp_path):
     assert (
         torch.load(tmp_path / "0.pt")
         == torch.load(tmp_path / "1.pt")
-        == ({"measured": 10**12, "reserved": 10**12}, {"forward": 11, "save": 7})
+        == vars(Peaks(10**12, 10**12, {"forward": 11, "save": 7}))
     )
 
 
@@ -208,11 +208,11 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from sft_play.training import entry
-from sft_play.training.memory import MemoryWatch, components
+from sft_play.training.memory import MemoryMeter, components
 from sft_play.training.trainer import SftTrainer
 
 entered, held = [], []
-real, build = MemoryWatch.enter, SftTrainer.__init__
+real, build = MemoryMeter.enter, SftTrainer.__init__
 
 def keep(self, *arguments, **options):
     build(self, *arguments, **options)
@@ -222,9 +222,9 @@ def enter(self, phase):
     real(self, phase)
     entered.append(phase)
     if phase == "optimizer" and self.trainer.state.global_step == 1:  # the first step made its states
-        held.append(components(self.trainer.model, self.trainer.optimizer, self.device))
+        held.append(components(self.trainer.model, self.trainer.optimizer, self.process.device))
 
-SftTrainer.__init__, MemoryWatch.enter = keep, enter
+SftTrainer.__init__, MemoryMeter.enter = keep, enter
 code, folder = entry.main(Path(sys.argv[1])), Path(sys.argv[1])
 (folder / f"found-{entry.runtime.rank()}.json").write_text(json.dumps({"entered": entered, "held": held[0]}))
 sys.exit(code)
