@@ -162,29 +162,24 @@ def test_json_with_scattered_comments_means_the_same(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_resolved_json_adds_up_and_resolves_to_itself(seed: int) -> None:
     dice = random.Random(seed)
-    micro, accum, world, stage = (
-        dice.randint(1, 64),
-        dice.randint(1, 64),
-        dice.randint(1, 64),
-        dice.randint(0, 3),
-    )
+    stage = dice.randint(0, 3)
     bf16 = dice.random() < 0.5
-    run = {
-        "micro_batch": micro,
-        "grad_accum": accum,
-        "world_size": world,
-        "bf16": bf16,
-        "fp16": not bf16 and dice.random() < 0.5,
-        "max_grad_norm": dice.choice([0.0, 1.0]),
-    }
+    run = deepspeed.PlannedRun(
+        micro_batch=dice.randint(1, 64),
+        grad_accum=dice.randint(1, 64),
+        world_size=dice.randint(1, 64),
+        bf16=bf16,
+        fp16=not bf16 and dice.random() < 0.5,
+        max_grad_norm=dice.choice([0.0, 1.0]),
+    )
     optional = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": accum, "gradient_clipping": "auto",
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": run.grad_accum, "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
         "zero_optimization": {"stage": stage, "cpu_offload": stage > 0, "reduce_bucket_size": "auto"},
     }  # fmt: skip
     raw = {key: value for key, value in optional.items() if dice.random() < 0.7}
-    resolved = deepspeed.resolve(raw, **run)
-    assert resolved["train_batch_size"] == micro * accum * world
+    resolved = deepspeed.resolve(raw, run)
+    assert resolved["train_batch_size"] == run.micro_batch * run.grad_accum * run.world_size
     assert "auto" not in json.dumps(resolved)
-    assert deepspeed.resolve(resolved, **run) == resolved
+    assert deepspeed.resolve(resolved, run) == resolved
     assert deepspeed.offloads(resolved) == deepspeed.offloads(raw)

@@ -4,7 +4,7 @@ DeepSpeed itself ignores unknown keys at the top level.
 """
 
 # runtime/config.py and what it calls; sequence_parallel_size is read by its constructor
-TOP_LEVEL = frozenset(
+TOP_LEVEL_KEYS = frozenset(
     """
     activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet communication_data_type
     comms_logger compile csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt
@@ -30,7 +30,7 @@ REMOVED = frozenset(
 )
 
 # runtime/zero/config.py, DeepSpeedZeroConfig: its fields and their aliases
-ZERO = frozenset(
+ZERO_KEYS = frozenset(
     """
     allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm
     contiguous_gradients cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint
@@ -51,19 +51,24 @@ ZERO = frozenset(
 )
 
 # runtime/zero/offload_config.py
-OFFLOAD_OPTIMIZER = frozenset(
+OFFLOAD_OPTIMIZER_KEYS = frozenset(
     """
     buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read
     pipeline_write ratio super_offload
     """.split()
 )
-OFFLOAD_PARAM = frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split())
+OFFLOAD_PARAM_KEYS = frozenset(
+    "buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split()
+)
 
 # runtime/precision_config.py
-BF16 = frozenset(
-    "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split()
+BF16_KEYS = frozenset(
+    """
+    bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled
+    immediate_grad_update
+    """.split()
 )
-FP16 = frozenset(
+FP16_KEYS = frozenset(
     """
     auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis
     initial_scale_power loss_scale loss_scale_window min_loss_scale
@@ -71,18 +76,20 @@ FP16 = frozenset(
 )
 
 # runtime/constants.py
-DATA_TYPES = frozenset("buffer_dtype grad_accum_dtype keep_in_fp32_modules param_dtype".split())
+DATA_TYPES_KEYS = frozenset(
+    "buffer_dtype grad_accum_dtype keep_in_fp32_modules param_dtype".split()
+)
 
 # The objects whose keys are checked, outer ones first.
 SECTIONS = {
-    "": TOP_LEVEL,
-    "zero_optimization": ZERO,
-    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param": OFFLOAD_PARAM,
-    "bf16": BF16,
-    "bfloat16": BF16,
-    "data_types": DATA_TYPES,
-    "fp16": FP16,
+    "": TOP_LEVEL_KEYS,
+    "zero_optimization": ZERO_KEYS,
+    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER_KEYS,
+    "zero_optimization.offload_param": OFFLOAD_PARAM_KEYS,
+    "bf16": BF16_KEYS,
+    "bfloat16": BF16_KEYS,
+    "data_types": DATA_TYPES_KEYS,
+    "fp16": FP16_KEYS,
 }
 
 _OWN_ORDER = "the order of rows is the run's; delete it"

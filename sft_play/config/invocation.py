@@ -1,4 +1,4 @@
-"""The variables of the make command line that are no settings: which config, which run, which machine. Pure."""
+"""The make variables that are no settings: which config, which run, which machine. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def _variable(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Invocation:
-    """How a command was called; what is None was left to the machine."""
+    """How a command was called; None leaves the choice to the machine."""
 
     config: str | None = _variable(
         None, "Config file, or the name of one in configs/; unset is configs/tiny.yaml."
@@ -43,7 +43,8 @@ class Invocation:
     )
     gpus: str | None = _variable(
         None,
-        "Hardware to plan for instead of this machine's, such as 2xH200, 4x4090, 8xA100-80 or 1x24GiB.",
+        "Hardware to plan for instead of this machine's, such as 2xH200, 4x4090, 8xA100-80 or "
+        "1x24GiB.",
     )
     exact: bool = _variable(
         False, "1: make plan traces the real model, without its weights, beside the closed form."
@@ -51,7 +52,10 @@ class Invocation:
 
 
 def read(environ: Mapping[str, str]) -> Invocation:
-    """Return the variables, typed; an empty one counts as unset. Raises ConfigError that lists every wrong one."""
+    """Return the variables, typed; an empty one is unset.
+
+    Raises: ConfigError that lists every wrong one.
+    """
     words = _Words(environ)
     invocation = Invocation(
         config=words.text("CONFIG"),
@@ -71,14 +75,15 @@ def read(environ: Mapping[str, str]) -> Invocation:
         last = invocation.nnodes - 1
         write = f"write a number from 0 to {last}" if last else "write NODE_RANK=0"
         words.problems.append(
-            f"NODE_RANK={invocation.node_rank} with NNODES={invocation.nnodes}: {write}, or a larger NNODES"
+            f"NODE_RANK={invocation.node_rank} with NNODES={invocation.nnodes}: {write}, "
+            "or a larger NNODES"
         )
     refuse(words.problems)
     return invocation
 
 
 class _Words:
-    """Variables on their way to types; `problems` collects what cannot be read."""
+    """Reads variables by type; `problems` collects what cannot be read."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ

@@ -1,6 +1,6 @@
-"""JSON with comments and trailing commas; every value knows file:line:column. Knows no schema.
+"""Reads JSON with comments and trailing commas; every key knows file:line:column. Knows no schema.
 
-The standard library's parser cannot say where a key stands, and a key given twice silently wins there.
+The standard library's parser cannot say where a key stands, and accepts a key that is given twice.
 """
 
 import json
@@ -21,13 +21,15 @@ BARE_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 WORDS = {"true": True, "false": False, "null": None}
 END = "the end of the file"
 
+JsonValue = None | bool | int | float | str | list[Any] | dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file; `origin` says where each key stands: `{"zero_optimization.stage": "configs/a.json:4:5"}`."""
+    """A parsed file."""
 
-    value: Any
-    origin: dict[str, str]
+    value: JsonValue
+    origin: dict[str, str]  # of each key: {"zero_optimization.stage": "configs/a.json:4:5"}
 
 
 def read(path: Path) -> Document:
@@ -38,8 +40,9 @@ def read(path: Path) -> Document:
         raise ConfigError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
         raise ConfigError(
-            f"{path}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}; save the file as UTF-8"
+            f"{path}:{line}: not UTF-8: byte 0x{byte:02x}; save the file as UTF-8"
         ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
@@ -63,7 +66,7 @@ def parse(text: str, shown: str) -> Document:
 
 
 class _Parser:
-    """Recursive descent over one text; `at` is the next character."""
+    """A recursive descent parser of one text; `at` is the index of the next character."""
 
     def __init__(self, text: str, shown: str) -> None:
         self.text = text
@@ -71,7 +74,7 @@ class _Parser:
         self.at = 0
         self.origin: dict[str, str] = {}
 
-    def value(self, path: str) -> Any:
+    def value(self, path: str) -> JsonValue:
         """Return the value that begins here; `path` is its dotted name."""
         self.skip_space()
         match self.text[self.at : self.at + 1]:
@@ -88,7 +91,8 @@ class _Parser:
             self.at = bare.end()
             return WORDS[bare.group()]
         raise self.error(
-            f"found {self.here()} where a value belongs; write true, false, null, a number, or a text in double quotes"
+            f"found {self.here()} where a value belongs; write true, false, null, a number, "
+            "or a text in double quotes"
         )
 
     def skip_space(self) -> None:
@@ -106,15 +110,18 @@ class _Parser:
 
     def place(self, at: int) -> str:
         """Return `file:line:column` of a character."""
-        return f"{self.shown}:{self.text.count(chr(10), 0, at) + 1}:{at - self.text.rfind(chr(10), 0, at)}"
+        line = self.text.count("\n", 0, at) + 1
+        column = at - self.text.rfind("\n", 0, at)
+        return f"{self.shown}:{line}:{column}"
 
     def error(self, sentence: str, at: int | None = None) -> ConfigError:
         return ConfigError(f"{self.place(self.at if at is None else at)}: {sentence}")
 
-    def _members(self, path: str) -> dict[str, Any]:
-        members: dict[str, Any] = {}
-        opened, self.at = self.at, self.at + 1
-        while not self._closes("}", opened):
+    def _members(self, path: str) -> dict[str, JsonValue]:
+        members: dict[str, JsonValue] = {}
+        opened_at = self.at
+        self.at += 1
+        while not self._closes("}", opened_at):
             start = self.at
             if self.text[start] != '"':
                 raise self.error(
@@ -131,40 +138,44 @@ class _Parser:
             self.skip_space()
             if not self.text.startswith(":", self.at):
                 raise self.error(
-                    f'found {self.here()} after the key "{key}"; write a colon between key and value'
+                    f'found {self.here()} after the key "{key}"; '
+                    "write a colon between key and value"
                 )
             self.at += 1
             members[key] = self.value(name)
-            self._comma("}")
+            self._skip_comma("}")
         return members
 
-    def _items(self, path: str) -> list[Any]:
-        items: list[Any] = []
-        opened, self.at = self.at, self.at + 1
-        while not self._closes("]", opened):
+    def _items(self, path: str) -> list[JsonValue]:
+        items: list[JsonValue] = []
+        opened_at = self.at
+        self.at += 1
+        while not self._closes("]", opened_at):
             items.append(self.value(f"{path}[{len(items)}]"))
-            self._comma("]")
+            self._skip_comma("]")
         return items
 
-    def _closes(self, bracket: str, opened: int) -> bool:
+    def _closes(self, bracket: str, opened_at: int) -> bool:
+        """Return whether `bracket` is next, and step over it. Raises ConfigError at the end."""
         self.skip_space()
         if self.at >= len(self.text):
             raise self.error(
-                f"{self.text[opened]!r} without an end; close it with {bracket}", opened
+                f"{self.text[opened_at]!r} without an end; close it with {bracket}", opened_at
             )
         if self.text[self.at] != bracket:
             return False
         self.at += 1
         return True
 
-    def _comma(self, bracket: str) -> None:
+    def _skip_comma(self, bracket: str) -> None:
         """Step over the comma after a value; before the closing bracket it may be missing."""
         self.skip_space()
         if self.text.startswith(",", self.at):
             self.at += 1
         elif self.at < len(self.text) and self.text[self.at] != bracket:
             raise self.error(
-                f"found {self.here()} after a value; write a comma before it, or close with {bracket}"
+                f"found {self.here()} after a value; "
+                f"write a comma before it, or close with {bracket}"
             )
 
     def _number(self, found: re.Match[str]) -> int | float:
@@ -184,7 +195,8 @@ class _Parser:
                     "a text without an end; close it with a double quote", error.pos
                 ) from None
             raise self.error(
-                "a text with a line break, a control character or a wrong \\ in it; write \\n, or \\\\ for one \\",
+                "a text with a line break, a control character or a wrong \\ in it; "
+                "write \\n, or \\\\ for one \\",
                 error.pos,
             ) from None
         return value

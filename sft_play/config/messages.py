@@ -1,4 +1,4 @@
-"""The wording of config errors: the value as typed, what to type instead, the nearest name. Pure."""
+"""The wording of config errors: the value as typed, what to type, the nearest real name. Pure."""
 
 import difflib
 import math
@@ -108,7 +108,7 @@ def is_switch(path: str) -> bool:
 def invalid(path: str, located: Located) -> str:
     """Return the message for a value that its setting does not take.
 
-    `configs/a.yaml:7: train.batch_size=two is not valid; write a whole number of at least 1, or auto`
+    `a.yaml:7: train.batch_size=two is not valid; write a whole number of at least 1, or auto`
     """
     value = located.value
     typed = word(value) if located.text is None else _shorten(located.text)

@@ -9,9 +9,9 @@ from sft_play.config.schema import Config
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that cannot run; `names` are the settings that the message shows with value and origin."""
+    """A combination of settings that cannot run."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # settings that the message shows with value and origin
     when: Callable[[Config], bool]
     advice: str
 
@@ -28,12 +28,9 @@ RULES = (
     ),
     Rule(
         ("train.warmup_steps", "train.max_steps"),
-        lambda c: (
-            c.train.max_steps is not None
-            and c.train.warmup_steps >= 1
-            and c.train.warmup_steps > c.train.max_steps
-        ),
-        "the run would end inside its warm-up; lower train.warmup_steps (a value under 1 is a fraction of the run)",
+        lambda c: c.train.max_steps is not None and c.train.warmup_steps > c.train.max_steps,
+        "the run would end inside its warm-up; lower train.warmup_steps (a value under 1 is a "
+        "fraction of the run)",
     ),
     Rule(
         ("train.warmup_steps",),
@@ -52,17 +49,20 @@ RULES = (
     Rule(
         ("model.dtype", "tuning.mode"),
         lambda c: c.model.dtype == "float16" and c.tuning.mode == "full",
-        "float16 weights cannot be trained (loss scaling needs float32 weights); use float32 or bfloat16",
+        "float16 weights cannot be trained (loss scaling needs float32 weights); use float32 or "
+        "bfloat16",
     ),
     Rule(
         ("tuning.lora.target_modules",),
         lambda c: c.tuning.mode != "full" and not c.tuning.lora.target_modules,
-        "an adapter without targets trains nothing; use all-linear or a list such as [q_proj, v_proj]",
+        "an adapter without targets trains nothing; use all-linear or a list such as "
+        "[q_proj, v_proj]",
     ),
     Rule(
         ("model.attn_implementation", "train.bf16", "train.fp16"),
         lambda c: c.model.attn_implementation == "flash_attention_2" and _computes_in_float32(c),
-        "FlashAttention computes in 16 bits; set one of them to auto, or model.attn_implementation to sdpa",
+        "FlashAttention computes in 16 bits; set one of them to auto, or model.attn_implementation "
+        "to sdpa",
     ),
     Rule(
         ("train.generation_max_new_tokens", "model.max_seq_len"),
@@ -70,13 +70,17 @@ RULES = (
             c.train.predict_with_generate
             and c.train.generation_max_new_tokens >= c.model.max_seq_len
         ),
-        "no room is left for a prompt; lower train.generation_max_new_tokens or raise model.max_seq_len",
+        "no room is left for a prompt; lower train.generation_max_new_tokens or raise "
+        "model.max_seq_len",
     ),
 )
 
 
 def broken(config: Config, described: Callable[[str], str]) -> list[str]:
-    """Return a sentence for every rule that the config breaks; `described` shows a setting with value and origin."""
+    """Return a sentence for every rule that the config breaks.
+
+    `described` shows a setting with its value and origin.
+    """
     return [
         f"{', '.join(map(described, rule.names))}: {rule.advice}"
         for rule in RULES

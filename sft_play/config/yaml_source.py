@@ -52,10 +52,10 @@ ADVICE = {  # a fragment of PyYAML's sentence: what to do about it
 
 @dataclass(frozen=True)
 class Located:
-    """A value and where it was written: `configs/a.yaml:12`. A mapping's value is `dict[str, Located]`."""
+    """A value and where it was written."""
 
-    value: YamlValue
-    origin: str
+    value: YamlValue  # of a mapping: dict[str, Located]
+    origin: str  # configs/a.yaml:12
     text: str | None = None  # a scalar as it was typed: 1.10 and not 1.1
 
 

@@ -231,13 +231,15 @@ def _resolve(
     if raw is not None:
         engine = deepspeed.resolve(
             raw,
-            micro_batch=chosen.batch_size,
-            grad_accum=chosen.grad_accum,
-            world_size=ranks.world_size,
-            bf16=bf16,
-            fp16=fp16,
-            max_grad_norm=config.train.max_grad_norm,
-            hidden_size=shape.hidden,
+            deepspeed.PlannedRun(
+                micro_batch=chosen.batch_size,
+                grad_accum=chosen.grad_accum,
+                world_size=ranks.world_size,
+                bf16=bf16,
+                fp16=fp16,
+                max_grad_norm=config.train.max_grad_norm,
+                hidden_size=shape.hidden,
+            ),
             source=str(engine_path),
         )
     return Plan(
