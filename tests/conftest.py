@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_nvml import plant  # noqa: F401 (a fixture)
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"

@@ -1,4 +1,4 @@
-"""Versions of installed packages, from their metadata and files: none of them is imported."""
+"""Versions of installed packages, from their metadata and files: imports none of them."""
 
 import re
 from dataclasses import dataclass
@@ -10,10 +10,15 @@ NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch; `cuda` is the CUDA that it was built for, as (13, 0), None for a CPU build."""
+    """The installed torch."""
 
     version: str
-    cuda: tuple[int, int] | None
+    cuda: tuple[int, int] | None  # that it was built for, as (13, 0); None: a CPU build
+
+    @property
+    def kind(self) -> str:
+        """What it was built for, in words."""
+        return f"built for CUDA {self.cuda[0]}.{self.cuda[1]}" if self.cuda else "a CPU build"
 
 
 def installed_version(name: str) -> str | None:
@@ -25,32 +30,36 @@ def installed_version(name: str) -> str | None:
 
 
 def torch_build() -> TorchBuild | None:
-    """Return the installed torch's version and CUDA from its files, or None where there is no torch."""
+    """Return the build of the installed torch by its files, None where there is none."""
     try:
         distribution = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
         return None
-    version_file = Path(str(distribution.locate_file("torch/version.py")))
-    return parse_torch_version(
-        version_file.read_text(encoding="utf-8") if version_file.exists() else "",
-        distribution.version,
-    )
+    file = Path(str(distribution.locate_file("torch/version.py")))
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return parse_torch_version(text, distribution.version)
 
 
 def parse_torch_version(text: str, version: str) -> TorchBuild:
-    """Read torch/version.py; without it, the local part of the version tells: 2.11.0+cu130."""
-    written = re.search(r"^cuda\b[^=\n]*=\s*['\"]([0-9]+)\.([0-9]+)", text, re.MULTILINE)
-    local = re.search(r"\+cu([0-9]+)([0-9])$", version)
-    match = written or (None if text else local)
+    """Return the build that torch/version.py describes.
+
+    Where `text` is empty, the local part of the distribution's version names the CUDA:
+    2.11.0+cu130.
+    """
+    if text:
+        cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([0-9]+)\.([0-9]+)", text, re.MULTILINE)
+    else:
+        cuda = re.search(r"\+cu([0-9]+)([0-9])$", version)
     full = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return TorchBuild(
-        full[1] if full else version, (int(match[1]), int(match[2])) if match else None
+        version=full[1] if full else version,
+        cuda=(int(cuda[1]), int(cuda[2])) if cuda else None,
     )
 
 
 def nccl() -> str | None:
-    """Return NCCL's version and the package that it comes in, None where torch brings its own or uses none."""
-    return next(
-        (f"{version} ({name})" for name in NCCL_PACKAGES if (version := installed_version(name))),
-        None,
-    )
+    """Return NCCL's version and package; None where torch brings its own or uses none."""
+    for name in NCCL_PACKAGES:
+        if version := installed_version(name):
+            return f"{version} ({name})"
+    return None

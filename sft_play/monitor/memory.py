@@ -1,9 +1,10 @@
-"""Who holds memory now: `make memory-check` as lines of text, each running run beside what was predicted for it.
+"""`make memory-check`: who holds memory now, and each running run beside its prediction.
 
 Asks NVML and psutil, never torch.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,64 +17,100 @@ from sft_play.runs.folder import RunFolder, is_alive, listing
 PROCESSES_SHOWN = 5
 
 
+@dataclass(frozen=True)
+class GpuUse:
+    """What one process holds on one GPU."""
+
+    gpu: str  # cuda:0
+    used_bytes: int | None  # None where NVML does not say
+
+
+@dataclass(frozen=True)
+class ActiveRun:
+    """A run that trains now on this host."""
+
+    name: str
+    device: str
+    predicted_bytes: int
+    pids: list[int]  # one for each rank
+
+
+UseByPid = Mapping[int, list[GpuUse]]
+
+
 def memory_check_lines(environ: Mapping[str, str], output_dir: Path) -> list[str]:
-    """Return who holds how much memory: on each GPU, or, on a host without one, the RAM of the Python processes; then the runs."""
+    """Return who holds how much memory, then the runs.
+
+    On a host with GPUs that is each GPU with its processes; on another, the Python processes with
+    their RAM.
+    """
     gpus, reason = nvml_gpus(environ)
     host = host_memory()
     ram = f"RAM: {gib(host.total_bytes - host.available_bytes)} of {gib(host.total_bytes)} GiB used"
-    held: dict[int, list[tuple[str, int | None]]] = {}
+    if not gpus:
+        return [ram, *_python_lines(), *run_lines(output_dir, {}), f"no GPU: {reason}"]
+    lines: list[str] = []
+    uses: dict[int, list[GpuUse]] = {}
     try:
-        if not gpus:
-            return [ram, *_python_lines(), *run_lines(output_dir, held), f"no GPU: {reason}"]
         with nvml_session() as nvml:
             for gpu in gpus:
-                for pid, used_bytes in _processes(
-                    nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-                ).items():
-                    held.setdefault(pid, []).append((f"cuda:{gpu.index}", used_bytes))
-            return [
-                *(line for gpu in gpus for line in _usage_lines(nvml, gpu)),
-                ram,
-                *run_lines(output_dir, held),
-            ]
+                handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                processes = _process_bytes(nvml, handle)
+                lines += _gpu_lines(nvml, gpu, handle, processes)
+                for pid, used_bytes in processes.items():
+                    uses.setdefault(pid, []).append(GpuUse(f"cuda:{gpu.index}", used_bytes))
     except NvmlUnavailable as error:  # a GPU can fall off the bus between two questions
         return [ram, f"GPUs: {error}"]
+    return [*lines, ram, *run_lines(output_dir, uses)]
 
 
-def run_lines(output_dir: Path, held: Mapping[int, list[tuple[str, int | None]]]) -> list[str]:
-    """Return a line for each process of each run below `output_dir` that trains now: the predicted peak, and what it holds.
+def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
+    """Return a line for each process of each run below `output_dir` that trains now.
 
-    `held` is by process what NVML says of it: GPU and bytes, None where it does not tell.
+    It has the predicted peak and what the process holds; `uses` is what NVML says of each process.
     """
-    return [line for folder in listing(output_dir) for line in _run_lines(folder, held)]
+    runs = map(_active_run, listing(output_dir))
+    return [line for run in runs if run is not None for line in _run_lines(run, uses)]
 
 
-def _run_lines(
-    folder: RunFolder, held: Mapping[int, list[tuple[str, int | None]]]
-) -> Iterator[str]:
+def _active_run(folder: RunFolder) -> ActiveRun | None:
+    """Return the run of a folder, None where it does not train now."""
     report = folder.read_report()
     if report.get("status") != "running" or not is_alive(report):
-        return
-    named = f"run {folder.name}: predicted peak {gib(report['peak_bytes']['predicted'])} GiB"
-    for pid in _ranks(report):
-        if report["device"] == "cpu":
-            yield f"{named}, {gib(_resident_bytes(pid))} GiB of RAM in use (pid {pid})"
-        for name, used_bytes in held.get(pid, []):
-            yield f"{named}, {f'{gib(used_bytes)} GiB' if used_bytes is not None else 'an unknown part'} in use on {name} (pid {pid})"
-    if report["device"] != "cpu" and not any(pid in held for pid in _ranks(report)):
-        yield f"{named}; NVML lists none of its processes, as in a container: the GPUs above say what is in use"
+        return None
+    return ActiveRun(
+        name=folder.name,
+        device=report["device"],
+        predicted_bytes=report["peak_bytes"]["predicted"],
+        pids=_rank_pids(report["world_size"], report["pid"], report["launcher_pid"]),
+    )
 
 
-def _ranks(report: Mapping[str, Any]) -> list[int]:
-    """Return the processes of a run: of several, the launcher's children."""
+def _rank_pids(world_size: int, pid: int, launcher_pid: int) -> list[int]:
+    """Return the process of each rank: of several, the launcher's children."""
     import psutil
 
-    if report["world_size"] == 1:
-        return [report["pid"]]
+    if world_size == 1:
+        return [pid]
     try:
-        return [child.pid for child in psutil.Process(report["launcher_pid"]).children()]
+        return [child.pid for child in psutil.Process(launcher_pid).children()]
     except psutil.NoSuchProcess:
-        return [report["pid"]]
+        return [pid]
+
+
+def _run_lines(run: ActiveRun, uses: UseByPid) -> Iterator[str]:
+    start = f"run {run.name}: predicted peak {gib(run.predicted_bytes)} GiB"
+    for pid in run.pids:
+        if run.device == "cpu":
+            yield f"{start}, {gib(_resident_bytes(pid))} GiB of RAM in use (pid {pid})"
+        for use in uses.get(pid, []):
+            held = "an unknown part" if use.used_bytes is None else f"{gib(use.used_bytes)} GiB"
+            yield f"{start}, {held} in use on {use.gpu} (pid {pid})"
+    if run.device != "cpu" and not any(pid in uses for pid in run.pids):
+        yield (
+            f"{start}; NVML lists none of its processes, as in a container: "
+            "the GPUs above say what is in use"
+        )
 
 
 def _resident_bytes(pid: int) -> int:
@@ -85,39 +122,38 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def _usage_lines(nvml: ModuleType, gpu: Gpu) -> Iterator[str]:
-    handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+def _gpu_lines(
+    nvml: ModuleType, gpu: Gpu, handle: Any, processes: Mapping[int, int | None]
+) -> Iterator[str]:
+    """Yield the memory and load of a GPU, then its processes, the largest first."""
     rates = answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
     busy = f"{rates.gpu} % busy" if rates else "utilisation not available"
     used = f"{gib(gpu.total_bytes - gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB used"
-    yield ", ".join([f"cuda:{gpu.index} {gpu.name}: {used}", busy, *_heat(nvml, handle)])
-    for pid, used_bytes in sorted(
-        _processes(nvml, handle).items(), key=lambda item: -(item[1] or 0)
-    ):
-        yield f"  pid {pid} {_process_name(pid)}: {f'{gib(used_bytes)} GiB' if used_bytes is not None else 'memory not available'}"
+    yield ", ".join([f"cuda:{gpu.index} {gpu.name}: {used}", busy, *_power_and_heat(nvml, handle)])
+    for pid, used_bytes in sorted(processes.items(), key=lambda item: -(item[1] or 0)):
+        held = "memory not available" if used_bytes is None else f"{gib(used_bytes)} GiB"
+        yield f"  pid {pid} {_process_name(pid)}: {held}"
 
 
-def _heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
+def _power_and_heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
     """Yield power and temperature, where NVML gives them."""
-    milliwatts, limit = (
-        answer(nvml, question, handle)
-        for question in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
-    )
+    milliwatts = answer(nvml, "nvmlDeviceGetPowerUsage", handle)
+    limit_milliwatts = answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
     if milliwatts is not None:
-        yield f"{milliwatts / 1000:.0f}{f' of {limit / 1000:.0f}' if limit else ''} W"
+        limit = f" of {limit_milliwatts / 1000:.0f}" if limit_milliwatts else ""
+        yield f"{milliwatts / 1000:.0f}{limit} W"
     celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
     if celsius is not None:
         yield f"{celsius} °C"
 
 
-def _processes(nvml: ModuleType, handle: Any) -> dict[int, int | None]:
-    """Return the bytes of each process on a GPU, None where NVML does not tell them."""
-    questions = ("nvmlDeviceGetGraphicsRunningProcesses", "nvmlDeviceGetComputeRunningProcesses")
-    return {
-        process.pid: process.usedGpuMemory
-        for question in questions
-        for process in answer(nvml, question, handle) or []
-    }
+def _process_bytes(nvml: ModuleType, handle: Any) -> dict[int, int | None]:
+    """Return the bytes of each process on a GPU, None where NVML does not say."""
+    used_bytes: dict[int, int | None] = {}
+    for kind in ("Graphics", "Compute"):
+        for process in answer(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or []:
+            used_bytes[process.pid] = process.usedGpuMemory
+    return used_bytes
 
 
 def _process_name(pid: int) -> str:
@@ -136,22 +172,26 @@ def _python_lines() -> list[str]:
     """Return the Python processes with the largest resident memory."""
     import psutil
 
-    found = [
-        process.info for process in psutil.process_iter(["pid", "name", "cmdline", "memory_info"])
-    ]
-    # a process that is another user's answers None
-    pythons = [
-        info for info in found if (info["name"] or "").startswith("python") and info["memory_info"]
-    ]
+    fields = ["pid", "name", "cmdline", "memory_info"]
+    pythons = []
+    for process in psutil.process_iter(fields):
+        info = process.info
+        # memory_info is None for a process of another user
+        if (info["name"] or "").startswith("python") and info["memory_info"]:
+            pythons.append(info)
     pythons.sort(key=lambda info: -info["memory_info"].rss)
-    return [
-        f"  pid {info['pid']} {_program(info['name'], info['cmdline'] or [])}: {gib(info['memory_info'].rss)} GiB"
-        for info in pythons[:PROCESSES_SHOWN]
-    ]
+    lines = []
+    for info in pythons[:PROCESSES_SHOWN]:
+        program = _program(info["name"], info["cmdline"] or [])
+        lines.append(f"  pid {info['pid']} {program}: {gib(info['memory_info'].rss)} GiB")
+    return lines
 
 
 def _program(name: str, command: list[str]) -> str:
-    """Return `python train.py` or `python -m sft_play`: no further arguments, which may hold a secret."""
+    """Return `python train.py` or `python -m sft_play`.
+
+    Further arguments are left out: they may hold a secret.
+    """
     words = iter(command[1:])
     for word in words:
         if word in ("-X", "-W"):

@@ -1,7 +1,7 @@
-"""One TensorBoard of our own: start it, find it again, stop it and nothing else. Imports neither torch nor tensorboard.
+"""One TensorBoard of our own: start it, find it again, stop it and nothing else.
 
-A pid file says which process it is. It holds the process's start time, so that a pid which the system has given to another
-program since is never taken for ours.
+A pid file names the process. It also holds the process's start time, so that a pid that the system
+has since given to another program is never taken for ours. Imports neither torch nor tensorboard.
 """
 
 import json
@@ -38,12 +38,12 @@ class Started:
 
 @dataclass(frozen=True)
 class _Record:
-    """The pid file; `started_at` is the process's start in seconds since the epoch."""
+    """The content of the pid file."""
 
     pid: int
     port: int
     logdir: str
-    started_at: float
+    started_at: float  # start of the process, in seconds since the epoch
 
     @property
     def url(self) -> str:
@@ -53,44 +53,47 @@ class _Record:
 def start(
     logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_file: Path
 ) -> Started:
-    """Return a TensorBoard that shows `logdir`: the one that runs already, or a new one on `port` or the next free one.
+    """Return a TensorBoard that shows `logdir`: a running one, or a new one.
 
-    It is started with the interpreter `python`, outlives this process, and writes its output beside the pid file.
+    A new one takes `port` or the next free port. It is started with the interpreter `python`,
+    outlives this process, and writes its output beside the pid file.
 
-    Raises: ConfigError for a port that is none, EnvironmentFault when no port is free, it dies, or it does not answer in 20 s.
+    Raises: ConfigError for an invalid port; EnvironmentFault when no port is free, when it dies, or
+    when it does not answer in 20 s.
     """
     if not 1 <= port <= 65535:
         raise ConfigError(f"TB_PORT={port}: write a port of 1 to 65535, such as TB_PORT=6006")
-    shown = str(logdir.resolve())
-    log = pid_file.with_suffix(".log")
-    running, notes = _running(pid_file), []
-    if running and running.logdir == shown:
-        if _wait_until_it_answers(running, pid_file):
-            return Started(
-                running.port,
-                running.pid,
-                running.url,
-                f"TensorBoard runs already: {running.url} (pid {running.pid})",
-            )
-    elif running:
+    resolved = str(logdir.resolve())
+    notes = []
+    running = _running(pid_file)
+    if running and running.logdir != resolved:
         notes.append(stop(pid_file))
+    elif running and _wait_until_it_answers(running, pid_file):
+        message = f"TensorBoard runs already: {running.url} (pid {running.pid})"
+        return Started(running.port, running.pid, running.url, message)
     for candidate in _free_ports(port):
-        record = _spawn(shown, candidate, python, environ, pid_file)
+        record = _spawn(resolved, candidate, python, environ, pid_file)
         if _wait_until_it_answers(record, pid_file):
-            notes += [f"port {port} is taken, it uses {candidate}"] if candidate != port else []
+            if candidate != port:
+                notes.append(f"port {port} is taken, it uses {candidate}")
             message = "; ".join([f"TensorBoard: {record.url} (pid {record.pid})", *notes])
             return Started(candidate, record.pid, record.url, message)
         if _is_free(candidate):
             raise EnvironmentFault(
-                f"TensorBoard died at its start; `make doctor` checks its package. The end of {log}:\n{_tail(log)}"
+                "TensorBoard died at its start; `make doctor` checks its package. "
+                f"{_end_of_log(pid_file)}"
             )
     raise EnvironmentFault(
-        f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; choose another, such as TB_PORT={_any_port()}"
+        f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; "
+        f"choose another, such as TB_PORT={_any_port()}"
     )
 
 
 def stop(pid_file: Path, grace_seconds: float = 5.0) -> str:
-    """Stop the TensorBoard of the pid file, SIGTERM first and SIGKILL after `grace_seconds`; return a sentence on what was done."""
+    """Stop the TensorBoard of the pid file and return a sentence on what was done.
+
+    It gets SIGTERM, and SIGKILL after `grace_seconds`.
+    """
     record = _running(pid_file)
     if record is None:
         pid_file.unlink(missing_ok=True)
@@ -110,12 +113,15 @@ def _running(pid_file: Path) -> _Record | None:
 
 
 def _process(record: _Record) -> "psutil.Process | None":
-    """Return the live process of a record, None where it is gone, defunct, or its pid is another program's by now."""
+    """Return the live process of a record.
+
+    None where it is gone or a zombie, or where its pid is now another program's.
+    """
     import psutil
 
     try:
         process = psutil.Process(record.pid)
-        # the boot time that psutil adds is read anew in each process and may be rounded
+        # each process reads the boot time that psutil adds by itself, and it may be rounded
         is_same = abs(process.create_time() - record.started_at) < 1.0
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
@@ -128,21 +134,11 @@ def _spawn(
     import psutil
 
     pid_file.parent.mkdir(parents=True, exist_ok=True)
-    argv = [
-        python,
-        "-m",
-        "tensorboard.main",
-        "--logdir",
-        logdir,
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-    ]
-    with pid_file.with_suffix(".log").open("wb") as log:
+    options = ["--logdir", logdir, "--host", HOST, "--port", str(port)]
+    with _log_of(pid_file).open("wb") as log:
         try:
             child = subprocess.Popen(
-                argv,
+                [python, "-m", "tensorboard.main", *options],
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -153,16 +149,18 @@ def _spawn(
             raise EnvironmentFault(
                 f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`"
             ) from None
-    child.returncode = 0  # it outlives us on purpose: Popen would warn of that when it is collected
+    child.returncode = 0  # it outlives us on purpose, of which Popen would warn when collected
     record = _Record(child.pid, port, logdir, psutil.Process(child.pid).create_time())
-    write_json(
-        pid_file, asdict(record)
-    )  # before the wait: a start that Ctrl-C ends can still be stopped
+    # before the wait: a start that Ctrl-C ends can still be stopped
+    write_json(pid_file, asdict(record))
     return record
 
 
 def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
-    """Return True once the process serves its logdir, False as soon as it is dead. Raises EnvironmentFault after 20 s."""
+    """Return True once the process serves its logdir, False as soon as it is dead.
+
+    Raises: EnvironmentFault after 20 s.
+    """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if not _process(record):
@@ -172,19 +170,21 @@ def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
             return True
         time.sleep(POLL_SECONDS)
     stop(pid_file)
-    log = pid_file.with_suffix(".log")
     raise EnvironmentFault(
-        f"TensorBoard did not answer on port {record.port} in {START_SECONDS:.0f} s. The end of {log}:\n{_tail(log)}"
+        f"TensorBoard did not answer on port {record.port} in {START_SECONDS:.0f} s. "
+        f"{_end_of_log(pid_file)}"
     )
 
 
 def _answers(record: _Record) -> bool:
-    """Ask the port which folder it shows: another program, or another project's TensorBoard, may have been faster."""
+    """Return whether the port shows our folder.
+
+    Another program, or another project's TensorBoard, may have taken the port first.
+    """
     import http.client  # 20 ms, and most commands start no TensorBoard
 
-    connection = http.client.HTTPConnection(
-        HOST, record.port, timeout=2
-    )  # http.client uses no proxy
+    # http.client uses no proxy
+    connection = http.client.HTTPConnection(HOST, record.port, timeout=2)
     try:
         connection.request("GET", "/data/environment")
         return json.loads(connection.getresponse().read()).get("data_location") == record.logdir
@@ -218,7 +218,7 @@ def _free_ports(first: int) -> Iterator[int]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # as TensorBoard binds: a closed connection that still lingers does not hold a port, a listener does
+        # as TensorBoard binds: a listener holds a port, a closed connection that lingers does not
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -233,7 +233,11 @@ def _any_port() -> int:
         return probe.getsockname()[1]
 
 
-def _tail(log: Path) -> str:
-    return "\n".join(
-        log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    )
+def _log_of(pid_file: Path) -> Path:
+    return pid_file.with_suffix(".log")
+
+
+def _end_of_log(pid_file: Path) -> str:
+    log = _log_of(pid_file)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return f"The end of {log}:\n" + "\n".join(lines[-LOG_LINES_SHOWN:])

@@ -1,0 +1,134 @@
+"""Findings of `make doctor` about Python, the pinned packages and torch."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from sft_play.errors import ExitClass
+from sft_play.monitor import installed, packages
+from sft_play.monitor.findings import Finding, exit_class
+from sft_play.monitor.gpus import Driver
+from sft_play.monitor.installed import TorchBuild
+from sft_play.plan.devices import GIB, Gpu
+
+ONE_GPU = (Gpu(0, "NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0), "GPU-a"),)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "requirements.txt").write_text(f"psutil=={metadata.version('psutil')}\n")
+    return tmp_path
+
+
+def test_doctor_fails_when_a_pinned_package_is_missing(project):
+    (project / "requirements.txt").write_text("no-such-package==1.0\n")
+    findings = packages.package_findings(project / "requirements.txt")
+    assert findings[1] == Finding(
+        "missing", "no-such-package", "not installed, the pin is ==1.0", "make -B install"
+    )
+    assert exit_class(findings) == ExitClass.ENVIRONMENT == 13
+
+
+def test_another_version_than_the_pin_warns(project):
+    (project / "requirements.txt").write_text("psutil==0.1\n")
+    assert packages.package_findings(project / "requirements.txt")[1:] == [
+        Finding(
+            "warn", "psutil", f"{metadata.version('psutil')}, the pin is ==0.1", "make -B install"
+        )
+    ]
+
+
+def test_requirements_may_hold_comments_options_markers_and_continuations(project):
+    psutil_version = metadata.version("psutil")
+    (project / "requirements.txt").write_text(
+        "# pins\n\n-r other.txt\n-c constraints.txt\n--extra-index-url https://example.org/#a\n"
+        f"psutil=={psutil_version}  # why\nPyYAML>=6 \\\n  --hash=sha256:00\npywin32==1; sys_platform == 'win32'\n"
+        "typer[all]>0 --no-binary typer\ntorch==0.1\n"
+    )
+    assert packages.package_findings(project / "requirements.txt") == [
+        Finding("ok", "packages", "3 installed as requirements.txt pins them")
+    ]
+
+
+def test_a_line_that_is_no_requirement_is_named_by_its_number(project):
+    (project / "requirements.txt").write_text("psutil>0\nfoo bar\n")
+    finding = packages.package_findings(project / "requirements.txt")[1]
+    assert (finding.level, finding.fix) == ("warn", "correct requirements.txt:2")
+
+
+def test_without_requirements_txt_the_doctor_fails(tmp_path):
+    assert (
+        exit_class(packages.package_findings(tmp_path / "requirements.txt"))
+        == ExitClass.ENVIRONMENT
+    )
+
+
+def test_the_unsloth_extra_is_optional(project):
+    extra = project / "requirements-unsloth.txt"
+    assert packages.optional_findings(extra, True) == []
+    extra.write_text("-r requirements.txt\nno-such-package==1\n")
+    (finding,) = packages.optional_findings(extra, True)
+    assert (finding.level, finding.found) == (
+        "ok",
+        "not installed; optional, `make install-unsloth` adds it",
+    )
+    extra.write_text("psutil>0\nno-such-package==1\n")
+    assert [finding.level for finding in packages.optional_findings(extra, True)] == ["ok", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [((3, 10), "missing"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "warn")],
+)
+def test_python_is_supported_from_3_11_to_3_12(version, level):
+    assert packages.python_finding(version).level == level
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "found", "nvidia", "levels"),
+    [
+        ("2.13.0+cpu", None, (), None, ["ok"]),
+        ("2.11.0+cu130", (13, 0), ONE_GPU, Driver("580.95", (13, 0)), ["ok"]),
+        ("2.12.1", (12, 8), ONE_GPU, Driver("580.95", (13, 0)), ["ok"]),
+        ("2.10.0", None, (), None, ["warn"]),
+        ("2.14.0", None, (), None, ["warn"]),
+        ("2.13.0+cpu", None, ONE_GPU, Driver("580.95", (13, 0)), ["warn"]),
+        ("2.13.0", (13, 0), ONE_GPU, Driver("550.54", (12, 4)), ["ok", "warn"]),
+    ],
+)
+def test_torch_is_judged_by_version_build_and_driver(version, cuda, found, nvidia, levels):
+    findings = list(packages.torch_findings(TorchBuild(version, cuda), found, nvidia))
+    assert [finding.level for finding in findings] == levels
+    assert all(finding.fix for finding in findings if finding.level != "ok")
+
+
+def test_missing_torch_fails_the_doctor():
+    assert exit_class(list(packages.torch_findings(None, (), None))) == ExitClass.ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "build"),
+    [
+        (
+            "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n",
+            "2.13.0",
+            TorchBuild("2.13.0+cpu", None),
+        ),
+        (
+            "__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n",
+            "2.11.0",
+            TorchBuild("2.11.0+cu130", (13, 0)),
+        ),
+        ("", "2.11.0+cu126", TorchBuild("2.11.0+cu126", (12, 6))),
+        ("", "2.13.0", TorchBuild("2.13.0", None)),
+    ],
+)
+def test_the_torch_build_is_read_from_its_files(text, version, build):
+    assert installed.parse_torch_version(text, version) == build
+
+
+def test_the_installed_torch_build_is_what_torch_says():
+    torch = pytest.importorskip("torch")
+    cuda = tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else None
+    assert installed.torch_build() == TorchBuild(torch.__version__, cuda)

@@ -1,0 +1,130 @@
+"""`make tensorboard` and `make tb-stop`, with real processes and ports."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.monitor import tensorboard
+
+
+@pytest.fixture
+def pid_file(tmp_path: Path):
+    """Where the pid file of a test goes; what it names is stopped afterwards."""
+    path = tmp_path / "outputs" / ".tensorboard.json"
+    yield path
+    tensorboard.stop(path)
+
+
+def _record(pid_file: Path, pid: int, started_at: float) -> None:
+    pid_file.parent.mkdir(parents=True, exist_ok=True)
+    pid_file.write_text(
+        json.dumps({"pid": pid, "port": 6006, "logdir": "/somewhere", "started_at": started_at})
+    )
+
+
+def _interpreter(path: Path, script: str) -> Path:
+    """A stand-in for Python that a TensorBoard can fail in."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_recycled_pid_is_never_stopped(pid_file):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        _record(pid_file, child.pid, psutil.Process(child.pid).create_time() - 60)
+        assert tensorboard.stop(pid_file) == "no TensorBoard of ours is running"
+        assert child.poll() is None
+        assert not pid_file.exists()
+        child.communicate(b"\n")
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", '{"pid": 1}'])
+def test_without_a_readable_pid_file_none_is_running(pid_file, text):
+    if text is not None:
+        pid_file.parent.mkdir()
+        pid_file.write_text(text)
+    assert tensorboard.stop(pid_file) == "no TensorBoard of ours is running"
+
+
+def test_a_process_that_ignores_sigterm_is_killed(pid_file):
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"ready\n"
+        _record(pid_file, child.pid, psutil.Process(child.pid).create_time())
+        said = tensorboard.stop(pid_file, grace_seconds=0.1)
+        survived = psutil.pid_exists(child.pid)
+        child.kill()  # or a failure would hang here
+    assert said == f"stopped the TensorBoard of /somewhere on port 6006 (pid {child.pid})"
+    assert not survived
+    assert not pid_file.exists()
+
+
+def test_a_tensorboard_that_dies_at_once_is_an_environment_fault_with_its_words(pid_file, tmp_path):
+    interpreter = _interpreter(tmp_path / "python", "echo No module named tensorboard >&2; exit 1")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        pytest.raises(EnvironmentFault, match="No module named tensorboard"),
+    ):
+        tensorboard.start(tmp_path, busy.getsockname()[1], str(interpreter), {}, pid_file)
+    assert not pid_file.exists()
+
+
+def test_a_missing_interpreter_is_an_environment_fault(pid_file, tmp_path):
+    with pytest.raises(EnvironmentFault, match="make install"):
+        tensorboard.start(tmp_path, tensorboard._any_port(), str(tmp_path / "none"), {}, pid_file)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_is_none_is_a_config_error(pid_file, tmp_path, port):
+    with pytest.raises(ConfigError, match=f"TB_PORT={port}: write a port of 1 to 65535"):
+        tensorboard.start(tmp_path, port, sys.executable, {}, pid_file)
+
+
+def test_no_free_port_is_an_environment_fault(pid_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "PORTS_TRIED", 1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        pytest.raises(EnvironmentFault, match="no free port"),
+    ):
+        tensorboard.start(tmp_path, busy.getsockname()[1], sys.executable, {}, pid_file)
+
+
+def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeypatch):
+    interpreter = _interpreter(
+        tmp_path / "python",
+        f"echo importing; echo $$ > {tmp_path}/pid; exec {shutil.which('tail')} -f /dev/null",
+    )
+    monkeypatch.setattr(tensorboard, "START_SECONDS", 0.3)
+    with pytest.raises(EnvironmentFault, match=r"did not answer on port (?s:.*)importing"):
+        tensorboard.start(tmp_path, tensorboard._any_port(), str(interpreter), {}, pid_file)
+    assert not pid_file.exists()
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.slow
+def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        first = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
+    assert first.port > port
+    assert f"port {port} is taken, it uses {first.port}" in first.message
+    assert json.loads(pid_file.read_text())["pid"] == first.pid
+    with urllib.request.urlopen(f"{first.url}/data/environment") as answer:
+        assert json.load(answer)["data_location"] == str(tmp_path / "logs")
+    again = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
+    assert (again.pid, again.port) == (first.pid, first.port)
+    other = tensorboard.start(tmp_path / "other", port, sys.executable, os.environ, pid_file)
+    assert other.pid != first.pid and not psutil.pid_exists(first.pid)
+    assert f"stopped the TensorBoard of {tmp_path / 'logs'}" in other.message
+    assert tensorboard.stop(pid_file).startswith(f"stopped the TensorBoard of {tmp_path / 'other'}")
+    assert not psutil.pid_exists(other.pid) and tensorboard._is_free(other.port)
+    assert tensorboard.stop(pid_file) == "no TensorBoard of ours is running"
