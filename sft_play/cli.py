@@ -76,11 +76,10 @@ def plan(
     ] = False,
 ) -> None:
     """Show what a run would do on this machine, or on the hardware named: memory by phase, batch, speed, hours, command."""
-    text, planned = commands.show_plan(
-        commands.call(config, set_ or (), gpus), distributed, deepspeed, exact, json
-    )
-    typer.echo(text)
-    if not planned.fits and not planned.is_batch_explicit:
+    called = commands.call(config, set_ or (), gpus)
+    planned = commands.plan_for_display(called, distributed, deepspeed)
+    typer.echo(commands.plan_text(called, planned, exact, json))
+    if not planned.plan.fits and not planned.plan.is_batch_explicit:
         raise typer.Exit(int(ExitClass.OUT_OF_MEMORY))
 
 
@@ -106,9 +105,8 @@ def data_check(
     """Read and render all rows as a run would, and account for each."""
     from sft_play.data.check import check_lines
 
-    _, planned = commands.make_plan(
-        commands.call(config, set_ or ()), distributed=False, use_deepspeed=False
-    )
+    called = commands.call(config, set_ or ())
+    planned = commands.plan_run(called, commands.load_config(called))
     ledger = preparation.ledger(planned)
     typer.echo(commands.as_text(ledger) if json else "\n".join(check_lines(ledger)))
 
@@ -134,9 +132,9 @@ def preview(
     ] = False,
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
-    loaded, planned = commands.make_plan(
-        commands.call(config, set_ or ()), distributed=False, use_deepspeed=False
-    )
+    called = commands.call(config, set_ or ())
+    loaded = commands.load_config(called)
+    planned = commands.plan_run(called, loaded)
     preparation.preview(planned, loaded.source, rows, page, no_color)
 
 

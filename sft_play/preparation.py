@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, EnvironmentFault
-from sft_play.plan.resolve import Plan, with_counted_rows
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.sources import SETTINGS, paths_of
 from sft_play.plan.workload import Counted, estimated, estimated_tokens
 from sft_play.runs.files import read_json, write_json, write_text
@@ -17,7 +17,6 @@ from sft_play.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from sft_play.data.assemble import PreparedData
-    from sft_play.data.order import Layout
     from sft_play.data.preview import Shown
 
 SAMPLED_BYTES = 16 << 20  # of data files, for an estimate
@@ -118,98 +117,73 @@ def _sampled(files: Sequence[Path], max_seq_len: int) -> tuple[float, float]:
     return (rows * max(1.0, whole / read), tokens / rows) if rows else (0.0, 0.0)
 
 
-def tokenise(folder: RunFolder, plan: Plan) -> Plan:
-    """Tokenise a run's rows before any process group, write where they are, and return the plan with what follows from them.
+def tokenize(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
+    """Tokenize a run's rows before any process group, and note where they are.
 
-    Rows that are set aside go to quarantine/. Raises DataError for what cannot be trained on, before a GPU is asked for.
+    Returns the run with its rows counted. Rows that are set aside go to quarantine/.
+    Raises: DataError for what cannot be trained on, before a GPU is asked for.
     """
     from sft_play.data import prepare
 
-    data = prepared(plan.config)
+    data = prepared(planned.config)
     for split, rows in prepare.quarantined(data.sources).items():
-        write_text(
-            folder.quarantine / f"{split}.jsonl",
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-        )
-        print(
-            f"warning: {len(rows)} {split} rows cannot be used and are in {folder.quarantine / split}.jsonl"
-        )
-    fullest = fullest_step(data, plan)
-    folder.write_data(
-        {"sources": prepare.as_json(data.sources), "padding": padding(data, plan, fullest)}
-    )
-    return with_counted_rows(plan, fullest) if plan.packing else plan
+        path = folder.quarantine / f"{split}.jsonl"
+        write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"warning: {len(rows)} {split} rows cannot be used and are in {path}")
+    fullest = fullest_step(data, planned)
+    padded = padding(data, planned, fullest)
+    folder.write_data({"sources": prepare.as_json(data.sources), "padding": padded})
+    if not planned.plan.packing:
+        return planned
+    return replace(planned, plan=planned.plan.packed(fullest))
 
 
-def fullest_step(data: "PreparedData", plan: Plan) -> int:
-    """Return the sequences that the fullest step takes if it is packed: of the whole run where it packs, else of its first epoch."""
+def fullest_step(data: "PreparedData", planned: PlannedRun) -> int:
+    """Return the sequences of the fullest packed step: of the run, or of an epoch if not packed."""
     from sft_play.data import order
 
-    train = plan.config.train
-    return order.fullest_step(
-        data.train.lengths,
-        layout_of(plan),
-        train.order_seed,
-        train.passes(len(data.train)) if plan.packing else 1,
-    )
+    train = planned.config.train
+    epochs = train.passes(len(data.train)) if planned.plan.packing else 1
+    return order.fullest_step(data.train.lengths, planned.plan.layout, train.order_seed, epochs)
 
 
-def padding(data: "PreparedData", plan: Plan, fullest: int) -> dict[str, int]:
-    """Return the tokens of an epoch, and those that it computes with their padding, packed and not."""
+def padding(data: "PreparedData", planned: PlannedRun, fullest: int) -> dict[str, int]:
+    """Return the tokens of an epoch, and those computed with their padding, packed and not."""
     from sft_play.data import order
 
-    return vars(
-        order.padding(
-            data.train.lengths,
-            layout_of(plan),
-            layout_of(plan, fullest),
-            plan.config.train.order_seed,
-        )
-    )
+    layout = planned.plan.layout
+    seed = planned.config.train.order_seed
+    return vars(order.padding(data.train.lengths, layout, layout.packed(fullest), seed))
 
 
-def layout_of(plan: Plan, fullest: int | None = None) -> "Layout":
-    """Return how a run cuts up its steps, packed where it is said what the fullest takes."""
-    from sft_play.data.order import Layout
-
-    layout = Layout(
-        plan.config.model.max_seq_len,
-        plan.chosen.batch_size,
-        plan.chosen.effective_batch,
-        plan.ranks.world_size,
-    )
-    return layout.packed(fullest) if fullest else layout
-
-
-def ledger(plan: Plan) -> dict[str, Any]:
+def ledger(planned: PlannedRun) -> dict[str, Any]:
     """Return the ledger of a config's data."""
     from sft_play.data.check import ledger_json
 
-    data = prepared(plan.config)
-    return {
-        **ledger_json(data, plan.config.model.max_seq_len),
-        "padding": padding(data, plan, fullest_step(data, plan)),
-    }
+    data = prepared(planned.config)
+    padded = padding(data, planned, fullest_step(data, planned))
+    return {**ledger_json(data, planned.config.model.max_seq_len), "padding": padded}
 
 
-def preview(plan: Plan, source: Path, first: int, page: str | None, no_color: bool) -> None:
-    """Print what the model sees of some training samples, and write it as a page, whose path comes last. Raises EnvironmentFault.
+def preview(
+    planned: PlannedRun, source: Path, first: int, page: str | None, no_color: bool
+) -> None:
+    """Print what the model sees of some training samples, and write it as a page.
 
     `source` is the config file, and `first` how many of the first samples are among those shown.
+    Raises: EnvironmentFault.
     """
     from sft_play.data.check import ledger_json
     from sft_play.data.preview import packed_samples, show
     from sft_play.data.preview_page import page as page_of
     from sft_play.models.tokenizer import load_tokenizer
 
-    config, data = plan.config, prepared(plan.config)
-    packed = (
-        packed_samples(
-            data.train.lengths, layout_of(plan, fullest_step(data, plan)), config.train.order_seed
-        )
-        if plan.packing
-        else []
-    )
+    config = planned.config
+    data = prepared(config)
+    packed = []
+    if planned.plan.packing:
+        layout = planned.plan.layout.packed(fullest_step(data, planned))
+        packed = packed_samples(data.train.lengths, layout, config.train.order_seed)
     sequences = show(data, load_tokenizer(config), first, config.data.too_long, packed)
     print_sequences(sequences, no_color)
     path = Path(page or Path(config.train.output_dir) / "preview.html")
@@ -217,7 +191,7 @@ def preview(plan: Plan, source: Path, first: int, page: str | None, no_color: bo
         "config": str(source),
         "model": config.model.name,
         "train_on": config.data.train_on,
-        "packing": "on" if plan.packing else "off",
+        "packing": "on" if planned.plan.packing else "off",
     }
     try:
         write_text(path, page_of(facts, ledger_json(data, config.model.max_seq_len), sequences))

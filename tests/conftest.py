@@ -150,8 +150,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder."""
     from sft_play import commands
     from sft_play.config.invocation import Invocation
-    from sft_play.preparation import tokenise
-    from sft_play.runs import folder as run_folders
+    from sft_play.preparation import tokenize
 
     def plan(changes: dict[str, object], num_gpus: int = 1, deepspeed_config: str | None = None):
         settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
@@ -169,11 +168,12 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
             dict(os.environ),
             words,
         )
-        loaded, planned = commands.make_plan(call, num_gpus > 1, deepspeed_config is not None)
-        folder = commands.new_run(call, loaded, planned)
-        run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
-        planned = tokenise(folder, planned)
-        run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
+        loaded = commands.load_config(call)
+        planned = commands.plan_run(call, loaded, num_gpus > 1, deepspeed_config is not None)
+        folder = commands.new_run(call, loaded, planned.config)
+        planned.write(folder)
+        folder.write_report(commands.planned_report(folder))
+        tokenize(folder, planned).write(folder)
         return folder
 
     return plan
@@ -238,22 +238,25 @@ def build_trainer() -> Callable:
     from sft_play.data.prepare import from_json
     from sft_play.models.load import load_model
     from sft_play.models.tokenizer import load_tokenizer
+    from sft_play.plan.run_plan import PlannedRun
     from sft_play.process import Process
     from sft_play.training import runtime, worker
     from sft_play.training.arguments import training_arguments
 
     def build(folder):
-        config, plan, device = folder.read_config(), folder.read_plan(), torch.device("cpu")
+        planned = PlannedRun.read(folder)
+        config, plan = planned.config, planned.plan
+        process = Process.alone(torch.device("cpu"))
         tokenizer = load_tokenizer(config)
         data = assemble(config, from_json(folder.read_data()["sources"]))
         runtime.seed_everything(config.train.seed)
         arguments = training_arguments(config, plan, folder)
-        model = load_model(config, Process.alone(device))
+        model = load_model(config, process)
         run_stamp = worker.make_stamp(config, plan, data, tokenizer)
         return worker.build_trainer(
             config,
             plan,
-            Process.alone(device),
+            process,
             tokenizer,
             data,
             model,

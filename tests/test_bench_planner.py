@@ -14,6 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sft_play.plan.sizing import Choice
+
 from benchmarks.planner.__main__ import names
 from benchmarks.planner.report import choices, largest, markdown, share_of_best
 from benchmarks.planner.runs import Place, command, facts_of, failed, settings
@@ -27,7 +29,6 @@ from benchmarks.speed.workloads import TOY
 from sft_play import commands
 from sft_play.plan.memory import PHASES, step_bytes
 from sft_play.plan.probe_fit import Fit, Point
-from sft_play.plan.sizing import Choice
 from sft_play.training.probe import Outcome
 
 GIB = 2**30

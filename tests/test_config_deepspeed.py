@@ -13,7 +13,7 @@ from sft_play.config.loader import CONFIGS
 from sft_play.errors import ConfigError
 
 PRINTED = Path(__file__).parent / "fixtures" / "printed_configs" / "deepspeed_custom.json"
-RUN = deepspeed.PlannedRun(
+RUN = deepspeed.DeepSpeedRun(
     micro_batch=4, grad_accum=2, world_size=4, bf16=True, fp16=False, max_grad_norm=1.0
 )
 

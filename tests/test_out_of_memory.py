@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from sft_play.plan.next_step import next_command, smaller
 
 from sft_play import commands
 from sft_play.config import invocation
@@ -17,7 +18,6 @@ from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.plan import launch
 from sft_play.plan.batch import pack_into
 from sft_play.plan.launch import Ranks, free_port
-from sft_play.plan.next_step import next_command, smaller
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sft_play.plan.sizing import size
 from test_plan import planned
 
 from sft_play.plan import advice
 from sft_play.plan.resolve import Plan, short_of_memory
-from sft_play.plan.sizing import size
 
 GIB = 2**30
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sft_play.plan.sizing import Choice
 
 from sft_play.errors import OutOfMemory
 from sft_play.plan import batch, memory, probe_fit
@@ -14,7 +15,6 @@ from sft_play.plan.batch import Wanted
 from sft_play.plan.memory import StepShape
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.probe_fit import Fit, Line, Point, Subject
-from sft_play.plan.sizing import Choice
 
 GIB = 2**30
 SHAPE = ModelShape(

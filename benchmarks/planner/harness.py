@@ -19,13 +19,14 @@ from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model
 from sft_play.models.tokenizer import load_tokenizer
-from sft_play.plan.resolve import Plan, precision
+from sft_play.plan.precision import precision
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.probe import Outcome, Probe
+from sft_play.training.probe import Probe, ProbeResult
 from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, for_a_step
 from sft_play.training.worker import build_trainer
@@ -77,30 +78,31 @@ class Card:
 class Harness:
     """A model in its trainer. After `warm_up`, gradients and the optimizer's state are there, as in the middle of a run."""
 
-    def __init__(self, plan: Plan, folder: Path):
+    def __init__(self, planned: PlannedRun, folder: Path):
+        plan = planned.plan
         device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
-        self.process = Process.alone(device, DTYPES[precision(plan.config)])
+        self.process = Process.alone(device, DTYPES[precision(planned.config)])
         self.card = Card(self.process, plan.used_before_bytes[0])
-        config, facts = plan.config, plan.as_json()
+        config = planned.config
         runtime.seed_everything(config.train.seed)
         runtime.allow_tf32(self.process)
         tokenizer, data = load_tokenizer(config), preparation.prepared(config)
-        arguments = training_arguments(config, facts, RunFolder(folder))
+        arguments = training_arguments(config, plan, RunFolder(folder))
         self.model = load_model(config, self.process)
         self.trainer = build_trainer(
-            config, facts, self.process, tokenizer, data, self.model, arguments, {}
+            config, plan, self.process, tokenizer, data, self.model, arguments, {}
         )
         self.trainer.create_optimizer()
         wrapped = self.trainer.accelerator.prepare(self.trainer.model, self.trainer.optimizer)
         self.trainer.model_wrapped, self.trainer.optimizer = wrapped
         self.vocabulary, self.clip = len(tokenizer), config.train.max_grad_norm
 
-    def probed(self, plan: Plan, limit_bytes: int | None) -> Outcome | None:
+    def probed(self, planned: PlannedRun, limit_bytes: int | None) -> ProbeResult | None:
         """Return what the probe of a run chooses within `limit_bytes`, None where it finds no room. Before `warm_up`, as in a run."""
         self.card.reset()
         self.card.hold(limit_bytes)
         try:
-            return Probe(self.trainer, plan.config, plan.as_json(), self.process).run()
+            return Probe(self.trainer, planned, self.process).run()
         except OutOfMemory:
             return None
         finally:

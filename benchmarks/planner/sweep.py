@@ -25,17 +25,18 @@ from benchmarks.planner.search import (
 from benchmarks.planner.workloads import SWEEPS, Sweep, Work
 from sft_play import commands
 from sft_play.plan import devices, launch
-from sft_play.plan.memory import at_batch, step_bytes
-from sft_play.plan.resolve import Plan, resolve
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import step_bytes
+from sft_play.plan.resolve import resolve
+from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.files import write_json
 
 if TYPE_CHECKING:
     from benchmarks.planner.harness import Harness
-    from sft_play.training.probe import Outcome
+    from sft_play.training.probe import ProbeResult
 
 GIB = 2**30
 OPTIMIZER_STEPS = 3
-MANY_ROWS = 10**9  # of a step: whatever a micro-batch holds, others follow it
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,21 @@ class Budget:
     """A card of so much memory, and what is chosen for it: by the plan, and by the probe where there is room for any step."""
 
     card_bytes: int | None  # None: the whole card
-    plan: Plan
-    outcome: "Outcome | None"
+    planned: PlannedRun
+    outcome: "ProbeResult | None"
 
     @property
     def choices(self) -> dict[str, tuple[int, int]]:
         """(rows of a micro-batch, checkpointed layers) by who chose it."""
-        by = {"plan": self.plan.chosen, **({"probe": self.outcome.chosen} if self.outcome else {})}
+        by = {"plan": self.planned.plan.layout}
+        if self.outcome:
+            by["probe"] = self.outcome.layout
         return {
-            name: (chosen.batch_size, chosen.checkpointed_layers) for name, chosen in by.items()
+            name: (layout.batch_size, layout.checkpointed_layers) for name, layout in by.items()
         }
 
 
-def planner(job: Job) -> Callable[[int | None], Plan]:
+def planner(job: Job) -> Callable[[int | None], PlannedRun]:
     """Return what plans the sweep's run for a card of so many bytes, None for what is free now."""
     sweep = job.sweep
     work = Work(
@@ -95,7 +98,7 @@ def planner(job: Job) -> Callable[[int | None], Plan]:
         devices.detect("cpu" if job.on_cpu else "cuda", called.environ),
     )
 
-    def plan(card_bytes: int | None) -> Plan:
+    def plan(card_bytes: int | None) -> PlannedRun:
         hardware = here
         if card_bytes is not None:
             cards = tuple(
@@ -122,7 +125,9 @@ def run(job: Job) -> dict[str, Any]:
         [None if gib is None else int(gib * GIB) for gib in sweep.budgets_gib],
     )
     plans = [plan(card_bytes) for card_bytes in cards]
-    os.environ |= launch.launch_command(whole.ranks, job.folder, os.environ).env  # as a run has it
+    os.environ |= launch.launch_command(
+        whole.plan.ranks, job.folder, os.environ
+    ).env  # as a run has it
     from benchmarks.planner.harness import Harness
 
     harness = Harness(whole, job.folder / sweep.name)
@@ -132,15 +137,17 @@ def run(job: Job) -> dict[str, Any]:
     ]
     optimizer_seconds = harness.warm_up(OPTIMIZER_STEPS)
     layers, layers_of_largest = (
-        sorted({round(share * whole.setup.shape.layers) for share in shares})
+        sorted({round(share * whole.plan.step.model.layers) for share in shares})
         for shares in (sweep.checkpointed, sweep.of_largest)
     )
     chosen = [pair for budget in budgets for pair in budget.choices.values()]
     pairs = dict.fromkeys([*itertools.product(sweep.batch_sizes, layers), *chosen])
-    tried = {pair: combination(harness, whole, sweep, *pair, optimizer_seconds) for pair in pairs}
+    tried = {
+        pair: combination(harness, whole.plan, sweep, *pair, optimizer_seconds) for pair in pairs
+    }
     return {
         "status": "done",
-        "layers": whole.setup.shape.layers,
+        "layers": whole.plan.step.model.layers,
         "optimizer_seconds": optimizer_seconds,
         "combinations": list(tried.values()),
         "budgets": [
@@ -151,7 +158,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def combination(
     harness: "Harness",
-    plan: Plan,
+    plan: RunPlan,
     sweep: Sweep,
     batch_size: int,
     layers: int,
@@ -174,10 +181,16 @@ def combination(
     return {**facts, "tokens_per_second": speed}
 
 
-def predicted(plan: Plan, rows: int, width: int, layers: int) -> int:
+def predicted(plan: RunPlan, rows: int, width: int, layers: int) -> int:
     """Return the peak in closed form, in bytes, of a step of several micro-batches."""
-    step = replace(at_batch(plan.setup.step, rows, layers), seq_len=width, accumulates=True)
-    return step_bytes(plan.setup.shape, step).predicted_peak
+    layout = Layout(
+        batch_size=rows,
+        grad_accum=2,
+        world_size=1,
+        max_seq_len=width,
+        checkpointed_layers=layers,
+    )
+    return step_bytes(plan.step, layout).predicted_peak
 
 
 def of_budget(
@@ -197,7 +210,7 @@ def of_budget(
     chosen = {by: tried[pair] for by, pair in budget.choices.items()}
     return {
         "gib": budget.card_bytes / GIB if budget.card_bytes else None,
-        "plan_fits": budget.plan.fits,
+        "plan_fits": budget.planned.plan.fits,
         "choices": {
             by: {**found, "fits": bool(found["tokens_per_second"]) and fits(found)}
             for by, found in chosen.items()
@@ -216,8 +229,8 @@ def largest_of(
 
     def is_planned_to_fit(tokens: int) -> bool:
         return (
-            predicted(budget.plan, *cut(tokens, sweep.max_seq_len), layers)
-            <= budget.plan.budget_bytes
+            predicted(budget.planned.plan, *cut(tokens, sweep.max_seq_len), layers)
+            <= budget.planned.plan.budget_bytes
         )
 
     def does_fit(tokens: int) -> bool:
@@ -244,15 +257,16 @@ def largest_of(
     return {"checkpointed_layers": layers, "plan": planned, "probe": probed, "true": found}
 
 
-def probed_peak(outcome: "Outcome", tokens: int, layers: int) -> int:
+def probed_peak(outcome: "ProbeResult", tokens: int, layers: int) -> int:
     """Return the peak by the probe's fit, in bytes, of micro-batches of any number of tokens, which it counts in rows."""
-    fit = outcome.fit
-    choice = replace(
-        fit.choice,
-        step=replace(fit.choice.step, seq_len=GRANULE),
-        wanted=replace(fit.choice.wanted, effective_batch=MANY_ROWS),
+    layout = Layout(
+        batch_size=max(1, tokens // GRANULE),
+        grad_accum=2,
+        world_size=1,
+        max_seq_len=GRANULE,
+        checkpointed_layers=layers,
     )
-    return replace(fit, choice=choice).peak(max(1, tokens // GRANULE), layers)
+    return outcome.fit.peak(layout)
 
 
 def say(sweep: Sweep, words: str) -> None:

@@ -34,13 +34,21 @@ from sft_play.config.deepspeed_keys import OWN_AUTO
 from sft_play.config.messages import refuse, word
 from sft_play.errors import ConfigError
 
-__all__ = ["DeepSpeedJson", "PlannedRun", "offloads", "precision", "read", "resolve", "zero_stage"]
+__all__ = [
+    "DeepSpeedJson",
+    "DeepSpeedRun",
+    "offloads",
+    "precision",
+    "read",
+    "resolve",
+    "zero_stage",
+]
 
 VARIABLE = "DEEPSPEED_CONFIG"
 
 
 @dataclass(frozen=True)
-class PlannedRun:
+class DeepSpeedRun:
     """What the plan has decided and the JSON must agree with."""
 
     micro_batch: int  # rows of one process
@@ -100,7 +108,7 @@ def read(path: str | Path) -> DeepSpeedJson:
     return document.value
 
 
-def resolve(raw: DeepSpeedJson, run: PlannedRun, source: str = VARIABLE) -> DeepSpeedJson:
+def resolve(raw: DeepSpeedJson, run: DeepSpeedRun, source: str = VARIABLE) -> DeepSpeedJson:
     """Return the config that DeepSpeed gets: every "auto" a value, and no contradiction to the run.
 
     `source` names the JSON in messages.
@@ -123,7 +131,7 @@ def resolve(raw: DeepSpeedJson, run: PlannedRun, source: str = VARIABLE) -> Deep
     return resolved
 
 
-def _resolve_zero(raw: DeepSpeedJson, run: PlannedRun) -> DeepSpeedJson:
+def _resolve_zero(raw: DeepSpeedJson, run: DeepSpeedRun) -> DeepSpeedJson:
     zero = {"stage": 0, **with_current_offload_keys(raw)}
     zero.pop(OLD_GATHER_NAME, None)
     for name, size in run.buffer_sizes().items():

@@ -4,48 +4,18 @@ A step holds the same samples for any batch size, number of ranks, packed or not
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from sft_play.data.packing import pack, padded_width
-from sft_play.plan.batch import pack_into
+from sft_play.plan.layout import Layout
 
 MicroBatch = list[
     list[int]
 ]  # sequences, each the indices of its samples; `~index` (negative) is a filler, which carries no loss
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How steps are cut up: `effective_batch` samples, in micro-batches of at most `batch_size` sequences of at most `max_seq_len` tokens."""
-
-    max_seq_len: int
-    batch_size: int
-    effective_batch: int
-    world_size: int = 1
-    packed_into: int | None = (
-        None  # micro-batches of each rank and step that hold the `fullest_step`; None: each sample is a sequence of its own
-    )
-
-    def __post_init__(self) -> None:
-        at_once = self.batch_size * self.world_size
-        assert self.packed_into or self.effective_batch % at_once == 0, (
-            f"a step of {self.effective_batch} samples is no multiple of {at_once}"
-        )
-
-    @property
-    def micro_batches(self) -> int:
-        """Of each rank and step."""
-        return self.packed_into or self.effective_batch // (self.batch_size * self.world_size)
-
-    def packed(self, fullest: int) -> Self:
-        """Return the layout that packs the same steps, of which the fullest takes so many sequences (see `fullest_step`)."""
-        packed_into, sequences = pack_into(fullest, self.batch_size, self.world_size)
-        return replace(self, batch_size=sequences, packed_into=packed_into)
 
 
 @dataclass(frozen=True)
@@ -81,20 +51,20 @@ class StepSampler(Sampler[MicroBatch]):
 
     def __len__(self) -> int:
         return (
-            -(-len(self.lengths) // self.layout.effective_batch)
+            -(-len(self.lengths) // self.layout.rows_per_step)
             * self.layout.micro_batches
             * self.layout.world_size
         )
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for samples in steps(len(self.lengths), self.layout.effective_batch, self.seed, self.epoch):
-            yield from self._packed(samples) if self.layout.packed_into else self._unpacked(samples)
+        for samples in steps(len(self.lengths), self.layout.rows_per_step, self.seed, self.epoch):
+            yield from self._packed(samples) if self.layout.is_packed else self._unpacked(samples)
 
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
         """Longest first, so that a micro-batch holds samples of similar length."""
         size = self.layout.batch_size
         samples = sorted(samples, key=self.lengths.__getitem__, reverse=True) + [~self.shortest] * (
-            self.layout.effective_batch - len(samples)
+            self.layout.rows_per_step - len(samples)
         )
         for start in range(0, len(samples), size):
             yield [[index] for index in samples[start : start + size]]
@@ -102,9 +72,9 @@ class StepSampler(Sampler[MicroBatch]):
     def _packed(self, samples: list[int]) -> list[MicroBatch]:
         bins = self.layout.micro_batches * self.layout.world_size
         lengths = [self.lengths[index] for index in samples]
-        sequences = pack_shortest(lengths, bins * self.layout.batch_size, self.layout.max_seq_len)
+        sequences = pack_shortest(lengths, bins * self.layout.sequences, self.layout.max_seq_len)
         tokens = [sum(lengths[i] for i in sequence) for sequence in sequences]
-        dealt = _deal(tokens, bins, self.layout.batch_size)
+        dealt = _deal(tokens, bins, self.layout.sequences)
         return [
             [[samples[i] for i in sequences[number]] for number in one] or [[~self.shortest]]
             for one in dealt
@@ -127,7 +97,7 @@ def fullest_step(
     return max(
         len(pack([lengths[index] for index in samples], layout.max_seq_len))
         for epoch in range(epochs)
-        for samples in steps(len(lengths), layout.effective_batch, seed, epoch)
+        for samples in steps(len(lengths), layout.rows_per_step, seed, epoch)
     )
 
 

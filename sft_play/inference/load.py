@@ -15,7 +15,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models.load import load_base
 from sft_play.models.tokenizer import load_tokenizer
-from sft_play.plan.resolve import precision
+from sft_play.plan.precision import precision
+from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
@@ -62,7 +63,7 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
     """
     if device == "cuda":
         return Process.alone(torch.device("cuda", 0), DTYPES[precision(config)])
-    if folder.read_plan()["device"] == "cpu":
+    if read_plan(folder).ranks.device == "cpu":
         return Process.alone(torch.device("cpu"), DTYPES[precision(config)])
     return Process.alone(torch.device("cpu"), torch.float32)
 

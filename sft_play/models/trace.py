@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora
@@ -33,7 +34,8 @@ from sft_play.models.load import weight_dtype
 from sft_play.models.losses import summed_nll
 from sft_play.plan.memory import StepBytes
 from sft_play.plan.model_shape import known_config
-from sft_play.plan.resolve import GIB, Plan, precision
+from sft_play.plan.precision import precision
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import DTYPES, Process
 
 # What Trainer makes of train.optim; a paged state has the same bytes, in memory that the driver may move to the host
@@ -118,39 +120,23 @@ class Traced:
         return StepBytes(phases)
 
 
-def step_of(plan: Plan) -> Step:
-    """Return what a plan's run computes in a step. Raises: ConfigError for Unsloth, whose code is not ours to trace."""
-    if plan.config.tuning.backend == "unsloth":
+def step_of(planned: PlannedRun) -> Step:
+    """Return what a plan's run computes in a step.
+
+    Raises: ConfigError for a backend whose code is not ours to trace.
+    """
+    plan = planned.plan
+    backend = backend_of(planned.config)
+    if not backend.is_traceable:
         raise ConfigError(
-            "EXACT=1 cannot trace tuning.backend=unsloth, which brings its own model code; plan without EXACT, or set TUNING_BACKEND=bnb"
+            f"EXACT=1 cannot trace tuning.backend={backend.name}, which brings its own model code; "
+            "plan without EXACT, or set TUNING_BACKEND=bnb"
         )
-    accumulates = plan.micro_batches > 1 or plan.ranks.world_size > 1 or plan.zero_stage > 0
+    layout = plan.layout
+    accumulates = layout.accumulates or layout.world_size > 1 or plan.zero_stage > 0
     return Step(
-        plan.config,
-        plan.ranks.device,
-        plan.chosen.checkpointed_layers,
-        plan.zero_stage,
-        accumulates,
+        planned.config, plan.ranks.device, layout.checkpointed_layers, plan.zero_stage, accumulates
     )
-
-
-def table(exact: StepBytes, closed: StepBytes) -> list[str]:
-    """Return the components of the phase that needs most, and all phases, each with the closed form's difference in percent."""
-    phase = exact.peak_phase
-    rows = [f"exact: {phase:<17}{'GiB':>5}  closed form"]
-    pairs = zip(exact.peak.as_json().items(), closed.phases[phase].as_json().values(), strict=True)
-    rows += [
-        _row(name, traced, estimated) for (name, traced), estimated in pairs if traced or estimated
-    ]
-    rows += ["exact: all phases"]
-    return rows + [
-        _row(name, exact.phases[name].total, closed.phases[name].total) for name in exact.phases
-    ]
-
-
-def _row(name: str, exact: int, closed: int) -> str:
-    difference = f"{100 * (closed / exact - 1):+10.2f} %" if exact else f"{closed / GIB:10.3f} GiB"
-    return f"  {name:<16}{exact / GIB:>9.3f}{difference}"
 
 
 def trace(step: Step) -> Traced:

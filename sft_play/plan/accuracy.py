@@ -1,13 +1,14 @@
-"""How near the plan has been: predictions of finished runs beside what they measured. Loads no torch."""
+"""How near the plan has been: predictions of finished runs beside measurements. Loads no torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from sft_play.errors import EnvironmentFault
 from sft_play.plan.memory import PHASES
-from sft_play.runs.folder import RunFolder, listing
+from sft_play.plan.run_plan import read_plan
+from sft_play.runs.folder import listing
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,26 @@ class Spread:
     median: float
     most: float
 
+    @classmethod
+    def of(cls, ratios: list[float]) -> "Spread | None":
+        """Return the spread of ratios, None where there is none."""
+        if not ratios:
+            return None
+        return cls(len(ratios), min(ratios), median(ratios), max(ratios))
+
     def words(self) -> str:
         """Return the spread as percent of the prediction: `within -3.1 .. +2.4 %`."""
-        least, most = f"{100 * (self.least - 1):+.1f}", f"{100 * (self.most - 1):+.1f}"
+        least = f"{100 * (self.least - 1):+.1f}"
+        most = f"{100 * (self.most - 1):+.1f}"
         return f"{most} %" if least == most else f"within {least} .. {most} %"
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the finished runs on one kind of GPU say about its plans; None where no run has both numbers."""
+    """What the finished runs on one kind of GPU say about its plans.
+
+    None where no run has both numbers.
+    """
 
     gpu: str | None  # its name, None for a CPU
     runs: int
@@ -35,34 +47,40 @@ class Accuracy:
     phases: Mapping[str, Spread]
     tokens_per_second: Spread | None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
-    """Return how near the plans of the runs below `output_dir` were that measured a peak; only those on `device` and GPUs named `gpu` count."""
+    """Return how near the plans of the runs below `output_dir` were.
+
+    Only runs count that measured a peak, on `device` and GPUs named `gpu`.
+    """
     peaks: list[float] = []
     speeds: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
-    found = 0
-    for plan, report in map(_read, listing(output_dir)):
+    count = 0
+    for folder in listing(output_dir):
+        report = folder.read_report()
         peak = report.get("peak_bytes", {})
-        if (plan.get("device"), plan.get("gpu")) != (device, gpu) or not peak.get("measured"):
+        try:
+            plan = read_plan(folder)
+        except EnvironmentFault:  # written by another version
             continue
-        found += 1
-        memory, speed = report.get("memory", {}), plan.get("speed") or {}
+        if (plan.ranks.device, plan.gpu) != (device, gpu) or not peak.get("measured"):
+            continue
+        count += 1
         peaks += _ratio(peak["measured"], peak["predicted"])
-        speeds += _ratio(report["tokens_per_second"], speed.get("tokens_per_second"))
+        if plan.speed:
+            speeds += _ratio(report["tokens_per_second"], plan.speed.tokens_per_second)
+        memory = report.get("memory", {})
         for name, ratios in phases.items():
-            ratios += _ratio(
-                memory.get("measured", {}).get(name), memory.get("predicted", {}).get(name)
-            )
+            measured = memory.get("measured", {}).get(name)
+            ratios += _ratio(measured, memory.get("predicted", {}).get(name))
+    spreads = {name: Spread.of(ratios) for name, ratios in phases.items()}
     return Accuracy(
-        gpu,
-        found,
-        _spread(peaks),
-        {name: _spread(ratios) for name, ratios in phases.items() if ratios},
-        _spread(speeds),
+        gpu=gpu,
+        runs=count,
+        peak=Spread.of(peaks),
+        phases={name: spread for name, spread in spreads.items() if spread},
+        tokens_per_second=Spread.of(speeds),
     )
 
 
@@ -70,24 +88,20 @@ def lines(accuracy: Accuracy) -> list[str]:
     """Return what a person reads of it below a plan; nothing where no run has finished."""
     if accuracy.peak is None:
         return []
-    runs = f"{accuracy.runs} run{'' if accuracy.runs == 1 else 's'} on {accuracy.gpu or 'the CPU'}"
-    speed = f", tokens/s {accuracy.tokens_per_second.words()}" if accuracy.tokens_per_second else ""
-    by_phase = ", ".join(
-        f"{name} {100 * (spread.median - 1):+.1f} %" for name, spread in accuracy.phases.items()
+    plural = "" if accuracy.runs == 1 else "s"
+    first = (
+        f"on this machine: {accuracy.runs} run{plural} on {accuracy.gpu or 'the CPU'}, "
+        f"peak {accuracy.peak.words()} of the prediction"
     )
-    return [
-        f"on this machine: {runs}, peak {accuracy.peak.words()} of the prediction{speed}",
-        *([f"  median by phase: {by_phase}"] if by_phase else []),
-    ]
-
-
-def _read(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    return folder.read_plan(), folder.read_report()
+    if accuracy.tokens_per_second:
+        first += f", tokens/s {accuracy.tokens_per_second.words()}"
+    by_phase = []
+    for name, spread in accuracy.phases.items():
+        by_phase.append(f"{name} {100 * (spread.median - 1):+.1f} %")
+    if not by_phase:
+        return [first]
+    return [first, f"  median by phase: {', '.join(by_phase)}"]
 
 
 def _ratio(measured: float | None, predicted: float | None) -> list[float]:
     return [measured / predicted] if measured and predicted else []
-
-
-def _spread(ratios: list[float]) -> Spread | None:
-    return Spread(len(ratios), min(ratios), median(ratios), max(ratios)) if ratios else None

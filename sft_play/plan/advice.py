@@ -1,206 +1,185 @@
-"""What would make a step fit: changes of settings, as the words to type, ranked by what they cost in speed. Pure."""
+"""What would make a step fit: changes of settings, ranked by what they cost in speed. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from sft_play.plan.sizing import Setup, Sized, size
+from sft_play.config.backends import backend_of
+from sft_play.config.schema import Config
+from sft_play.plan.inputs import PlanInputs, choose_layout
+from sft_play.plan.memory import step_bytes
 from sft_play.plan.speed import Speed
 
-SHORTEST_ROW = 256  # tokens; nobody is told to train on less
-MOST_AT_ONCE = 3  # changes
-LENGTH = "length"
-NO_ORDER = 0.0  # speed of what nobody can tell the speed of
+MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
+MAX_COMBINED = 3  # changes at once
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that make a step fit. `costs` is what they change beside speed, "" where nothing else."""
+    """Settings that make a step fit."""
 
-    words: str
-    costs: str
+    words: str  # to type
+    costs: str  # beside speed; "" where nothing
     predicted_peak: int  # bytes of a rank
     relative_speed: float | None  # of the step that does not fit, had it room; None: unknown
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One setting that frees memory, set."""
+class Option:
+    """One setting that frees memory, and the inputs that it makes."""
 
     words: str
-    setup: Setup
+    inputs: PlanInputs
+    group: str  # options of a group exclude each other
     costs: str = ""
-    group: str = ""  # of those that set the same: one of a group at a time
+
+    @property
+    def key(self) -> str:
+        """What tells options apart: of the shorter rows only the longest that fit are offered."""
+        return "length" if self.group == "length" else self.words
 
 
-def changes(setup: Setup, gpus: int) -> tuple[Change, ...]:
-    """Return what makes a step of `setup` fit on a host of `gpus` GPUs: settings of which none could be left out.
+def changes(inputs: PlanInputs, gpu_count: int) -> tuple[Change, ...]:
+    """Return what makes a step fit on a host of `gpu_count` GPUs: settings that are all needed.
 
-    First those that train the same thing, then those that do not, each by speed, fastest first; `()` where no three of them do.
+    Those that train the same thing come first, then the others, each by speed, fastest first.
+    Empty where no three settings make it fit.
     """
-    knobs, before = list(_knobs(setup, gpus)), setup.speed_of(size(setup).chosen)
-    found: dict[frozenset[str], Change] = {}  # by what is set
-    for number in range(1, MOST_AT_ONCE + 1):
-        for chosen in combinations(knobs, number):
-            key = frozenset(
-                LENGTH if knob.group == LENGTH else knob.words for knob in chosen
-            )  # the longest rows that fit, alone
-            is_plain = len({knob.group for knob in chosen}) == number
-            if (
-                is_plain
-                and not any(fewer <= key for fewer in found)
-                and (change := _change(setup, chosen, before))
-            ):
+    options = list(_options(inputs, gpu_count))
+    before = inputs.speed(choose_layout(inputs))
+    found: dict[frozenset[str], Change] = {}
+    for count in range(1, MAX_COMBINED + 1):
+        for combined in combinations(options, count):
+            key = frozenset(option.key for option in combined)
+            groups = {option.group for option in combined}
+            if len(groups) < count or any(fewer <= key for fewer in found):
+                continue
+            change = _change(inputs, combined, before)
+            if change is not None:
                 found[key] = change
         if any(not change.costs for change in found.values()):
             break
-    return tuple(
-        sorted(
-            found.values(),
-            key=lambda change: (bool(change.costs), -(change.relative_speed or NO_ORDER)),
-        )
-    )
+    return tuple(sorted(found.values(), key=_rank))
 
 
-def _change(setup: Setup, knobs: Sequence[Knob], before: Speed | None) -> Change | None:
-    changed = setup
-    for knob in knobs:
-        changed = _merged(setup, changed, knob.setup)
-    sized = size(changed)
-    if not sized.fits:
+def _rank(change: Change) -> tuple[bool, float]:
+    return bool(change.costs), -(change.relative_speed or 0.0)
+
+
+def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None) -> Change | None:
+    """Return what the options do together, None where the step still does not fit."""
+    changed = inputs
+    for option in options:
+        changed = _merged(inputs, changed, option.inputs)
+    layout = choose_layout(changed)
+    if not changed.fits(layout):
         return None
-    after = changed.speed_of(sized.chosen)
-    told = [_numbers(sized) if knob.group == "batch" else knob.words for knob in knobs]
-    relative = after.tokens_per_second / before.tokens_per_second if before and after else None
-    words = " ".join(sorted(told, key=lambda word: not word.startswith("make")))
+    words = []
+    for option in options:
+        if option.group == "batch":
+            batch = f"TRAIN_BATCH_SIZE={layout.batch_size} TRAIN_GRAD_ACCUM={layout.grad_accum}"
+            words.append(batch)
+        else:
+            words.append(option.words)
+    words.sort(key=lambda word: not word.startswith("make"))
+    after = changed.speed(layout)
+    relative = None
+    if before is not None and after is not None:
+        relative = after.tokens_per_second / before.tokens_per_second
     return Change(
-        words,
-        ", ".join(knob.costs for knob in knobs if knob.costs),
-        sized.memory.predicted_peak,
-        relative,
+        words=" ".join(words),
+        costs=", ".join(option.costs for option in options if option.costs),
+        predicted_peak=step_bytes(changed.step, layout).predicted_peak,
+        relative_speed=relative,
     )
 
 
-def _numbers(sized: Sized) -> str:
-    return f"TRAIN_BATCH_SIZE={sized.chosen.batch_size} TRAIN_GRAD_ACCUM={sized.chosen.grad_accum}"
-
-
-def _merged(base: Setup, one: Setup, other: Setup) -> Setup:
-    """Return `one` with what `other` has otherwise than `base`."""
+def _merged(base: PlanInputs, one: PlanInputs, other: PlanInputs) -> PlanInputs:
+    """Return `one` with what `other` changes of `base`."""
     config = one.config
     for section in ("model", "tuning", "train"):
-        was, now = getattr(base.config, section), getattr(other.config, section)
-        changed = {
-            name: getattr(now, name)
-            for name in type(was).model_fields
-            if getattr(was, name) != getattr(now, name)
-        }
-        config = config.model_copy(
-            update={section: getattr(config, section).model_copy(update=changed)}
-        )
-    plain = {
-        name: getattr(other, name)
-        for name in ("ranks", "zero_stage", "offload", "offload_weights", "is_effective_set")
-        if getattr(other, name) != getattr(base, name)
-    }
-    return replace(one, config=config, **plain)
+        before = getattr(base.config, section)
+        after = getattr(other.config, section)
+        names = [
+            name
+            for name in type(before).model_fields
+            if getattr(before, name) != getattr(after, name)
+        ]
+        config = _with_settings(config, section, {name: getattr(after, name) for name in names})
+    fields = ("ranks", "zero_stage", "offload", "offload_weights", "is_effective_set")
+    differing = [name for name in fields if getattr(other, name) != getattr(base, name)]
+    return replace(one, config=config, **{name: getattr(other, name) for name in differing})
 
 
-def _knobs(setup: Setup, gpus: int) -> Iterator[Knob]:
+def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     """Yield every setting that can free memory here."""
-    train, tuning, model = setup.config.train, setup.config.tuning, setup.config.model
+    train = inputs.config.train
+    tuning = inputs.config.tuning
     if train.batch_size != "auto":
-        rows = size(setup).chosen.effective_batch
-        yield Knob(
-            "",
-            _with(
-                setup,
-                train={"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows},
-                is_effective_set=True,
-            ),
-            group="batch",
-        )
+        rows = choose_layout(inputs).rows_per_step
+        settings = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": rows}
+        automatic = replace(_with(inputs, "train", **settings), is_effective_set=True)
+        yield Option("", automatic, "batch")
     if train.gradient_checkpointing is False:
-        yield Knob(
-            "TRAIN_GRADIENT_CHECKPOINTING=auto",
-            _with(setup, train={"gradient_checkpointing": "auto"}),
-            group="checkpointing",
-        )
-    yield from _engines(setup, gpus)
-    if (
-        tuning.mode == "full"
-        and model.dtype in ("auto", "float32")
-        and setup.is_half
-        and not setup.zero_stage
-    ):
-        yield Knob(
-            "MODEL_DTYPE=bfloat16",
-            _with(setup, model={"dtype": "bfloat16"}),
-            "weights are updated in 16 bits",
-            "dtype",
-        )
-    if tuning.mode == "full" and setup.ranks.device == "cuda" and "8bit" not in train.optim:
-        yield Knob(
-            "TRAIN_OPTIM=adamw_8bit",
-            _with(setup, train={"optim": "adamw_8bit"}),
-            "optimizer state in 8 bits",
-            "optim",
-        )
+        automatic = _with(inputs, "train", gradient_checkpointing="auto")
+        yield Option("TRAIN_GRADIENT_CHECKPOINTING=auto", automatic, "checkpointing")
+    yield from _zero_options(inputs, gpu_count)
     if tuning.mode == "full":
-        yield Knob(
-            "TUNING_MODE=lora", _with(setup, tuning={"mode": "lora"}), "trains adapters", "mode"
-        )
+        yield from _options_of_full(inputs)
     if tuning.mode != "qlora":
-        yield Knob(
-            "TUNING_MODE=qlora",
-            _with(setup, tuning={"mode": "qlora"}),
-            "trains adapters over 4-bit weights",
-            "mode",
-        )
-    tokens = model.max_seq_len // 2
-    while tokens >= SHORTEST_ROW:
-        yield Knob(
-            f"MODEL_MAX_SEQ_LEN={tokens}",
-            _with(setup, model={"max_seq_len": tokens}),
-            f"rows of at most {tokens} tokens",
-            LENGTH,
-        )
+        changed = _with(inputs, "tuning", mode="qlora")
+        yield Option("TUNING_MODE=qlora", changed, "mode", "trains adapters over 4-bit weights")
+    tokens = inputs.config.model.max_seq_len // 2
+    while tokens >= MIN_ROW_TOKENS:
+        changed = _with(inputs, "model", max_seq_len=tokens)
+        costs = f"rows of at most {tokens} tokens"
+        yield Option(f"MODEL_MAX_SEQ_LEN={tokens}", changed, "length", costs)
         tokens //= 2
 
 
-def _engines(setup: Setup, gpus: int) -> Iterator[Knob]:
+def _options_of_full(inputs: PlanInputs) -> Iterator[Option]:
+    """Yield what frees memory where every weight is trained."""
+    is_float32 = inputs.config.model.dtype in ("auto", "float32")
+    if is_float32 and inputs.is_half and not inputs.zero_stage:
+        changed = _with(inputs, "model", dtype="bfloat16")
+        yield Option("MODEL_DTYPE=bfloat16", changed, "dtype", "weights are updated in 16 bits")
+    if inputs.ranks.device == "cuda" and "8bit" not in inputs.config.train.optim:
+        changed = _with(inputs, "train", optim="adamw_8bit")
+        yield Option("TRAIN_OPTIM=adamw_8bit", changed, "optim", "optimizer state in 8 bits")
+    changed = _with(inputs, "tuning", mode="lora")
+    yield Option("TUNING_MODE=lora", changed, "mode", "trains adapters")
+
+
+def _zero_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     """Yield ZeRO on the GPUs of the plan, and on all of the host where the plan leaves some idle."""
-    ranks = setup.ranks
-    if setup.config.tuning.backend == "unsloth" or ranks.device != "cuda":
+    ranks = inputs.ranks
+    if ranks.device != "cuda" or not backend_of(inputs.config).runs_under_deepspeed:
         return
-    for per_node in sorted({ranks.per_node, gpus}):
+    for per_node in sorted({ranks.per_node, gpu_count}):
         if per_node * ranks.nodes < 2 or per_node < ranks.per_node:
             continue
-        wide = replace(ranks, strategy="deepspeed", per_node=per_node)
-        number = f" NUM_GPUS={per_node}" if per_node != ranks.per_node else ""
-        for stage in range(max(2, setup.zero_stage + (per_node == ranks.per_node)), 4):
-            words = (
-                f"make train-deepspeed{number} DEEPSPEED_CONFIG=configs/deepspeed_zero{stage}.json"
+        words = "make train-deepspeed"
+        first_stage = max(2, inputs.zero_stage + 1)
+        if per_node != ranks.per_node:
+            words += f" NUM_GPUS={per_node}"
+            first_stage = max(2, inputs.zero_stage)
+        for stage in range(first_stage, 4):
+            changed = replace(
+                inputs,
+                ranks=replace(ranks, strategy="deepspeed", per_node=per_node),
+                zero_stage=stage,
+                offload=False,
+                offload_weights=False,
             )
-            yield Knob(
-                words,
-                _with(setup, ranks=wide, zero_stage=stage, offload=False, offload_weights=False),
-                group="engine",
-            )
+            path = f"configs/deepspeed_zero{stage}.json"
+            yield Option(f"{words} DEEPSPEED_CONFIG={path}", changed, "engine")
 
 
-def _with(
-    setup: Setup,
-    model: dict[str, Any] | None = None,
-    tuning: dict[str, Any] | None = None,
-    train: dict[str, Any] | None = None,
-    **plain: Any,
-) -> Setup:
-    config = setup.config
-    for section, update in (("model", model), ("tuning", tuning), ("train", train)):
-        if update:
-            config = config.model_copy(
-                update={section: getattr(config, section).model_copy(update=update)}
-            )
-    return replace(setup, config=config, **plain)
+def _with(inputs: PlanInputs, section: str, **settings: Any) -> PlanInputs:
+    return replace(inputs, config=_with_settings(inputs.config, section, settings))
+
+
+def _with_settings(config: Config, section: str, settings: dict[str, Any]) -> Config:
+    changed = getattr(config, section).model_copy(update=settings)
+    return config.model_copy(update={section: changed})

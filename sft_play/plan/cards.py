@@ -1,5 +1,6 @@
 """What is known of GPUs by model: memory, arithmetic, bandwidth, links. Pure data: no torch, no I/O."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,3 +79,11 @@ def key_of(device_name: str) -> str | None:
     ('H200', None)
     """
     return next((key for key, card in CARDS.items() if card.name == device_name), None)
+
+
+def card_of(gpu_names: Sequence[str]) -> Card | None:
+    """Return what is known of GPUs; None unless they are of one model, and that is in CARDS."""
+    if len(set(gpu_names)) != 1:
+        return None
+    key = key_of(gpu_names[0])
+    return CARDS[key] if key else None

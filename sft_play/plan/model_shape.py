@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,7 +68,7 @@ class ModelShape:
     def parameters(self) -> int:
         return self.block_weights + self.other_weights
 
-    def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
+    def lora_parameters(self, rank: int, targets: str | Sequence[str]) -> int:
         """Return r * (inputs + outputs) summed over the target layers; names that are not of a block count nothing."""
         chosen = adapted_linears(targets)
         return (
@@ -82,7 +82,7 @@ class ModelShape:
         )
 
 
-def adapted_linears(targets: str | list[str]) -> tuple[str, ...]:
+def adapted_linears(targets: str | Sequence[str]) -> tuple[str, ...]:
     """Return which of a block's LINEARS get an adapter."""
     return (
         LINEARS

@@ -1,225 +1,360 @@
-"""The text of `make plan`. Pure: no torch, no I/O."""
+"""The text and the JSON of `make plan`. Pure: no torch, no I/O."""
 
 import math
 import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
+from sft_play.config.backends import backend_of
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
-from sft_play.plan.resolve import GIB, RESERVE, Plan, precision
+from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
+from sft_play.plan.precision import DTYPE_NAMES, precision
+from sft_play.plan.resolve import RESERVE
+from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload
 
-WIDTH = 110  # columns
-LABEL = 14  # of them, for what a line is about
-TYPES = {"bf16": "bfloat16", "fp16": "float16", "float32": "float32"}
+LINE_WIDTH = 110
+LABEL_WIDTH = 14  # of a line's first column, which says what the line is about
 STRATEGIES = {"single": "one process", "ddp": "DDP", "deepspeed": "DeepSpeed ZeRO-"}
-NAMES = {
+# Components that are not called what they are for
+COMPONENT_NAMES = {
     "logits": "logits and loss",
     "buckets": "gradient buckets",
     "context": "context, libraries",
-}  # else as the component is called
+}
+
+
+def plan_line(planned: PlannedRun) -> str:
+    """Return the plan as one line of facts."""
+    plan = planned.plan
+    layout = plan.layout
+    zero = f" zero={plan.zero_stage}" if plan.deepspeed else ""
+    checkpointing: str = plan.checkpointing
+    if checkpointing == "selective":
+        checkpointing += f":{layout.checkpointed_layers}/{plan.step.model.layers}"
+    return (
+        f"plan device={plan.ranks.device} world={layout.world_size} "
+        f"strategy={plan.ranks.strategy}{zero} "
+        f"batch={layout.batch_size} x {layout.world_size} x accum={layout.grad_accum} "
+        f"= {layout.rows_per_step} packing={str(plan.packing).lower()} "
+        f"checkpointing={checkpointing} compute={precision(planned.config)} "
+        f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB of {_gib(plan.budget_bytes)}GiB"
+    )
+
+
+def packing_line(plan: RunPlan) -> str:
+    """Return how a packed run makes its steps, as one line of facts."""
+    layout = plan.layout
+    return (
+        f"packing rows={layout.rows_per_step} a step in micro_batches={layout.micro_batches} of "
+        f"each rank, at most {layout.sequences} sequences of {layout.max_seq_len} tokens, "
+        f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB; "
+        f"without packing {layout.grad_accum}"
+    )
+
+
+def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict[str, Any]:
+    """Return what `plan --json` prints."""
+    ranks = plan.ranks
+    layout = plan.layout
+    return {
+        "strategy": ranks.strategy,
+        "device": ranks.device,
+        "world_size": ranks.world_size,
+        "per_device_batch_size": layout.batch_size,
+        "grad_accum": layout.grad_accum,
+        "effective_batch": layout.rows_per_step,
+        "packing": plan.packing,
+        "micro_batches": layout.micro_batches,
+        "sequences": layout.sequences,
+        "checkpointing": plan.checkpointing,
+        "checkpointed_layers": layout.checkpointed_layers,
+        "gradient_checkpointing": layout.checkpointed_layers > 0,
+        "zero_stage": plan.zero_stage,
+        "deepspeed": plan.deepspeed.settings if plan.deepspeed else None,
+        "deepspeed_source": plan.deepspeed.source if plan.deepspeed else None,
+        "backend_of_collectives": ranks.collective_backend,
+        "memory": {**plan.memory.peak.components(), "predicted_peak": plan.memory.predicted_peak},
+        "phases": phases_json(plan.memory),
+        "budget_bytes": plan.budget_bytes,
+        "request": asdict(plan.request),
+        "step": asdict(plan.step),
+        "fits": plan.fits,
+        "changes": [asdict(change) for change in plan.changes],
+        "speed": asdict(plan.speed) if plan.speed else None,
+        "gpu": plan.gpu,
+        "used_before_bytes": list(plan.used_before_bytes),
+        "warnings": list(plan.warnings),
+        "argv": list(command.argv),
+        "env": command.env,
+        "workload": asdict(workload) if workload else None,
+    }
+
+
+def phases_json(memory: StepBytes) -> dict[str, dict[str, int]]:
+    """Return the components of every phase, and their sum."""
+    return {name: _with_total(phase) for name, phase in memory.phases.items()}
 
 
 def lines(
-    plan: Plan, command: Launch, make_words: Iterable[str], workload: Workload | str
+    planned: PlannedRun, command: Launch, make_words: Iterable[str], workload: Workload | str
 ) -> list[str]:
-    """Return a plan as a person reads it: what and where, bytes by phase, batch, speed, hours, and what to type.
+    """Return a plan as a person reads it.
 
-    `make_words` start the run; `workload` is what it trains, or why that is not known.
+    What and where, bytes by phase, batch, speed, hours, and what to type. `make_words` start the
+    run; `workload` is what it trains, or why that is not known.
     """
+    plan = planned.plan
     shown = [
-        *_line("plan", _what(plan)),
-        *_line("on", _where(plan)),
-        *(text for warning in plan.warnings for text in _line("warning", warning)),
-        "",
-        *_table(plan),
-        "",
-        *_line("memory", _memory(plan)),
-        *_line("batch", _batch(plan)),
-        *_line("checkpointing", _checkpointing(plan)),
-        *_line("packing", _packing(plan)),
-        *_line("precision", _precision(plan)),
-        *_line("speed", _speed(plan)),
-        *_line("run", _run(workload)),
+        *_labelled("plan", _what(planned)),
+        *_labelled("on", _where(plan)),
     ]
+    for warning in plan.warnings:
+        shown += _labelled("warning", warning)
+    shown += ["", *_phase_table(planned), ""]
+    shown += _labelled("memory", _memory(plan))
+    shown += _labelled("batch", _batch(plan))
+    shown += _labelled("checkpointing", _checkpointing(plan))
+    shown += _labelled("packing", _packing(plan))
+    shown += _labelled("precision", _precision(planned))
+    shown += _labelled("speed", _speed(plan))
+    shown += _labelled("run", _run(workload))
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]
-        shown += [line for change in plan.changes for line in _change(change)]
+        for change in plan.changes:
+            shown += _change(change)
     elif not plan.fits:
-        shown += [
-            "",
-            "no three settings together make it fit: a smaller model, or GPUs with more memory",
-        ]
+        advice = "a smaller model, or GPUs with more memory"
+        shown += ["", f"no three settings together make it fit: {advice}"]
     if not plan.fits and not plan.is_batch_explicit:
-        return shown  # which `make train` refuses
-    env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items() if name != "PATH"]
-    return [
-        *shown,
-        "",
-        *_command("start", make_words),
-        *_command("which runs", [*env, *map(shlex.quote, command.argv)]),
-    ]
+        return shown  # `make train` refuses it
+    variables = {name: value for name, value in command.env.items() if name != "PATH"}
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    words += map(shlex.quote, command.argv)
+    return [*shown, "", *_command("start", make_words), *_command("which runs", words)]
 
 
-def _line(about: str, text: str) -> list[str]:
+def trace_lines(exact: StepBytes, closed: StepBytes) -> list[str]:
+    """Return the traced bytes, each with the closed form's difference in percent."""
+    name = exact.peak_phase
+    rows = [f"exact: {name:<17}{'GiB':>5}  closed form"]
+    traced = _with_total(exact.phases[name])
+    estimated = _with_total(closed.phases[name])
+    for component in traced:
+        if traced[component] or estimated[component]:
+            rows.append(_difference(component, traced[component], estimated[component]))
+    rows.append("exact: all phases")
+    estimated = closed.totals()
+    rows += [_difference(phase, size, estimated[phase]) for phase, size in exact.totals().items()]
+    return rows
+
+
+def _with_total(phase: PhaseBytes) -> dict[str, int]:
+    return {**phase.components(), "total": phase.total}
+
+
+def _difference(name: str, exact: int, closed: int) -> str:
+    difference = f"{closed / GIB:10.3f} GiB"
+    if exact:
+        difference = f"{100 * (closed / exact - 1):+10.2f} %"
+    return f"  {name:<16}{exact / GIB:>9.3f}{difference}"
+
+
+def _labelled(label: str, text: str) -> list[str]:
     return textwrap.wrap(
-        f"{about:<{LABEL}}{text}",
-        WIDTH,
-        subsequent_indent=" " * LABEL,
+        f"{label:<{LABEL_WIDTH}}{text}",
+        LINE_WIDTH,
+        subsequent_indent=" " * LABEL_WIDTH,
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
-def _command(about: str, words: Iterable[str]) -> list[str]:
-    """Words of a shell command, on as many lines as it takes, which a shell reads as one."""
-    rows, indent = [f"{about:<{LABEL - 1}}"], " " * (LABEL - 1)
+def _command(label: str, words: Iterable[str]) -> list[str]:
+    """Return a shell command on as many lines as it takes, which a shell reads as one."""
+    indent = " " * (LABEL_WIDTH - 1)
+    rows = [f"{label:<{LABEL_WIDTH - 1}}"]
+    is_empty = True
     for word in words:
-        if len(rows[-1]) + len(word) + 3 > WIDTH and rows[-1].strip() not in ("", about):
+        if not is_empty and len(rows[-1]) + len(word) + 3 > LINE_WIDTH:
             rows[-1] += " \\"
             rows.append(indent)
         rows[-1] += f" {word}"
+        is_empty = False
     return rows
 
 
-def _what(plan: Plan) -> str:
-    tuning, how = plan.config.tuning, "full fine-tuning"
+def _what(planned: PlannedRun) -> str:
+    tuning = planned.config.tuning
+    method = "full fine-tuning"
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
-        how = f"{tuning.mode} of rank {tuning.lora.r} on {'all linear layers' if targets == 'all-linear' else ', '.join(targets)}"
-    kernels = (
-        "Unsloth"
-        if tuning.backend == "unsloth"
-        else "fused kernels"
-        if plan.step.is_fast
-        else "no fused kernels"
-    )
-    return f"{plan.config.model.name} ({_count(plan.shape.parameters)} weights), {how}, {kernels}"
+        layers = "all linear layers" if targets == "all-linear" else ", ".join(targets)
+        method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
+    kernels = "fused kernels" if planned.plan.step.is_fast else "no fused kernels"
+    backend = backend_of(planned.config)
+    if backend.has_own_kernels:
+        kernels = backend.title
+    weights = _count(planned.plan.step.model.parameters)
+    return f"{planned.config.model.name} ({weights} weights), {method}, {kernels}"
 
 
 def _count(number: float) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} billion"
+    return f"{number / 1e6:.1f} million"
 
 
-def _where(plan: Plan) -> str:
+def _where(plan: RunPlan) -> str:
     ranks = plan.ranks
-    strategy = STRATEGIES[ranks.strategy] + (str(plan.zero_stage) if plan.deepspeed else "")
+    strategy = STRATEGIES[ranks.strategy]
+    if plan.deepspeed:
+        strategy += str(plan.zero_stage)
     if ranks.strategy != "single" and ranks.world_size == 1:
         strategy += " of one process"
-    device = " and ".join(sorted(set(plan.setup.gpu_names))) or "a process on the CPU"
     machines = f"{ranks.nodes} machines x " if ranks.nodes > 1 else ""
-    return f"{machines}{ranks.per_node} x {device}, {strategy}"
+    return f"{machines}{ranks.per_node} x {_gpus(plan) or 'a process on the CPU'}, {strategy}"
 
 
-def _table(plan: Plan) -> list[str]:
-    """Components of each phase in GiB; the phase that needs most has a star."""
-    phases, peak = plan.memory.phases, plan.memory.peak_phase
+def _gpus(plan: RunPlan) -> str:
+    return " and ".join(sorted(set(plan.gpu_names)))
+
+
+def _phase_table(planned: PlannedRun) -> list[str]:
+    """Return the components of each phase in GiB; the phase that needs most has a star."""
+    plan = planned.plan
     device = "GPU" if plan.ranks.device == "cuda" else "process"
-    rows = [(f"GiB on each {device}", *(f"{name}{'*' if name == peak else ''}" for name in phases))]
-    columns = [asdict(phase) for phase in phases.values()]
-    for component in columns[0]:
-        label = (
-            f"weights ({_weights(plan)})"
-            if component == "weights"
-            else NAMES.get(component, component)
-        )
-        rows.append((label, *(_gib(column[component]) for column in columns)))
-    rows.append(("total", *(_gib(phase.total) for phase in phases.values())))
-    return [
-        f"{label:<32}{''.join(f'{cell:>13}' for cell in cells)}".rstrip() for label, *cells in rows
-    ]
+    names = [name + "*" * (name == plan.memory.peak_phase) for name in plan.memory.phases]
+    rows = [_row(f"GiB on each {device}", names)]
+    phases = [phase.components() for phase in plan.memory.phases.values()]
+    for component in phases[0]:
+        label = COMPONENT_NAMES.get(component, component)
+        if component == "weights":
+            label = f"weights ({_weight_types(planned)})"
+        rows.append(_row(label, [_gib_or_dash(phase[component]) for phase in phases]))
+    totals = plan.memory.totals().values()
+    return [*rows, _row("total", [_gib_or_dash(size) for size in totals])]
 
 
-def _gib(number: int) -> str:
-    return f"{number / GIB:.2f}" if number else "-"
+def _row(label: str, cells: Iterable[str]) -> str:
+    columns = "".join(f"{cell:>13}" for cell in cells)
+    return f"{label:<32}{columns}".rstrip()
 
 
-def _weights(plan: Plan) -> str:
-    tuning = plan.config.tuning
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f}"
+
+
+def _gib_or_dash(size_bytes: int) -> str:
+    return _gib(size_bytes) if size_bytes else "-"
+
+
+def _weight_types(planned: PlannedRun) -> str:
+    tuning = planned.config.tuning
+    step = planned.plan.step
     if tuning.mode == "qlora":
-        return tuning.bnb_4bit_quant_type.upper() + (
-            ", double quantised" if tuning.bnb_4bit_use_double_quant else ""
-        )
-    computed = TYPES[precision(plan.config)]
-    if plan.zero_stage and plan.step.compute_bytes == 2:
-        return computed  # DeepSpeed turns them to it
-    return (
-        "float32"
-        if plan.step.weight_bytes == 4
-        else plan.config.model.dtype
-        if plan.config.model.dtype != "auto"
-        else computed
-    )
+        constants = ", double quantised" if tuning.bnb_4bit_use_double_quant else ""
+        return tuning.bnb_4bit_quant_type.upper() + constants
+    computed = DTYPE_NAMES[precision(planned.config)]
+    if planned.plan.zero_stage and step.is_half:
+        return computed  # DeepSpeed converts them
+    if step.weight_bytes == 4:
+        return "float32"
+    dtype = planned.config.model.dtype
+    return computed if dtype == "auto" else dtype
 
 
-def _memory(plan: Plan) -> str:
-    peak, budget = plan.memory.predicted_peak / GIB, plan.budget_bytes / GIB
-    free, where = (
-        budget / (1 - RESERVE),
-        "on each GPU" if plan.ranks.device == "cuda" else "of the host for each process",
-    )
+def _memory(plan: RunPlan) -> str:
+    peak = plan.memory.predicted_peak / GIB
+    budget = plan.budget_bytes / GIB
+    free = budget / (1 - RESERVE)
+    where = "on each GPU" if plan.ranks.device == "cuda" else "of the host for each process"
     verdict = "fits" if plan.fits else f"does NOT fit, by {peak - budget:.2f} GiB"
-    shares = f"{peak / budget:.0%} of the {budget:.2f} GiB that may be used, {peak / free:.0%} of the {free:.2f} GiB free {where}"
-    return f"{verdict}: {peak:.2f} GiB in the {plan.memory.peak_phase} phase, {shares}; {RESERVE:.0%} are kept in reserve"
-
-
-def _batch(plan: Plan) -> str:
-    chosen, ranks = plan.chosen, plan.ranks
-    one, each = ("GPU", "GPUs") if ranks.device == "cuda" else ("process", "processes")
-    world = f"{ranks.world_size} {each if ranks.world_size > 1 else one}"
-    arithmetic = f"{chosen.batch_size} x {world} x {chosen.grad_accum} = {chosen.effective_batch}"
-    return f"{arithmetic} rows a step (micro-batch x {each} x accumulation), of at most {plan.config.model.max_seq_len:,} tokens"
-
-
-def _checkpointing(plan: Plan) -> str:
-    chosen = plan.chosen
-    if chosen.checkpointing == "none":
-        return "none: no layer is computed twice"
-    which = (
-        "all" if chosen.checkpointing == "full" else f"the first {chosen.checkpointed_layers} of"
+    return (
+        f"{verdict}: {peak:.2f} GiB in the {plan.memory.peak_phase} phase, {peak / budget:.0%} of "
+        f"the {budget:.2f} GiB that may be used, {peak / free:.0%} of the {free:.2f} GiB free "
+        f"{where}; {RESERVE:.0%} are kept in reserve"
     )
-    return f"{which} {chosen.layers} layers are computed again in the backward pass"
 
 
-def _packing(plan: Plan) -> str:
+def _batch(plan: RunPlan) -> str:
+    layout = plan.layout
+    noun, nouns = "process", "processes"
+    if plan.ranks.device == "cuda":
+        noun, nouns = "GPU", "GPUs"
+    world = f"{layout.world_size} {nouns if layout.world_size > 1 else noun}"
+    return (
+        f"{layout.batch_size} x {world} x {layout.grad_accum} = {layout.rows_per_step} rows a step "
+        f"(micro-batch x {nouns} x accumulation), of at most {layout.max_seq_len:,} tokens"
+    )
+
+
+def _checkpointing(plan: RunPlan) -> str:
+    if plan.checkpointing == "none":
+        return "none: no layer is computed twice"
+    which = "all"
+    if plan.checkpointing == "selective":
+        which = f"the first {plan.layout.checkpointed_layers} of"
+    return f"{which} {plan.step.model.layers} layers are computed again in the backward pass"
+
+
+def _packing(plan: RunPlan) -> str:
     if plan.packing:
         return "on: rows share sequences up to the longest, so a step may take fewer micro-batches"
     return f"off: {plan.unpacked_because}" if plan.unpacked_because else "off"
 
 
-def _precision(plan: Plan) -> str:
-    computed, optim = TYPES[precision(plan.config)], plan.config.train.optim
-    if plan.config.tuning.mode == "full":
-        return f"computes in {computed}; weights in {_weights(plan)}; optimizer {optim}"
-    return f"computes in {computed}; base weights in {_weights(plan)}, adapters in {computed if plan.zero_stage else 'float32'}; optimizer {optim}"
+def _precision(planned: PlannedRun) -> str:
+    computed = DTYPE_NAMES[precision(planned.config)]
+    weights = _weight_types(planned)
+    optim = planned.config.train.optim
+    if planned.plan.step.is_full:
+        return f"computes in {computed}; weights in {weights}; optimizer {optim}"
+    adapters = computed if planned.plan.zero_stage else "float32"
+    return (
+        f"computes in {computed}; base weights in {weights}, adapters in {adapters}; "
+        f"optimizer {optim}"
+    )
 
 
-def _speed(plan: Plan) -> str:
-    speed, world = plan.speed, plan.ranks.world_size
+def _speed(plan: RunPlan) -> str:
+    speed = plan.speed
     if speed is None:
         if plan.ranks.device == "cpu":
             return "not known on a CPU"
-        if plan.step.compute_bytes == 4:
+        if not plan.step.is_half:
             return "not known in float32"
-        return f"not known: {' and '.join(sorted(set(plan.setup.gpu_names)))} is no card whose data sheet is known here"
-    share = f" ({speed.tokens_per_second / world:,.0f} a GPU)" if world > 1 else ""
+        return f"not known: {_gpus(plan)} is no card whose data sheet is known here"
+    world_size = plan.ranks.world_size
+    share = ""
+    if world_size > 1:
+        share = f" ({speed.tokens_per_second / world_size:,.0f} a GPU)"
     waiting = speed.collective_seconds / speed.step_seconds
-    hidden = f", {waiting:.0%} of it waiting for other GPUs" if waiting > 0.005 else ""
-    return f"{speed.tokens_per_second:,.0f} tokens/s{share} where rows are full, MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{hidden}"
+    waits = f", {waiting:.0%} of it waiting for other GPUs" if waiting > 0.005 else ""
+    return (
+        f"{speed.tokens_per_second:,.0f} tokens/s{share} where rows are full, "
+        f"MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{waits}"
+    )
 
 
 def _run(workload: Workload | str) -> str:
     if isinstance(workload, str):
         return f"length not known: {workload}"
     counted = "estimated from the files" if workload.is_estimated else "counted"
-    epochs = f"{workload.epochs:.3g} epoch{'' if workload.epochs == 1 else 's'}"
-    text = f"{workload.steps:,} steps: {epochs} of {workload.samples:,} rows, {workload.tokens:,} tokens ({counted})"
+    plural = "" if workload.epochs == 1 else "s"
+    text = (
+        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
+        f"{workload.samples:,} rows, {workload.tokens:,} tokens ({counted})"
+    )
     if workload.seconds is None or workload.gpu_hours is None:
         return text
-    rows = f"{workload.tokens_per_second:,.0f} tokens/s on these rows"
-    return f"{text}; {_duration(workload.seconds)} of training, {workload.gpu_hours:.2f} GPU-hours, {rows}"
+    return (
+        f"{text}; {_duration(workload.seconds)} of training, {workload.gpu_hours:.2f} GPU-hours, "
+        f"{workload.tokens_per_second:,.0f} tokens/s on these rows"
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -234,10 +369,15 @@ def _duration(seconds: float) -> str:
 
 
 def _change(change: Change) -> list[str]:
-    speed = (
-        f", {change.relative_speed:.2f} x the speed" if change.relative_speed is not None else ""
-    )
-    text = f"  {change.words}  ({change.predicted_peak / GIB:.2f} GiB{speed}{f'; {change.costs}' if change.costs else ''})"
+    facts = f"{_gib(change.predicted_peak)} GiB"
+    if change.relative_speed is not None:
+        facts += f", {change.relative_speed:.2f} x the speed"
+    if change.costs:
+        facts += f"; {change.costs}"
     return textwrap.wrap(
-        text, WIDTH, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+        f"  {change.words}  ({facts})",
+        LINE_WIDTH,
+        subsequent_indent=" " * 6,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

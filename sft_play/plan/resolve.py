@@ -1,165 +1,31 @@
-"""What this machine will do with a config: every `auto` becomes a number, every process a command. Loads no torch."""
+"""What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sft_play.config import deepspeed
+from sft_play.config.backends import backend_of
 from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError, EnvironmentFault, OutOfMemory
-from sft_play.plan import advice, batch, cards, memory, sources, speed
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan import advice, memory, sources
 from sft_play.plan.devices import Hardware
-from sft_play.plan.launch import Ranks, visible_entries
-from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.inputs import PlanInputs, choose_layout, shortage
+from sft_play.plan.layout import Layout
+from sft_play.plan.model_shape import load_shape
 from sft_play.plan.packing import resolve_packing
-from sft_play.plan.sizing import Setup, Sized, size
+from sft_play.plan.precision import Precision, choose_precision
+from sft_play.plan.ranks import Ranks, plan_ranks
+from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 
-GIB = 2**30
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
-ENGINES = tuple(
-    PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (2, 3)
-)  # that train-deepspeed tries where none is named
+# What train-deepspeed tries where no JSON is named
+ZERO_CONFIGS = tuple(PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (2, 3))
 NCCL_SECONDS = 1800
-OFFLOADED_OPTIMIZERS = (
-    "adamw_torch",
-    "adamw_torch_fused",
-)  # accelerate puts DeepSpeed's CPU Adam in the place of any other too, without a word
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run as it will be started: the resolved config, its ranks, and what the memory estimate says."""
-
-    config: Config
-    setup: Setup  # the config before its autos were numbers, and what else the choice was made from
-    ranks: Ranks
-    chosen: batch.Chosen
-    packing: bool
-    unpacked_because: str | None  # where train.packing=auto is off
-    memory: memory.StepBytes
-    budget_bytes: int
-    gpu: str | None  # the name of the first one, None on a CPU
-    used_before_bytes: tuple[
-        int, ...
-    ]  # of each local rank's GPU, what others held when this was planned; 0 on a CPU
-    deepspeed: dict[str, Any] | None
-    deepspeed_source: str | None
-    shortage: str | None  # why it does not fit
-    changes: tuple[advice.Change, ...]  # that would make it fit; () where it does
-    warnings: tuple[str, ...]
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.setup.shape
-
-    @property
-    def step(self) -> memory.StepShape:
-        """The step as chosen."""
-        return self.setup.step_of(self.chosen)
-
-    @property
-    def micro_batches(self) -> int:
-        """How many each rank trains in a step; where rows are packed known once they are counted, and until then grad_accum."""
-        return batch.micro_batches(self.setup.wanted, self.chosen.batch_size)
-
-    @property
-    def sequences(self) -> int:
-        """How many a micro-batch has at most; of packed ones fewer than its batch size where no step fills that."""
-        return batch.sequences(self.setup.wanted, self.chosen.batch_size)
-
-    @property
-    def card(self) -> cards.Card | None:
-        return self.setup.card
-
-    @property
-    def speed(self) -> speed.Speed | None:
-        """What is predicted where all rows are full; None where nothing is known of the device."""
-        return self.setup.speed_of(self.chosen)
-
-    @property
-    def fits(self) -> bool:
-        return self.shortage is None
-
-    @property
-    def is_batch_explicit(self) -> bool:
-        """Whether the micro-batch is the user's number, which stands also where it is not expected to fit."""
-        return self.setup.wanted.batch_size != "auto"
-
-    @property
-    def zero_stage(self) -> int:
-        return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what plan.json and `plan --json` hold, less the launch command."""
-        return {
-            "strategy": self.ranks.strategy,
-            "device": self.ranks.device,
-            "world_size": self.ranks.world_size,
-            "per_device_batch_size": self.chosen.batch_size,
-            "grad_accum": self.chosen.grad_accum,
-            "effective_batch": self.chosen.effective_batch,
-            "packing": self.packing,
-            "micro_batches": self.micro_batches,
-            "sequences": self.sequences,
-            "checkpointing": self.chosen.checkpointing,
-            "checkpointed_layers": self.chosen.checkpointed_layers,
-            "gradient_checkpointing": self.chosen.checkpointed_layers > 0,
-            "zero_stage": self.zero_stage,
-            "deepspeed": self.deepspeed,
-            "deepspeed_source": self.deepspeed_source,
-            "backend_of_collectives": "gloo" if self.ranks.device == "cpu" else "nccl",
-            "memory": self.memory.as_json(),
-            "phases": self.memory.phases_json(),
-            "budget_bytes": self.budget_bytes,
-            "choice": self.setup.choice.as_json(),
-            "fits": self.fits,
-            "changes": [asdict(change) for change in self.changes],
-            "speed": self.speed.as_json() if self.speed else None,
-            "gpu": self.gpu,
-            "used_before_bytes": list(self.used_before_bytes),
-            "warnings": list(self.warnings),
-        }
-
-    def line(self) -> str:
-        """Return the plan as one line of facts."""
-        c, r = self.chosen, self.ranks
-        return (
-            f"plan device={r.device} world={r.world_size} strategy={r.strategy}{f' zero={self.zero_stage}' if self.deepspeed else ''} "
-            f"batch={c.batch_size} x {r.world_size} x accum={c.grad_accum} = {c.effective_batch} packing={str(self.packing).lower()} "
-            f"checkpointing={c.checkpointing}{f':{c.checkpointed_layers}/{c.layers}' if c.checkpointing == 'selective' else ''} "
-            f"compute={precision(self.config)} predicted_peak={self.memory.predicted_peak / GIB:.2f}GiB of {self.budget_bytes / GIB:.2f}GiB"
-        )
-
-
-def with_counted_rows(plan: Plan, fullest_step: int) -> Plan:
-    """Return the plan of a packed run whose rows are known: fewer and smaller micro-batches make the same step, in less memory."""
-    setup, chosen, engine = (
-        replace(plan.setup, fullest_step=fullest_step),
-        plan.chosen,
-        plan.deepspeed,
-    )
-    plan = replace(
-        plan,
-        setup=setup,
-        memory=setup.choice.bytes_of(chosen.batch_size, chosen.checkpointed_layers),
-    )
-    if engine is None:
-        return plan
-    whole = (
-        chosen.batch_size * plan.micro_batches * plan.ranks.world_size
-    )  # the product must hold; in samples it would be effective_batch
-    return replace(
-        plan,
-        deepspeed={
-            **engine,
-            "gradient_accumulation_steps": plan.micro_batches,
-            "train_batch_size": whole,
-        },
-    )
+# accelerate puts DeepSpeed's CPU Adam in the place of any other optimizer too, without a word
+OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 def resolve(
@@ -169,26 +35,55 @@ def resolve(
     environ: Mapping[str, str],
     distributed: bool,
     use_deepspeed: bool,
-) -> Plan:
+) -> PlannedRun:
     """Return the plan of a run, which need not fit.
 
-    `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO, where no JSON is named of the first stage
-    that fits. Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError for numbers that
-    contradict; DataError for a missing data file.
+    `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO, where no
+    JSON is named of the first stage that fits.
+    Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError
+    for numbers that contradict; DataError for a missing data file.
     """
     ranks = plan_ranks(invocation, hardware, environ, distributed, use_deepspeed)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
-    paths = (
-        [None]
-        if not use_deepspeed
-        else [Path(invocation.deepspeed_config)]
-        if invocation.deepspeed_config
-        else ENGINES
-    )
-    tried = (_resolve(loaded, hardware, environ, ranks, path) for path in paths)
-    plan = next(tried)
-    return plan if plan.fits else next((other for other in tried if other.fits), plan)
+    if not use_deepspeed:
+        return _resolve(loaded, hardware, environ, ranks, None)
+    if invocation.deepspeed_config:
+        return _resolve(loaded, hardware, environ, ranks, Path(invocation.deepspeed_config))
+    first, *others = ZERO_CONFIGS
+    planned = _resolve(loaded, hardware, environ, ranks, first)
+    for path in others:
+        if planned.plan.fits:
+            break
+        other = _resolve(loaded, hardware, environ, ranks, path)
+        if other.plan.fits:
+            planned = other
+    return planned
+
+
+def fastest(
+    loaded: LoadedConfig,
+    invocation: Invocation,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+) -> PlannedRun:
+    """Return the plan of the fastest strategy that fits on all GPUs: one process, DDP or ZeRO.
+
+    Where nobody knows how fast a card is, whole weights on every GPU come first.
+    Raises: as `resolve`.
+    """
+    planned = resolve(loaded, invocation, hardware, environ, True, False)
+    ranks = planned.plan.ranks
+    is_alone = ranks.world_size == 1 or ranks.device == "cpu"
+    if is_alone or not backend_of(loaded.config).runs_under_deepspeed:
+        return planned
+    sharded = resolve(loaded, invocation, hardware, environ, True, True)
+    return max(planned, sharded, key=_fits_and_speed)
+
+
+def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
+    speed = planned.plan.speed
+    return planned.plan.fits, speed.tokens_per_second if speed else 0.0
 
 
 def _resolve(
@@ -196,300 +91,176 @@ def _resolve(
     hardware: Hardware,
     environ: Mapping[str, str],
     ranks: Ranks,
-    engine_path: Path | None,
-) -> Plan:
-    """Return the plan under one strategy: DDP or a single process without `engine_path`, else the DeepSpeed JSON there."""
+    deepspeed_path: Path | None,
+) -> PlannedRun:
+    """Return the plan under one strategy: the DeepSpeed JSON's, else DDP or a single process."""
     config = loaded.config
-    raw = deepspeed.read(engine_path) if engine_path else None
-    shape = load_shape(config.model.name, config.model.revision, environ)
-    bf16, fp16, notes = choose_precision(
-        loaded, hardware, deepspeed.precision(raw) if raw else None
-    )
-    stage = deepspeed.zero_stage(raw) if raw else 0
-    offload, offload_weights = deepspeed.offloads(raw) if raw else (False, False)
-    _refuse_combinations(loaded, stage, offload, ranks)
-    is_effective_set = loaded.is_set("train.effective_batch_size")
-    gpu_names = tuple(gpu.name for gpu in hardware.gpus[: ranks.per_node])
-    setup = Setup(
-        config,
-        is_effective_set,
-        shape,
-        ranks,
-        bf16 or fp16,
-        stage,
-        offload,
-        _budget(hardware, ranks),
-        offload_weights,
-        gpu_names,
-    )
-    sized = size(setup)
-    chosen = sized.chosen
-    notes += _batch_notes(loaded, sized, ranks)
-    packing, unpacked_because = resolve_packing(config, shape.model_type)
-    eval_rows = memory.evaluation_rows(shape, setup.step_of(chosen))
-    engine = None
-    if raw is not None:
-        engine = deepspeed.resolve(
-            raw,
-            deepspeed.PlannedRun(
-                micro_batch=chosen.batch_size,
-                grad_accum=chosen.grad_accum,
-                world_size=ranks.world_size,
-                bf16=bf16,
-                fp16=fp16,
-                max_grad_norm=config.train.max_grad_norm,
-                hidden_size=shape.hidden,
-            ),
-            source=str(engine_path),
-        )
-    return Plan(
-        config=_resolved(config, chosen, eval_rows, packing, bf16, fp16, ranks, environ),
-        setup=setup,
+    raw = deepspeed.read(deepspeed_path) if deepspeed_path else {}
+    model = load_shape(config.model.name, config.model.revision, environ)
+    precision, warnings = choose_precision(loaded, hardware, deepspeed.precision(raw))
+    offload, offload_weights = deepspeed.offloads(raw)
+    inputs = PlanInputs(
+        config=config,
+        is_effective_set=loaded.is_set("train.effective_batch_size"),
+        model=model,
         ranks=ranks,
-        chosen=chosen,
+        is_half=precision != "float32",
+        zero_stage=deepspeed.zero_stage(raw),
+        offload=offload,
+        offload_weights=offload_weights,
+        budget_bytes=_budget_bytes(hardware, ranks),
+        gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.per_node]),
+    )
+    _refuse_combinations(loaded, inputs)
+    layout = choose_layout(inputs)
+    warnings += _batch_warnings(loaded, layout)
+    packing, unpacked_because = resolve_packing(config, model.model_type)
+    lack = shortage(inputs, layout)
+    plan = RunPlan(
+        ranks=ranks,
+        request=inputs.request,
+        step=inputs.step,
+        layout=layout,
         packing=packing,
         unpacked_because=unpacked_because,
-        memory=sized.memory,
-        budget_bytes=setup.budget_bytes,
-        gpu=hardware.gpus[0].name if hardware.gpus else None,
+        memory=memory.step_bytes(inputs.step, layout),
+        budget_bytes=inputs.budget_bytes,
+        gpu_names=inputs.gpu_names,
         used_before_bytes=_used_before(hardware, ranks),
-        deepspeed=engine,
-        deepspeed_source=str(engine_path) if engine_path else None,
-        shortage=sized.shortage,
-        changes=() if sized.fits else advice.changes(setup, hardware.count),
-        warnings=tuple(notes),
+        deepspeed=_deepspeed_plan(raw, deepspeed_path, inputs, layout, precision),
+        shortage=lack,
+        changes=advice.changes(inputs, hardware.count) if lack else (),
+        warnings=tuple(warnings),
     )
+    planned = PlannedRun(_resolved(config, plan, precision, environ), plan)
+    return planned.with_layout(layout, plan.memory)
 
 
-def fastest(
-    loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]
-) -> Plan:
-    """Return the plan of the strategy that is fastest on all GPUs of `hardware`, of those that fit: one process or DDP, or ZeRO.
-
-    Where nobody knows how fast a card is, whole weights on every GPU come first. Raises as `resolve`.
-    """
-    plan = resolve(loaded, invocation, hardware, environ, distributed=True, use_deepspeed=False)
-    if (
-        plan.ranks.world_size == 1
-        or plan.ranks.device == "cpu"
-        or plan.config.tuning.backend == "unsloth"
-    ):
-        return plan
-    sharded = resolve(loaded, invocation, hardware, environ, distributed=True, use_deepspeed=True)
-    return max(
-        plan, sharded, key=lambda one: (one.fits, one.speed.tokens_per_second if one.speed else 0.0)
+def _deepspeed_plan(
+    raw: deepspeed.DeepSpeedJson,
+    path: Path | None,
+    inputs: PlanInputs,
+    layout: Layout,
+    precision: Precision,
+) -> DeepSpeedPlan | None:
+    if path is None:
+        return None
+    run = deepspeed.DeepSpeedRun(
+        micro_batch=layout.batch_size,
+        grad_accum=layout.grad_accum,
+        world_size=layout.world_size,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        max_grad_norm=inputs.config.train.max_grad_norm,
+        hidden_size=inputs.model.hidden,
     )
+    return DeepSpeedPlan(deepspeed.resolve(raw, run, source=str(path)), str(path))
 
 
-def short_of_memory(plan: Plan) -> OutOfMemory:
-    """Return the error of a plan that does not fit: what lacks, and the words that help most."""
-    ways = "; or ".join(change.words for change in plan.changes[:3])
-    return OutOfMemory(
-        f"{plan.shortage}; try {ways or 'a smaller model, or a GPU with more memory'}{'; make plan lists more' if len(plan.changes) > 3 else ''}"
-    )
-
-
-def _batch_notes(loaded: LoadedConfig, sized: Sized, ranks: Ranks) -> list[str]:
+def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
     """Say where the step is not the effective batch of the config."""
-    train, chosen, notes = loaded.config.train, sized.chosen, []
-    if chosen.effective_batch != train.effective_batch_size and "auto" in (
-        train.batch_size,
-        train.grad_accum,
-    ):
-        notes.append(
-            f"{loaded.described('train.effective_batch_size')} becomes {chosen.effective_batch}: train.batch_size={chosen.batch_size} x "
-            f"world={ranks.world_size} x train.grad_accum={chosen.grad_accum}; TRAIN_EFFECTIVE_BATCH_SIZE={chosen.effective_batch} says so"
-        )
-    return notes
-
-
-def plan_ranks(
-    invocation: Invocation,
-    hardware: Hardware,
-    environ: Mapping[str, str],
-    distributed: bool,
-    use_deepspeed: bool,
-) -> Ranks:
-    """Return how many processes run where.
-
-    Raises: EnvironmentFault when NUM_GPUS is more than there are, or a cluster counts on more processes than are asked for; ConfigError
-    for several machines without an address to meet at.
-    """
-    if invocation.nnodes > 1 and not environ.get("MASTER_ADDR", "").strip():
-        raise ConfigError(
-            f"NNODES={invocation.nnodes} without MASTER_ADDR: every machine would wait for the others at its own {invocation.master_addr}; "
-            "set MASTER_ADDR to the address of machine 0 (127.0.0.1 where all NNODES are this host)"
-        )
-    is_cuda = hardware.kind == "cuda"
-    per_node = invocation.num_gpus or (hardware.count if is_cuda and distributed else 1)
-    if is_cuda and per_node > hardware.count:
-        raise EnvironmentFault(
-            f"NUM_GPUS={per_node}: this host has {hardware.count} usable GPUs; set NUM_GPUS={hardware.count}, or see make gpu-info"
-        )
-    world = per_node * invocation.nnodes
-    strategy = "deepspeed" if use_deepspeed else "ddp" if world > 1 else "single"
-    if strategy == "single" and environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
-        # each of a cluster's machines would train by itself
-        raise EnvironmentFault(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, by a cluster or a launcher, and this run is one process; "
-            "set NNODES, NODE_RANK and MASTER_ADDR for several machines, or unset WORLD_SIZE"
-        )
-    return Ranks(
-        strategy=strategy,
-        device=hardware.kind,
-        per_node=per_node,
-        nodes=invocation.nnodes,
-        node_rank=invocation.node_rank,
-        master_addr=invocation.master_addr,
-        master_port=invocation.master_port,
-        visible=visible_entries(environ.get("CUDA_VISIBLE_DEVICES"), per_node) if is_cuda else (),
-        cpu_count=hardware.cpu_count,
-    )
-
-
-def choose_precision(
-    loaded: LoadedConfig, hardware: Hardware, asked: str | None
-) -> tuple[bool, bool, list[str]]:
-    """Return (bf16, fp16, warnings): never both, bfloat16 where every GPU has it, float32 on a CPU unless asked.
-
-    `asked` is what a DeepSpeed JSON says; it decides where the config leaves both to auto.
-    """
-    train, notes = loaded.config.train, []
-    has_gpu = hardware.kind == "cuda"
-    if asked and train.bf16 == train.fp16 == "auto":
-        bf16, fp16 = asked == "bf16", asked == "fp16"
-    else:
-        bf16 = train.bf16 is True or (
-            train.bf16 == "auto" and hardware.supports_bf16 and train.fp16 is not True
-        )
-        fp16 = train.fp16 is True or (
-            train.fp16 == "auto" and has_gpu and not hardware.supports_bf16 and not bf16
-        )
-    if bf16 and has_gpu and not hardware.supports_bf16:
-        bf16, fp16 = False, train.fp16 is not False
-        name, says = (
-            ("float16", "TRAIN_FP16=true TRAIN_BF16=false")
-            if fp16
-            else ("float32", "TRAIN_BF16=false")
-        )
-        notes.append(
-            f"train.bf16=true, but a GPU here has no bfloat16 (capability under 8.0): computing in {name}; {says} says so"
-        )
-    if bf16 and fp16:
-        notes.append(
-            "train.bf16 and train.fp16 are both true: computing in bfloat16; TRAIN_FP16=false says so"
-        )
-        fp16 = False
-    if fp16 and not has_gpu:
-        raise ConfigError(
-            f"{loaded.described('train.fp16')}: float16 needs a GPU; set TRAIN_FP16=auto"
-        )
-    return bf16, fp16, notes
-
-
-def precision(config: Config) -> str:
-    """Return the name of a resolved config's compute type, as accelerate spells it, or float32."""
-    return (
-        "bf16" if config.train.bf16 is True else "fp16" if config.train.fp16 is True else "float32"
-    )
+    train = loaded.config.train
+    rows = layout.rows_per_step
+    if rows == train.effective_batch_size or "auto" not in (train.batch_size, train.grad_accum):
+        return []
+    return [
+        f"{loaded.described('train.effective_batch_size')} becomes {rows}: train.batch_size="
+        f"{layout.batch_size} x world={layout.world_size} x train.grad_accum={layout.grad_accum}; "
+        f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
+    ]
 
 
 def _require_backend(config: Config, hardware: Hardware) -> None:
-    if config.tuning.backend != "unsloth":
-        return
-    if hardware.kind != "cuda":
+    backend = backend_of(config)
+    if backend.needs_gpu and hardware.kind != "cuda":
         raise EnvironmentFault(
-            "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb, or see make gpu-info"
+            f"tuning.backend={backend.name}: {backend.title} needs an NVIDIA GPU and none is "
+            "usable here; set TUNING_BACKEND=bnb, or see make gpu-info"
         )
-    if importlib.util.find_spec("unsloth") is None:
+    if backend.package and importlib.util.find_spec(backend.package) is None:
         raise EnvironmentFault(
-            "tuning.backend=unsloth: unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb"
+            f"tuning.backend={backend.name}: {backend.package} is not installed; "
+            f"run {backend.install_command}, or set TUNING_BACKEND=bnb"
         )
 
 
-def _refuse_combinations(loaded: LoadedConfig, stage: int, offload: bool, ranks: Ranks) -> None:
+def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     config = loaded.config
-    if offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
+    if inputs.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
         raise ConfigError(
-            f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW on the CPU; set TRAIN_OPTIM=adamw_torch, "
-            "or delete offload_optimizer from the DeepSpeed JSON"
+            f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
+            "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the "
+            "DeepSpeed JSON"
         )
-    if stage == 3 and config.tuning.mode == "qlora" and ranks.device == "cpu":
+    is_qlora = config.tuning.mode == "qlora"
+    if inputs.zero_stage == 3 and is_qlora and inputs.ranks.device == "cpu":
         raise ConfigError(
-            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or DEEPSPEED_CONFIG=configs/deepspeed_zero2.json"
+            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or "
+            "DEEPSPEED_CONFIG=configs/deepspeed_zero2.json"
         )
-    if stage and config.tuning.backend == "unsloth":
+    backend = backend_of(config)
+    if inputs.zero_stage and not backend.runs_under_deepspeed:
         raise ConfigError(
-            "tuning.backend=unsloth does not run under DeepSpeed; use make train-distributed, or set TUNING_BACKEND=bnb"
+            f"tuning.backend={backend.name} does not run under DeepSpeed; use make train-distributed, "
+            "or set TUNING_BACKEND=bnb"
         )
 
 
-def _budget(hardware: Hardware, ranks: Ranks) -> int:
-    """Bytes that one rank may take: the least free of its GPUs, or its share of the host's memory."""
-    free = (
-        min(gpu.free_bytes for gpu in hardware.gpus[: ranks.per_node])
-        if hardware.kind == "cuda"
-        else hardware.ram_available_bytes // ranks.per_node
-    )
-    return int(free * (1 - RESERVE))
+def _budget_bytes(hardware: Hardware, ranks: Ranks) -> int:
+    """Return what one rank may take: the least free of its GPUs, or its share of the host."""
+    free_bytes = hardware.ram_available_bytes // ranks.per_node
+    if hardware.kind == "cuda":
+        free_bytes = min(gpu.free_bytes for gpu in hardware.gpus[: ranks.per_node])
+    return int(free_bytes * (1 - RESERVE))
 
 
 def _used_before(hardware: Hardware, ranks: Ranks) -> tuple[int, ...]:
-    used = (
-        [gpu.total_bytes - gpu.free_bytes for gpu in hardware.gpus]
-        if ranks.device == "cuda"
-        else [0] * ranks.per_node
-    )
-    return tuple(used[: ranks.per_node])
+    if ranks.device == "cpu":
+        return (0,) * ranks.per_node
+    gpus = hardware.gpus[: ranks.per_node]
+    return tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
 
 
 def _resolved(
-    config: Config,
-    chosen: batch.Chosen,
-    eval_rows: int,
-    packing: bool,
-    bf16: bool,
-    fp16: bool,
-    ranks: Ranks,
-    environ: Mapping[str, str],
+    config: Config, plan: RunPlan, precision: Precision, environ: Mapping[str, str]
 ) -> Config:
-    """Return the config with no auto left and every path absolute, so that the run folder explains itself anywhere."""
-    model = config.model
-    if Path(model.name).is_dir():
-        model = model.model_copy(update={"name": str(Path(model.name).resolve())})
-    if model.chat_template not in (None, "default"):
-        model = model.model_copy(update={"chat_template": str(Path(model.chat_template).resolve())})
-    train = config.train.model_copy(
+    """Return the config with no auto left and every path absolute.
+
+    So the run folder explains itself anywhere.
+    """
+    model = {}
+    if Path(config.model.name).is_dir():
+        model["name"] = _absolute(config.model.name)
+    if config.model.chat_template not in (None, "default"):
+        model["chat_template"] = _absolute(config.model.chat_template)
+    is_gpu = plan.ranks.device == "cuda"
+    train = config.train
+    settings: dict[str, object] = {
+        "packing": plan.packing,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "ddp_timeout": train.ddp_timeout or _nccl_timeout(environ),
+        "resume_from": _absolute(train.resume_from) if train.resume_from else None,
+    }
+    if train.dataloader_pin_memory == "auto":
+        settings["dataloader_pin_memory"] = is_gpu
+    if train.probe == "auto":
+        settings["probe"] = is_gpu and backend_of(config).supports_probe
+    return config.model_copy(
         update={
-            "batch_size": chosen.batch_size,
-            "grad_accum": chosen.grad_accum,
-            "effective_batch_size": chosen.effective_batch,
-            "packing": packing,
-            "gradient_checkpointing": chosen.checkpointed_layers > 0,
-            "bf16": bf16,
-            "fp16": fp16,
-            "eval_batch_size": eval_rows
-            if config.train.eval_batch_size == "auto"
-            else config.train.eval_batch_size,
-            "dataloader_pin_memory": ranks.device == "cuda"
-            if config.train.dataloader_pin_memory == "auto"
-            else config.train.dataloader_pin_memory,
-            "probe": (ranks.device == "cuda" and config.tuning.backend == "bnb")
-            if config.train.probe == "auto"
-            else config.train.probe,
-            "ddp_timeout": config.train.ddp_timeout or _nccl_timeout(environ),
-            "resume_from": str(Path(config.train.resume_from).resolve())
-            if config.train.resume_from
-            else None,
+            "model": config.model.model_copy(update=model),
+            "train": train.model_copy(update=settings),
+            "data": sources.resolved(config.data),
         }
     )
-    return config.model_copy(
-        update={"model": model, "train": train, "data": sources.resolved(config.data)}
-    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve())
 
 
 def _nccl_timeout(environ: Mapping[str, str]) -> int:
-    """NCCL_TIMEOUT in seconds: a name that people set and no library reads."""
+    """Return NCCL_TIMEOUT in seconds, a name that people set and no library reads."""
     text = environ.get("NCCL_TIMEOUT") or str(NCCL_SECONDS)
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from sft_play.plan.resolve import Plan
+from sft_play.config.schema import Config
+from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, predict
 
 CHARACTERS_PER_TOKEN = (
@@ -41,10 +42,6 @@ class Workload:
     seconds: float | None
     gpu_hours: float | None
 
-    def as_json(self) -> dict[str, float | int | bool | None]:
-        """Return counts and seconds as plain numbers."""
-        return asdict(self)
-
 
 def estimated_tokens(characters: Iterable[int], max_seq_len: int) -> float:
     """Return the tokens of rows of so many characters, each row cut where the longest may end."""
@@ -66,44 +63,36 @@ def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: fl
     return Counted(max(1, round(kept * sum(taken))), round(kept * tokens), is_estimated=True)
 
 
-def workload(plan: Plan, counted: Counted) -> Workload:
-    """Return what a plan makes of counted rows, which are at least one."""
-    train = plan.config.train
-    per_epoch = math.ceil(counted.samples / plan.chosen.effective_batch)
-    steps = train.max_steps or math.ceil(train.epochs * per_epoch)
-    found = predict(plan.shape, plan.step, _work(plan, counted), plan.card, plan.ranks.nodes)
-    seconds = steps * found.step_seconds if found else None
+def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
+    """Return what a plan makes of counted rows, of which there is at least one."""
+    train = config.train
+    steps_per_epoch = math.ceil(counted.samples / plan.layout.rows_per_step)
+    steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
+    work = _mean_step(plan, counted)
+    speed = predict(plan.step, plan.layout, work, plan.card, plan.ranks.nodes)
+    seconds = steps * speed.step_seconds if speed else None
     return Workload(
         samples=counted.samples,
         tokens=counted.tokens,
         is_estimated=counted.is_estimated,
-        epochs=steps / per_epoch,
+        epochs=steps / steps_per_epoch,
         steps=steps,
-        tokens_per_second=found.tokens_per_second if found else None,
+        tokens_per_second=speed.tokens_per_second if speed else None,
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
     )
 
 
-def _work(plan: Plan, counted: Counted) -> StepWork:
-    """The mean step of a rank."""
-    chosen, world, mean = plan.chosen, plan.ranks.world_size, counted.tokens / counted.samples
-    rows = min(chosen.effective_batch, counted.samples) / world
-    room = chosen.batch_size * plan.config.model.max_seq_len
-    if plan.packing:
-        fewest = math.ceil(FULLEST * rows * mean / room)
-        return StepWork(
-            rows,
-            mean,
-            min(fewest, chosen.grad_accum),
-            counted.labelled,
-            PACKED if mean < 0.9 * plan.config.model.max_seq_len else 1.0,
-        )
-    longest = plan.config.model.max_seq_len / mean  # no row is padded further
-    return StepWork(
-        rows,
-        mean,
-        chosen.grad_accum,
-        counted.labelled,
-        min(longest, 1 + PADDED * chosen.batch_size / chosen.effective_batch),
-    )
+def _mean_step(plan: RunPlan, counted: Counted) -> StepWork:
+    """Return the mean step of a rank."""
+    layout = plan.layout
+    mean_tokens = counted.tokens / counted.samples
+    rows = min(layout.rows_per_step, counted.samples) / layout.world_size
+    if not plan.packing:
+        longest = layout.max_seq_len / mean_tokens  # no row is padded further
+        padding = min(longest, 1 + PADDED * layout.batch_size / layout.rows_per_step)
+        return StepWork(rows, mean_tokens, layout.grad_accum, counted.labelled, padding)
+    capacity = layout.batch_size * layout.max_seq_len
+    micro_batches = min(math.ceil(FULLEST * rows * mean_tokens / capacity), layout.grad_accum)
+    padding = PACKED if mean_tokens < 0.9 * layout.max_seq_len else 1.0
+    return StepWork(rows, mean_tokens, micro_batches, counted.labelled, padding)

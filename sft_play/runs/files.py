@@ -9,11 +9,13 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text`: temporary file, fsync, rename. A reader sees the old file or the new one."""
+    """Replace `path` with `text`: temporary file, fsync, rename.
+
+    A reader sees the old file or the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".{path.name}.{secrets.token_hex(8)}"
-    )  # made by open, so that who may read it is the umask's to say
+    # made by open, so that the umask decides who may read it
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -26,12 +28,15 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def as_text(value: Any) -> str:
+    """Return `value` as JSON: sorted keys, indented, UTF-8, NaN refused."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return text + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON: sorted keys, indented, UTF-8, NaN refused."""
-    write_text(
-        path,
-        json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
-    )
+    """Replace `path` with `value` as JSON."""
+    write_text(path, as_text(value))
 
 
 def read_json(path: Path) -> Any:

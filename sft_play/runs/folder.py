@@ -1,4 +1,7 @@
-"""The run folder: what is on disk of one run, and the only path between the front end and the worker. Loads no torch."""
+"""The run folder: what is on disk of one run. Loads no torch.
+
+It is the only path between the front end and the worker.
+"""
 
 import json
 import time
@@ -51,38 +54,47 @@ class RunFolder:
         """Return where the trained weights go: adapter/ for lora and qlora, model/ for full."""
         return self.path / ("model" if mode == "full" else "adapter")
 
-    def read_config(self) -> Config:
-        """Return the resolved config. Raises EnvironmentFault when this is no run folder, or one of another version."""
+    def read_input(self, name: str) -> str:
+        """Return a file of the front end. Raises EnvironmentFault when this is no run folder."""
         try:
-            return Config.model_validate(yaml.safe_load(self._read("config.yaml")))
+            return (self.path / name).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise EnvironmentFault(
+                f"{self.path} is no run folder: it has no {name}; `make runs` lists the runs"
+            ) from None
+
+    def read_config(self) -> Config:
+        """Return the resolved config.
+
+        Raises: EnvironmentFault when this is no run folder, or one of another version.
+        """
+        try:
+            return Config.model_validate(yaml.safe_load(self.read_input("config.yaml")))
         except (yaml.YAMLError, ValidationError) as error:
             raise EnvironmentFault(
-                f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written by another version: train anew"
+                f"{self.path / 'config.yaml'}: {_first_fault(error)}; it was edited, or written "
+                "by another version: train anew"
             ) from None
 
-    def read_plan(self) -> dict[str, Any]:
-        """Return plan.json. Raises EnvironmentFault when this is no run folder."""
-        try:
-            return json.loads(self._read("plan.json"))
-        except ValueError as error:
-            raise EnvironmentFault(
-                f"{self.path / 'plan.json'}: cannot be read ({error}); train anew"
-            ) from None
+    def write_config(self, config: Config) -> None:
+        """Write config.yaml."""
+        header = (
+            "# Resolved: batch, precision and paths are no longer auto. "
+            "Written by the front end, read by the worker.\n"
+        )
+        write_text(self.path / "config.yaml", header + yaml_source.dump(config.model_dump()))
 
     def read_data(self) -> dict[str, Any]:
-        """Return data.json: where the tokenised rows are. Raises EnvironmentFault when this is no run folder."""
+        """Return data.json: where the tokenized rows are.
+
+        Raises: EnvironmentFault when this is no run folder.
+        """
         try:
-            return json.loads(self._read("data.json"))
+            return json.loads(self.read_input("data.json"))
         except ValueError as error:
             raise EnvironmentFault(
                 f"{self.path / 'data.json'}: cannot be read ({error}); train anew"
             ) from None
-
-    def write_inputs(self, config: Config, plan: dict[str, Any]) -> None:
-        """Write config.yaml and plan.json, the whole input of the worker."""
-        header = "# Resolved: batch, precision and paths are no longer auto. Written by the front end, read by the worker.\n"
-        write_text(self.path / "config.yaml", header + yaml_source.dump(config.model_dump()))
-        write_json(self.path / "plan.json", plan)
 
     def write_data(self, facts: dict[str, Any]) -> None:
         """Write data.json."""
@@ -97,28 +109,25 @@ class RunFolder:
         """Replace run.json."""
         write_json(self.path / "run.json", report)
 
-    def _read(self, name: str) -> str:
-        try:
-            return (self.path / name).read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
-            raise EnvironmentFault(
-                f"{self.path} is no run folder: it has no {name}; `make runs` lists the runs"
-            ) from None
-
 
 def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
-    """Make a new run folder, `<stem>-<time>` where the run has no name. Raises ConfigError when the name is taken or no name."""
+    """Make a new run folder, `<stem>-<time>` where the run has no name.
+
+    Raises: ConfigError when the name is taken, or cannot be a folder's.
+    """
     if run_name:
         _refuse_bad_name(run_name)
     output_dir.mkdir(parents=True, exist_ok=True)
     if run_name:
+        path = output_dir / run_name
         try:
-            (output_dir / run_name).mkdir()
+            path.mkdir()
         except FileExistsError:
             raise ConfigError(
-                f"RUN={run_name}: {output_dir / run_name} exists already; choose another name, or go on from it with TRAIN_RESUME_FROM={output_dir / run_name}"
+                f"RUN={run_name}: {path} exists already; choose another name, or go on from it "
+                f"with TRAIN_RESUME_FROM={path}"
             ) from None
-        return RunFolder(output_dir / run_name)
+        return RunFolder(path)
     name = base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(2, 1000):
         try:
@@ -131,16 +140,11 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
     )
 
 
-def fill(folder: RunFolder, config: Config, plan: dict[str, Any]) -> None:
-    """Write the input of the worker, and a run.json that says so."""
-    folder.write_inputs(config, plan)
-    folder.write_report(
-        {"status": "planned", "exit_class": None, "cause": None, "run": folder.name}
-    )
-
-
 def find(output_dir: Path, run: str | None) -> RunFolder:
-    """Return the run named `run` (a name or a path), or the latest. Raises EnvironmentFault when there is none."""
+    """Return the run named `run` (a name or a path), or the latest.
+
+    Raises: EnvironmentFault when there is none.
+    """
     if run:
         for path in (output_dir / run, Path(run)):
             if (path / "plan.json").exists():
@@ -161,7 +165,10 @@ def listing(output_dir: Path) -> list[RunFolder]:
 
 
 def is_alive(report: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote this report still runs (on this host, started no later than it says)."""
+    """Return whether the process that wrote a report still runs on this host.
+
+    It must have started no later than the report says.
+    """
     import psutil
 
     try:
@@ -176,13 +183,15 @@ def _refuse_bad_name(run_name: str) -> None:
     try:
         TrainSection(run_name=run_name)
     except ValidationError:
+        allowed = settings()["train.run_name"].json_schema_extra["write"]
         raise ConfigError(
-            f"RUN={run_name} is no name for a run's folder; write {settings()['train.run_name'].json_schema_extra['write']}"
+            f"RUN={run_name} is no name for a run's folder; write {allowed}"
         ) from None
 
 
 def _first_fault(error: yaml.YAMLError | ValidationError) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        place = ".".join(map(str, first["loc"])) or "the file"
+        return f"{place}: {first['msg']}"
     return str(error).splitlines()[0]

@@ -1,32 +1,29 @@
 """Our settings to transformers.TrainingArguments: the one place that knows that library's names."""
 
-from typing import Any
-
 from transformers import TrainingArguments
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
+from sft_play.plan.run_plan import RunPlan
 from sft_play.runs.folder import RunFolder
 
 NEVER = 10**9  # steps: an interval that no run reaches
 
 
-def training_arguments(
-    config: Config, plan: dict[str, Any], folder: RunFolder
-) -> TrainingArguments:
+def training_arguments(config: Config, plan: RunPlan, folder: RunFolder) -> TrainingArguments:
     """Return the arguments of transformers' Trainer for a resolved config; the process group runs already.
 
     `plan` adds what depends on the machine. Raises: EnvironmentFault when the group is not what was planned.
     """
     train, on_cpu, uses_deepspeed = (
         config.train,
-        plan["device"] == "cpu",
-        plan["deepspeed"] is not None,
+        plan.ranks.device == "cpu",
+        plan.deepspeed is not None,
     )
     arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=train.batch_size,
-        gradient_accumulation_steps=plan["micro_batches"],
+        gradient_accumulation_steps=plan.layout.micro_batches,
         per_device_eval_batch_size=train.eval_batch_size,
         learning_rate=train.learning_rate,
         lr_scheduler_type=train.lr_scheduler_type,
@@ -50,12 +47,12 @@ def training_arguments(
         ddp_broadcast_buffers=train.ddp_broadcast_buffers,
         ddp_bucket_cap_mb=train.ddp_bucket_cap_mb,
         ddp_timeout=train.ddp_timeout,
-        deepspeed=plan["deepspeed"],
+        deepspeed=plan.deepspeed.settings if plan.deepspeed else None,
         dataloader_num_workers=train.dataloader_num_workers,
         dataloader_pin_memory=train.dataloader_pin_memory,
         accelerator_config={
             "non_blocking": train.dataloader_pin_memory,
-            "use_configured_state": plan["strategy"] != "single",
+            "use_configured_state": plan.ranks.strategy != "single",
         },
         eval_strategy=train.eval_strategy,
         eval_steps=train.eval_steps if train.eval_strategy == "steps" else None,
@@ -70,8 +67,8 @@ def training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    if arguments.world_size != plan["world_size"]:
+    if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
-            f"the process group has {arguments.world_size} ranks, planned were {plan['world_size']}; try make doctor"
+            f"the process group has {arguments.world_size} ranks, planned were {plan.ranks.world_size}; try make doctor"
         )
     return arguments

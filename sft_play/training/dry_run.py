@@ -18,6 +18,7 @@ from torch import nn
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
+from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.report import classify
@@ -64,20 +65,19 @@ class DryRun:
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
 
-    def measure(
-        self, rows: int, length: int, checkpointed_layers: int, accumulates: bool
-    ) -> Point | None:
-        """Return what a step of `rows` rows of `length` tokens takes on this rank; None where it runs out of memory.
+    def measure(self, layout: Layout) -> Point | None:
+        """Return what a step of full rows takes on this rank; None where it runs out of memory.
 
         Under DeepSpeed, whose ranks would wait for this one within its passes, that is raised. The first call takes a step that is
         not counted: it brings what stays, such as the optimizer's state, workspaces and compiled kernels.
         """
+        rows, length, accumulates = layout.sequences, layout.max_seq_len, layout.accumulates
         try:
             if not self.is_warm:
                 self._step(1, length, accumulates)
                 self.is_warm = True
             tokens, phases = self._step(rows, length, accumulates)
-            return Point(tokens, checkpointed_layers, accumulates, phases)
+            return Point(tokens, layout.checkpointed_layers, accumulates, phases)
         except (MemoryError, RuntimeError) as error:
             if (
                 self.trainer.is_deepspeed_enabled

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.plan.next_step import next_command
+from sft_play.plan.next_command import after_out_of_memory
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
@@ -34,8 +34,7 @@ TRANSIENT = (
 class Explanation:
     """Says of an error for want of memory where it happened, what was held, and what fits. `trainer` is None before there is one."""
 
-    config: Config
-    plan: dict[str, Any]
+    planned: PlannedRun
     folder: RunFolder
     process: Process
     memory: MemoryMeter
@@ -46,8 +45,12 @@ class Explanation:
         phase, step = self.memory.current_phase, self._step()
         place = str(self.process.device) if self.process.device.type == "cuda" else "the host"
         asked, free = amount(ASKED, error), amount(FREE, error)
-        command = next_command(
-            self.config, self.plan, self.folder.path, phase or "forward", self._has_checkpoint()
+        command = after_out_of_memory(
+            self.planned.config,
+            self.planned.plan,
+            self.folder.path,
+            phase or "forward",
+            self._has_checkpoint(),
         )
         held = self._components(phase)
         for line in table(held):
@@ -83,7 +86,8 @@ class Explanation:
 
     def _components(self, phase: str | None) -> dict[str, dict[str, int | None]]:
         """Return predicted and measured bytes by component; a CPU's activations and context cannot be told apart."""
-        plan = self.plan["phases"][phase] if phase else self.plan["memory"]
+        memory = self.planned.plan.memory
+        plan = (memory.phases[phase] if phase else memory.peak).components()
         predicted = {
             name: size
             for name, size in plan.items()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from sft_play.errors import ExitClass, SftPlayError, first_line
+from sft_play.plan.run_plan import RunPlan
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.training.failure_broadcast import FailureBroadcast
@@ -42,8 +43,8 @@ class Report:
     the cause in one line, and facts for run.json.
     """
 
-    def __init__(self, folder: RunFolder, plan: dict[str, Any], mode: str, backend: str, rank: int):
-        self.folder, self.rank, self.world_size = folder, rank, plan["world_size"]
+    def __init__(self, folder: RunFolder, plan: RunPlan, mode: str, backend: str, rank: int):
+        self.folder, self.rank, self.world_size = folder, rank, plan.ranks.world_size
         self.exit_class = ExitClass.UNEXPECTED
         self.alarm: FailureBroadcast | None = None
         self.is_following = False  # another rank failed first
@@ -54,12 +55,12 @@ class Report:
             "status": "running",
             "exit_class": None,
             "cause": None,
-            "world_size": plan["world_size"],
-            "strategy": plan["strategy"],
-            "device": plan["device"],
+            "world_size": plan.ranks.world_size,
+            "strategy": plan.ranks.strategy,
+            "device": plan.ranks.device,
             "backend": backend,
             "mode": mode,
-            "checkpointing": plan["checkpointing"],
+            "checkpointing": plan.checkpointing,
             "global_step": 0,
             "pid": os.getpid(),
             "launcher_pid": os.getppid(),
@@ -68,12 +69,12 @@ class Report:
             "seconds": {},
             "tokens_per_second": None,
             "peak_bytes": {
-                "predicted": plan["memory"]["predicted_peak"],
+                "predicted": plan.memory.predicted_peak,
                 "measured": None,
                 "reserved": None,
             },
             "memory": {
-                "predicted": {name: phase["total"] for name, phase in plan["phases"].items()},
+                "predicted": plan.memory.totals(),
                 "measured": {},
             },
             "metrics": {},

@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch
 from accelerate import PartialState
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, ExitClass
-from sft_play.plan.resolve import precision
+from sft_play.plan.precision import precision
+from sft_play.plan.run_plan import RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 
@@ -27,7 +27,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def start(config: Config, plan: dict[str, Any], folder: RunFolder) -> Process:
+def start(config: Config, plan: RunPlan, folder: RunFolder) -> Process:
     """Return this process's place in the run, with logging set up.
 
     Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or a GPU is missing.
@@ -35,9 +35,9 @@ def start(config: Config, plan: dict[str, Any], folder: RunFolder) -> Process:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _log_to(folder, rank())
-    if world_size != plan["world_size"]:
+    if world_size != plan.ranks.world_size:
         raise EnvironmentFault(
-            f"the launcher started {world_size} processes, planned were {plan['world_size']}; start runs with make, or run again with NUM_GPUS={world_size}"
+            f"the launcher started {world_size} processes, planned were {plan.ranks.world_size}; start runs with make, or run again with NUM_GPUS={world_size}"
         )
     if world_size > 1:
         _die_with_launcher()
@@ -45,24 +45,24 @@ def start(config: Config, plan: dict[str, Any], folder: RunFolder) -> Process:
         rank(),
         local_rank,
         world_size,
-        _device(plan["device"], local_rank),
+        _device(plan.ranks.device, local_rank),
         compute_dtype=DTYPES[precision(config)],
         timeout=timedelta(seconds=config.train.ddp_timeout),
     )
 
 
-def join_group(plan: dict[str, Any], timeout: timedelta) -> None:
+def join_group(plan: RunPlan, timeout: timedelta) -> None:
     """Start the process group of the planned backend; a collective that takes longer than `timeout` fails.
 
     Told to accelerate in so many words: by itself Trainer drops the timeout on a CPU, and starts DDP in DeepSpeed's place there.
     """
-    if plan["strategy"] == "single":
+    if plan.ranks.strategy == "single":
         return
-    uses_deepspeed = plan["strategy"] == "deepspeed"
+    uses_deepspeed = plan.ranks.strategy == "deepspeed"
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
     PartialState(
-        cpu=plan["device"] == "cpu" and not uses_deepspeed,
-        backend=plan["backend_of_collectives"],
+        cpu=plan.ranks.device == "cpu" and not uses_deepspeed,
+        backend=plan.ranks.collective_backend,
         timeout=timeout,
     )
 

@@ -19,11 +19,12 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import rotate_checkpoints
 
 from sft_play.data.collate import Batch, TokenSequence, labelled
-from sft_play.data.order import Layout, StepSampler
+from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator, Scores
 from sft_play.models.fast.loss import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
+from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.check import check_finite
@@ -113,22 +114,20 @@ class SftTrainer(Trainer):
         # counted before `set_micro_batch`
         super()._run_epoch(**{**kwargs, "steps_in_epoch": len(kwargs["train_dataloader"])})
 
-    def set_micro_batch(self, layout: Layout, batch_size: int) -> None:
-        """Make the same steps of the micro-batches of `layout`, which follow from `batch_size`. Before the first step, and not under DeepSpeed.
+    def set_micro_batch(self, layout: Layout) -> None:
+        """Cut the same steps into the micro-batches of `layout`.
 
-        How many steps there are, and so the schedule of the learning rate, does not follow from how one is cut.
+        Before the first step, and not under DeepSpeed. How many steps there are, and so the
+        learning rate's schedule, does not follow from how one is cut.
         """
-        assert (
-            self.state.global_step == 0
-            and not self.is_deepspeed_enabled
-            and layout.effective_batch == self.order.layout.effective_batch
-        )
+        assert self.state.global_step == 0, "steps were taken already"
+        assert not self.is_deepspeed_enabled, "DeepSpeed's engine has its batch built in"
+        assert layout.rows_per_step == self.order.layout.rows_per_step, "the steps would differ"
         self.order.layout = layout
-        self.args.gradient_accumulation_steps, self.args.per_device_train_batch_size = (
-            layout.micro_batches,
-            batch_size,
-        )
-        self._train_batch_size = self.state.train_batch_size = batch_size  # which checkpoints note
+        self.args.gradient_accumulation_steps = layout.micro_batches
+        self.args.per_device_train_batch_size = layout.batch_size
+        self._train_batch_size = layout.batch_size
+        self.state.train_batch_size = layout.batch_size  # which checkpoints note
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device

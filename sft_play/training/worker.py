@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 from sft_play.config.schema import Config
 from sft_play.data.assemble import PreparedData, assemble
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
-from sft_play.data.order import Layout, StepSampler
+from sft_play.data.order import StepSampler
 from sft_play.data.prepare import from_json
 from sft_play.data.store import Split
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
@@ -32,6 +32,7 @@ from sft_play.models.lora import trainable_parameters
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.packing import needs_boundaries
+from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
@@ -63,16 +64,16 @@ from sft_play.training.trainer import SftTrainer
 logger = logging.getLogger(__name__)
 
 
-def run(
-    config: Config, plan: dict[str, Any], folder: RunFolder, process: Process, report: Report
-) -> None:
+def run(planned: PlannedRun, folder: RunFolder, process: Process, report: Report) -> None:
     """Train, evaluate before and after, save and check; what happened is in `report`."""
+    config = planned.config
+    plan = planned.plan
     clock = Clock(report)
     send_transformers_records_to_our_log()
     runtime.seed_everything(config.train.seed)
     stop = StopOnSignal(process, when_stuck=report.abandon)
-    memory = MemoryMeter(process, plan["used_before_bytes"][process.local_rank])
-    explain = report.explain = Explanation(config, plan, folder, process, memory)
+    memory = MemoryMeter(process, plan.used_before_bytes[process.local_rank])
+    explain = report.explain = Explanation(planned, folder, process, memory)
 
     tokenizer = load_tokenizer(config)
     facts = folder.read_data()
@@ -90,7 +91,7 @@ def run(
     check_vocabulary(config, tokenizer, data.vocabulary())
     runtime.allow_tf32(process)
     with memory.phase("load"):
-        model = load_model(config, process, plan["zero_stage"])
+        model = load_model(config, process, plan.zero_stage)
     log_model(model, config, process, plan)
     report.update(fast_path=dataclasses.asdict(installed_on(model)))
     clock.lap("load")
@@ -103,18 +104,14 @@ def run(
     )
 
     def before_the_first_step() -> None:
-        nonlocal config, plan
-        check_engine(trainer.model_wrapped, plan["strategy"])
+        check_engine(trainer.model_wrapped, plan.ranks.strategy)
         memory.watch_optimizer(trainer.optimizer)
         if config.train.probe:  # first: it may choose another batch
-            config, plan = apply_probe(
-                Probe(trainer, config, plan, process),
-                (trainer.evaluator, held_out.evaluator),
-                folder,
-                report,
+            evaluators = (trainer.evaluator, held_out.evaluator)
+            explain.planned = apply_probe(
+                Probe(trainer, planned, process), evaluators, folder, report
             )
-            explain.config, explain.plan = config, plan
-        if plan["packing"]:
+        if plan.packing:
             check_cross_document(
                 trainer.model_wrapped,
                 trainer.data_collator,
@@ -169,7 +166,7 @@ class Clock:
 
 def build_trainer(
     config: Config,
-    plan: dict[str, Any],
+    plan: RunPlan,
     process: Process,
     tokenizer: PreTrainedTokenizerBase,
     data: PreparedData,
@@ -180,15 +177,7 @@ def build_trainer(
 ) -> SftTrainer:
     """Return the trainer of a run: rows in an order that no number of ranks changes, evaluated on the validation rows."""
     if config.tuning.backend != "unsloth":  # which has its own
-        checkpoint_layers(model, plan["checkpointed_layers"])
-    packed_into = plan["micro_batches"] if plan["packing"] else None
-    layout = Layout(
-        config.model.max_seq_len,
-        plan["sequences"],
-        plan["effective_batch"],
-        plan["world_size"],
-        packed_into,
-    )
+        checkpoint_layers(model, plan.layout.checkpointed_layers)
     speed = EvalSpeedCallback()
     trainer = SftTrainer(
         model=model,
@@ -199,7 +188,7 @@ def build_trainer(
             data.validation
         ),  # Trainer asks for one; the evaluator holds what is evaluated
         data_collator=collator(config, plan, tokenizer, model),
-        order=StepSampler(data.train.lengths, layout, config.train.order_seed),
+        order=StepSampler(data.train.lengths, plan.layout, config.train.order_seed),
         evaluator=evaluator_of(data.validation, tokenizer, config, plan, process),
         speed=speed,
         throughput=Throughput(process, speed),
@@ -212,10 +201,10 @@ def build_trainer(
 
 
 def collator(
-    config: Config, plan: dict[str, Any], tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
+    config: Config, plan: RunPlan, tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
 ) -> PackCollator | PadCollator:
     """Return what makes a micro-batch of sequences: several documents in each where the run packs, else one."""
-    if plan["packing"]:
+    if plan.packing:
         varlen = needs_boundaries(config.model.attn_implementation, takes_boundaries(model))
         return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, varlen)
     return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
@@ -225,15 +214,15 @@ def evaluator_of(
     split: Split,
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
-    plan: dict[str, Any],
+    plan: RunPlan,
     process: Process,
 ) -> Evaluator:
     """Return an evaluator whose work is shared by all ranks."""
-    return Evaluator(split, tokenizer, config.train, process, synced_gpus=plan["zero_stage"] == 3)
+    return Evaluator(split, tokenizer, config.train, process, synced_gpus=plan.zero_stage == 3)
 
 
 def make_stamp(
-    config: Config, plan: dict[str, Any], data: PreparedData, tokenizer: PreTrainedTokenizerBase
+    config: Config, plan: RunPlan, data: PreparedData, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return the stamp of this run's checkpoints and weights."""
     return {
@@ -244,16 +233,14 @@ def make_stamp(
         if template_of(tokenizer) == DEFAULT_TEMPLATE
         else config.model.chat_template or "the tokenizer's own",
         "data_digest": stamp.digest_of_text(*data.digests),
-        "world_size": plan["world_size"],
-        "strategy": plan["strategy"],
-        "effective_batch": plan["effective_batch"],
+        "world_size": plan.ranks.world_size,
+        "strategy": plan.ranks.strategy,
+        "effective_batch": plan.layout.rows_per_step,
         "versions": stamp.versions(),
     }
 
 
-def checkpoint_to_resume(
-    config: Config, plan: dict[str, Any], run_stamp: dict[str, Any]
-) -> Path | None:
+def checkpoint_to_resume(config: Config, plan: RunPlan, run_stamp: dict[str, Any]) -> Path | None:
     """Return the checkpoint folder to go on from. Raises CheckpointError when it does not fit this run or lacks a part."""
     if config.train.resume_from is None:
         return None
@@ -261,7 +248,7 @@ def checkpoint_to_resume(
     checkpoint_stamp = stamp.refuse_mismatch(
         checkpoint, run_stamp, config.train.allow_backend_change
     )
-    check_resumable(checkpoint, checkpoint_stamp, plan["strategy"], plan["world_size"])
+    check_resumable(checkpoint, checkpoint_stamp, plan.ranks.strategy, plan.ranks.world_size)
     for name in ("data_digest", "effective_batch"):
         if checkpoint_stamp.get(name) != run_stamp[name]:
             logger.warning(
@@ -277,7 +264,7 @@ def checkpoint_to_resume(
 def save_checked(
     trainer: SftTrainer,
     config: Config,
-    plan: dict[str, Any],
+    plan: RunPlan,
     folder: RunFolder,
     process: Process,
     is_complete: bool,
@@ -288,9 +275,9 @@ def save_checked(
         trainer.save_model(str(weights))  # a collective under ZeRO-3; one rank writes
     if process.is_main:
         if config.tuning.mode == "full":
-            check_saved_model(weights, trainer.model, plan["zero_stage"])
+            check_saved_model(weights, trainer.model, plan.zero_stage)
         else:
-            check_saved_adapter(weights, trainer.model, plan["zero_stage"], is_complete)
+            check_saved_adapter(weights, trainer.model, plan.zero_stage, is_complete)
         stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
     return weights
 
@@ -355,9 +342,7 @@ def log_data(data: PreparedData, process: Process) -> None:
         logger.info("data %s %s", name, counts)
 
 
-def log_model(
-    model: torch.nn.Module, config: Config, process: Process, plan: dict[str, Any]
-) -> None:
+def log_model(model: torch.nn.Module, config: Config, process: Process, plan: RunPlan) -> None:
     """Log what is trained, and once, truthfully, by how many ranks on what."""
     if not process.is_main:
         return
@@ -376,7 +361,7 @@ def log_model(
     logger.info(
         "ranks world=%d strategy=%s device=%s compute=%s",
         process.world_size,
-        plan["strategy"],
+        plan.ranks.strategy,
         process.device.type,
         dtype,
     )

@@ -1,0 +1,131 @@
+"""What a plan is made from: config, model, processes and devices. Pure: no torch, no I/O."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sft_play.config.backends import backend_of
+from sft_play.config.schema import Config
+from sft_play.plan import batch, cards, memory, speed
+from sft_play.plan.batch import BatchRequest
+from sft_play.plan.fast import is_fast
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB
+from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.ranks import Ranks
+from sft_play.plan.step import StepSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What batch and checkpointing follow from."""
+
+    config: Config
+    is_effective_set: bool  # train.effective_batch_size, by the user
+    model: ModelShape
+    ranks: Ranks
+    is_half: bool  # matrix products in 16 bits
+    zero_stage: int  # 0 without DeepSpeed
+    offload: bool  # of the optimizer's state
+    offload_weights: bool  # of ZeRO-3
+    budget_bytes: int  # that one rank may take
+    gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
+
+    @cached_property
+    def request(self) -> BatchRequest:
+        """What the config says of batch, accumulation and checkpointing."""
+        train = self.config.train
+        return BatchRequest(
+            batch_size=train.batch_size,
+            grad_accum=train.grad_accum,
+            effective_batch=train.effective_batch_size,
+            is_effective_set=self.is_effective_set,
+            gradient_checkpointing=train.gradient_checkpointing,
+            max_seq_len=self.config.model.max_seq_len,
+            world_size=self.ranks.world_size,
+            layers=self.model.layers,
+            recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
+        )
+
+    @cached_property
+    def step(self) -> StepSpec:
+        """What each rank computes."""
+        tuning = self.config.tuning
+        train = self.config.train
+        compute_bytes = 2 if self.is_half else 4
+        default_bytes = 4 if tuning.mode == "full" else compute_bytes
+        targets = tuning.lora.target_modules
+        is_gpu = self.ranks.device == "cuda"
+        eval_batch_size = None if train.eval_batch_size == "auto" else train.eval_batch_size
+        return StepSpec(
+            model=self.model,
+            mode=tuning.mode,
+            compute_bytes=compute_bytes,
+            weight_bytes=DTYPE_BYTES.get(self.config.model.dtype, default_bytes),
+            lora_rank=tuning.lora.r,
+            lora_targets=targets if isinstance(targets, str) else tuple(targets),
+            optim=train.optim,
+            double_quant=tuning.bnb_4bit_use_double_quant,
+            is_fast=is_fast(
+                self.config, self.model.model_type, is_gpu, self.is_half, self.zero_stage
+            ),
+            zero_stage=self.zero_stage,
+            offload=self.offload,
+            is_gpu=is_gpu,
+            eval_batch_size=eval_batch_size,
+            generates=train.predict_with_generate,
+            offload_weights=self.offload_weights,
+        )
+
+    @property
+    def card(self) -> cards.Card | None:
+        """What is known of the GPUs."""
+        return cards.card_of(self.gpu_names)
+
+    def fits(self, layout: Layout) -> bool:
+        """Return whether a step is expected to fit."""
+        return memory.step_bytes(self.step, layout).predicted_peak <= self.budget_bytes
+
+    def speed(self, layout: Layout) -> speed.Speed | None:
+        """Return the speed where all rows are full; None where nothing is known of the device."""
+        work = speed.full_rows(layout)
+        return speed.predict(self.step, layout, work, self.card, self.ranks.nodes)
+
+
+def choose_layout(inputs: PlanInputs) -> Layout:
+    """Return the fastest layout that fits, else the smallest one.
+
+    Raises: ConfigError when the user's numbers contradict each other.
+    """
+
+    def peak_bytes(layout: Layout) -> int:
+        return memory.step_bytes(inputs.step, layout).predicted_peak
+
+    chosen = batch.choose(inputs.request, peak_bytes, inputs.budget_bytes)
+    return chosen or batch.smallest(inputs.request)
+
+
+def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
+    """Return why a layout is not expected to fit, None where it is."""
+    request = inputs.request
+    peak_bytes = memory.step_bytes(inputs.step, layout).predicted_peak
+    if peak_bytes <= inputs.budget_bytes:
+        return None
+    needed = f"{peak_bytes / GIB:.1f} GiB"
+    budget = f"{inputs.budget_bytes / GIB:.1f} GiB"
+    if request.batch_size != "auto":
+        return (
+            f"train.batch_size={layout.batch_size} is estimated to need {needed} and {budget} "
+            "are there"
+        )
+    device = "a GPU" if inputs.ranks.device == "cuda" else "this host for each process"
+    rows = "1 row"
+    if layout.batch_size > 1:
+        called_for = f"train.grad_accum={request.grad_accum} calls for"
+        rows = f"{layout.batch_size} rows, which {called_for},"
+    recomputed = " with checkpointing" if layout.checkpointed_layers else ""
+    return (
+        f"train.batch_size=auto: even {rows} of {request.max_seq_len} tokens{recomputed} needs "
+        f"{needed}, {device} has {budget} to give"
+    )

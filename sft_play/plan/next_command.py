@@ -1,0 +1,167 @@
+"""What to type next: the command of a plan, and what to change where memory lacks. No I/O."""
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sft_play.config.layers import displayed
+from sft_play.config.loader import PROJECT_ROOT
+from sft_play.config.schema import Config, env_name
+from sft_play.errors import OutOfMemory
+from sft_play.plan import batch
+from sft_play.plan.batch import BatchRequest
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB
+from sft_play.plan.probe_fit import MeasuredFit
+from sft_play.plan.run_plan import RunPlan
+
+TARGETS = {"single": "train", "ddp": "train-distributed", "deepspeed": "train-deepspeed"}
+MICRO_BATCH_PHASES = ("forward", "backward")
+ZERO3_CONFIG = PROJECT_ROOT / "configs" / "deepspeed_zero3.json"
+# Settings that a checkpoint of the run does not depend on
+KEEP_CHECKPOINTS = {
+    "train.batch_size",
+    "train.grad_accum",
+    "train.eval_batch_size",
+    "train.gradient_checkpointing",
+}
+
+
+def make_command(target: str, variables: Mapping[str, object]) -> list[str]:
+    """Return the words of a make command, quoted for a shell."""
+    words = ["make", target]
+    for name, value in variables.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        words.append(f"{name}={shlex.quote(text)}")
+    return words
+
+
+def start_command(
+    plan: RunPlan, given: Mapping[str, str], overrides: Mapping[str, str]
+) -> list[str]:
+    """Return the make command that starts a plan.
+
+    `given` are the variables of this call, and `overrides` those of --set, which win.
+    """
+    variables = dict(given)
+    if plan.deepspeed:
+        variables["DEEPSPEED_CONFIG"] = os.path.relpath(plan.deepspeed.source)
+    if plan.ranks.strategy != "single":
+        variables["NUM_GPUS"] = str(plan.ranks.per_node)
+    return make_command(TARGETS[plan.ranks.strategy], {**variables, **overrides})
+
+
+def does_not_fit(plan: RunPlan) -> OutOfMemory:
+    """Return the error of a plan that does not fit: what lacks, and the changes that help most."""
+    changes = [change.words for change in plan.changes]
+    advice = "; or ".join(changes[:3]) or "a smaller model, or a GPU with more memory"
+    if len(changes) > 3:
+        advice += "; make plan lists more"
+    return OutOfMemory(f"{plan.shortage}; try {advice}")
+
+
+def probe_does_not_fit(
+    fit: MeasuredFit,
+    request: BatchRequest,
+    layout: Layout,
+    allowed_bytes: int,
+    budget_bytes: int,
+    device: str,
+) -> OutOfMemory:
+    """Return the error of a measured step that does not fit, and one of the same rows that does.
+
+    Tries have shown that no more than `allowed_bytes` are safe.
+    """
+    advice = smaller_rows(layout.max_seq_len)
+    fitting = batch.choose(batch.automatic(request), fit.peak, allowed_bytes)
+    if fitting is not None:
+        advice = f"TRAIN_BATCH_SIZE={fitting.batch_size} TRAIN_GRAD_ACCUM={fitting.grad_accum}"
+        if fitting.checkpointed_layers > layout.checkpointed_layers:
+            advice += " TRAIN_GRADIENT_CHECKPOINTING=auto"
+    return OutOfMemory(
+        f"train.batch_size={layout.batch_size} does not fit: a step takes about "
+        f"{fit.peak(layout) / GIB:.1f} GiB by what was measured before training, and {device} has "
+        f"{budget_bytes / GIB:.1f} GiB; try {advice}"
+    )
+
+
+def smaller_rows(max_seq_len: int) -> str:
+    """Return what to try where a single row does not fit."""
+    shorter = max(1, max_seq_len // 2)
+    return f"TUNING_MODE=qlora, MODEL_MAX_SEQ_LEN={shorter}, or make train-deepspeed on more GPUs"
+
+
+def after_out_of_memory(
+    config: Config, plan: RunPlan, run: Path, phase: str, has_checkpoint: bool
+) -> str:
+    """Return the make command of a run that needs less in `phase`, where `run` lacked memory.
+
+    `config` is the run's resolved one, and CONFIG is the file that holds it, so whatever else was
+    set stays, and so does the effective batch. `has_checkpoint` says whether the new run can go on
+    where this one was.
+    """
+    settings = smaller_settings(config, plan, phase)
+    variables: dict[str, object] = {"CONFIG": run / "config.yaml"}
+    if plan.ranks.device == "cpu":
+        variables["DEVICE"] = "cpu"
+    if config.train.run_name:
+        variables["RUN"] = f"{run.name}-2"  # the name is taken
+    variables |= _rank_variables(plan)
+    target = TARGETS[plan.ranks.strategy]
+    if not settings:  # nothing is left to make smaller on these GPUs
+        target = "train-deepspeed"
+        settings = {"tuning.backend": "bnb", "train.grad_accum": "auto"}
+        variables["NUM_GPUS"] = 2 * plan.ranks.per_node
+        variables["DEEPSPEED_CONFIG"] = displayed(ZERO3_CONFIG)
+    for setting, value in settings.items():
+        variables[env_name(setting)] = value
+    if has_checkpoint and settings.keys() <= KEEP_CHECKPOINTS:
+        variables["TRAIN_RESUME_FROM"] = run
+    return " ".join(make_command(target, variables))
+
+
+def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, object]:
+    """Return the settings with which `phase` needs less; {} where only more GPUs help."""
+    layout = plan.layout
+    eval_batch_size = config.train.eval_batch_size
+    if phase == "evaluation" and isinstance(eval_batch_size, int) and eval_batch_size > 1:
+        return {"train.eval_batch_size": eval_batch_size // 2}
+    is_micro_batch = phase in MICRO_BATCH_PHASES
+    if is_micro_batch and layout.sequences > 1:
+        return _halved(plan)
+    if is_micro_batch and plan.checkpointing != "full":
+        return {"train.gradient_checkpointing": True}
+    depends_on_rows = is_micro_batch or phase == "evaluation"
+    if depends_on_rows and config.model.max_seq_len > 1:
+        return {"model.max_seq_len": config.model.max_seq_len // 2}
+    if config.tuning.mode == "lora":  # what is held whatever the rows are
+        return {"tuning.mode": "qlora"}
+    return {}
+
+
+def _halved(plan: RunPlan) -> dict[str, object]:
+    """Return the largest micro-batch of the same step with half the sequences."""
+    layout = plan.layout
+    rows_of_rank = layout.batch_size * layout.grad_accum
+    for batch_size in range(layout.batch_size - 1, 1, -1):
+        if rows_of_rank % batch_size:
+            continue
+        if replace(layout, batch_size=batch_size).sequences <= max(1, layout.sequences // 2):
+            break
+    else:
+        batch_size = 1
+    return {"train.batch_size": batch_size, "train.grad_accum": rows_of_rank // batch_size}
+
+
+def _rank_variables(plan: RunPlan) -> dict[str, object]:
+    """Return the variables that start as many ranks as the run had."""
+    variables: dict[str, object] = {}
+    if plan.ranks.strategy != "single":
+        variables["NUM_GPUS"] = plan.ranks.per_node
+    if plan.ranks.nodes > 1:
+        variables["NNODES"] = plan.ranks.nodes
+    if plan.deepspeed:
+        variables["DEEPSPEED_CONFIG"] = displayed(Path(plan.deepspeed.source))
+    return variables

@@ -1,0 +1,168 @@
+"""What one run will do: written to plan.json by the front end, read once where the worker starts.
+
+Loads no torch. What follows from chosen numbers is a property, never stored.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from sft_play.config.schema import Config
+from sft_play.errors import EnvironmentFault
+from sft_play.plan import cards, speed
+from sft_play.plan.advice import Change
+from sft_play.plan.batch import BatchRequest
+from sft_play.plan.launch import Launch
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
+from sft_play.plan.probe_fit import ProbeReport
+from sft_play.plan.ranks import Ranks
+from sft_play.plan.step import StepSpec
+from sft_play.runs.files import as_text, write_text
+from sft_play.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class DeepSpeedPlan:
+    """What DeepSpeed is given. Its batch is in sequences, so that its product holds when packed."""
+
+    settings: dict[str, Any]  # in DeepSpeed's own format, no number "auto"
+    source: str  # the JSON that they come from
+
+    @property
+    def zero_stage(self) -> int:
+        return self.settings["zero_optimization"]["stage"]
+
+    def with_layout(self, layout: Layout) -> Self:
+        """Return the plan with the micro-batches of a layout."""
+        rows = layout.batch_size * layout.micro_batches * layout.world_size
+        numbers = {
+            "gradient_accumulation_steps": layout.micro_batches,
+            "train_batch_size": rows,
+        }
+        return replace(self, settings={**self.settings, **numbers})
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run as it will be started; its settings are in config.yaml, with no auto left."""
+
+    ranks: Ranks
+    request: BatchRequest  # what the user asked of batch and checkpointing
+    step: StepSpec  # what each rank computes
+    layout: Layout  # how the rows of a step are cut into micro-batches
+    packing: bool  # whether rows share sequences; counted ones are in `layout`
+    unpacked_because: str | None  # where train.packing=auto is off
+    memory: StepBytes  # by the closed form, once probed by measurement
+    budget_bytes: int  # that a rank may take
+    gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
+    used_before_bytes: tuple[int, ...]  # by others, of each local rank's GPU; 0 on a CPU
+    deepspeed: DeepSpeedPlan | None = None
+    shortage: str | None = None  # why it is not expected to fit
+    changes: tuple[Change, ...] = ()  # that would make it fit
+    warnings: tuple[str, ...] = ()
+    launch: Launch | None = None  # the command; None until the run has a folder
+    probe: ProbeReport | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.shortage is None
+
+    @property
+    def is_batch_explicit(self) -> bool:
+        """Whether the micro-batch is the user's number, which stands even where it may not fit."""
+        return self.request.batch_size != "auto"
+
+    @property
+    def zero_stage(self) -> int:
+        return self.deepspeed.zero_stage if self.deepspeed else 0
+
+    @property
+    def checkpointing(self) -> Literal["none", "selective", "full"]:
+        """How many layers are recomputed in the backward pass."""
+        if self.layout.checkpointed_layers == self.step.model.layers:
+            return "full"
+        return "selective" if self.layout.checkpointed_layers else "none"
+
+    @property
+    def gpu(self) -> str | None:
+        """The name of the first GPU, None on a CPU."""
+        return self.gpu_names[0] if self.gpu_names else None
+
+    @property
+    def card(self) -> cards.Card | None:
+        """What is known of the GPUs."""
+        return cards.card_of(self.gpu_names)
+
+    @property
+    def speed(self) -> speed.Speed | None:
+        """What is predicted where all rows are full; None where nothing is known of the device."""
+        work = speed.full_rows(self.layout)
+        return speed.predict(self.step, self.layout, work, self.card, self.ranks.nodes)
+
+    def packed(self, fullest_step: int) -> Self:
+        """Return the plan once the rows are counted: fewer and smaller micro-batches."""
+        layout = self.layout.packed(fullest_step)
+        return replace(
+            self,
+            request=replace(self.request, fullest_step=fullest_step),
+            layout=layout,
+            memory=step_bytes(self.step, layout),
+            deepspeed=self.deepspeed.with_layout(layout) if self.deepspeed else None,
+        )
+
+    def to_json(self) -> str:
+        """Return the text of a plan.json."""
+        return as_text(_adapter().dump_python(self, mode="json"))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What the worker is given: settings with no auto left, and the plan."""
+
+    config: Config
+    plan: RunPlan
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Self:
+        """Return what a run was given. Raises EnvironmentFault when this is no run folder."""
+        return cls(folder.read_config(), read_plan(folder))
+
+    def write(self, folder: RunFolder) -> None:
+        """Write config.yaml and plan.json."""
+        folder.write_config(self.config)
+        write_text(folder.path / "plan.json", self.plan.to_json())
+
+    def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
+        """Return the same run with another layout, before its first step."""
+        settings = {
+            "batch_size": layout.batch_size,
+            "grad_accum": layout.grad_accum,
+            "effective_batch_size": layout.rows_per_step,
+            "gradient_checkpointing": layout.checkpointed_layers > 0,
+            "eval_batch_size": evaluation_rows(self.plan.step, layout),
+        }
+        train = self.config.train.model_copy(update=settings)
+        config = self.config.model_copy(update={"train": train})
+        return replace(self, config=config, plan=replace(self.plan, layout=layout, memory=memory))
+
+
+def read_plan(folder: RunFolder) -> RunPlan:
+    """Return the plan of a run. Raises EnvironmentFault when this is no run folder."""
+    text = folder.read_input("plan.json")
+    try:
+        return _adapter().validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise EnvironmentFault(
+            f"{folder.path / 'plan.json'}: cannot be read ({place}: {first['msg']}); it was "
+            "edited, or written by another version: train anew"
+        ) from None
+
+
+@cache
+def _adapter() -> TypeAdapter[RunPlan]:
+    return TypeAdapter(RunPlan)

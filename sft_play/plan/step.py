@@ -1,0 +1,52 @@
+"""What is trained how: model, mode, number types, optimizer. Pure: no torch, no I/O."""
+
+from dataclasses import dataclass
+
+from sft_play.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What each rank computes; bytes, operations and seconds follow from it and a Layout."""
+
+    model: ModelShape
+    mode: str  # lora, qlora, full
+    compute_bytes: int  # of a number: 2 for bfloat16 and float16, 4 for float32
+    weight_bytes: int  # of an unquantised base weight
+    lora_rank: int
+    lora_targets: str | tuple[str, ...]
+    optim: str
+    double_quant: bool
+    is_fast: bool  # fused kernels: see plan.fast
+    zero_stage: int  # 0 without DeepSpeed
+    offload: bool  # of the optimizer's state, to the host
+    is_gpu: bool
+    eval_batch_size: int | None = None  # None: as many as `memory.evaluation_rows` allows
+    generates: bool = False  # evaluations answer with a key-value cache
+    offload_weights: bool = False  # ZeRO-3's, to the host
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every weight is trained."""
+        return self.mode == "full"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether matrix products are in 16 bits."""
+        return self.compute_bytes == 2
+
+    @property
+    def adapter_weights(self) -> int:
+        """Weights of all adapters, 0 where the base itself is trained."""
+        if self.is_full:
+            return 0
+        return self.model.lora_parameters(self.lora_rank, self.lora_targets)
+
+    @property
+    def trained_weights(self) -> int:
+        return self.model.parameters if self.is_full else self.adapter_weights
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight and of its gradient; adapters are in float32."""
+        return self.weight_bytes if self.is_full else 4
