@@ -1,6 +1,7 @@
 """Inputs of a benchmark without a network: a model of a real shape with random weights, rows of one length, of ragged lengths, and like Alpaca's.
 
-python benchmarks/inputs.py --shape meta-llama/Llama-3.1-8B-Instruct --out /tmp/8b --tokens 2048 --rows 700
+python benchmarks/inputs.py --shape meta-llama/Llama-3.1-8B-Instruct --out /tmp/8b --tokens 2048
+--rows 700
 """
 
 import argparse

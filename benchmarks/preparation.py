@@ -1,9 +1,11 @@
 """Data preparation side by side with TRL's: from a file of rows to samples with loss masks, nothing in a cache.
 
-python benchmarks/preparation.py                            seconds, in turns, and whether the samples are equal
-python benchmarks/preparation.py --memory --rows 1000000 ours ours-epoch     peak memory of all processes
+python benchmarks/preparation.py                            seconds, in turns, and whether the
+samples are equal python benchmarks/preparation.py --memory --rows 1000000 ours ours-epoch     peak
+memory of all processes
 
-Every arm is a process of its own. TRL comes from requirements-bench.txt; `python benchmarks/preparation.py ours` needs none.
+Every arm is a process of its own. TRL comes from requirements-bench.txt; `python
+benchmarks/preparation.py ours` needs none.
 """
 
 import argparse

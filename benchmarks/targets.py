@@ -1,7 +1,7 @@
 """The training targets on one workload, each as a user types it, and a table of what their run.json says.
 
-python benchmarks/inputs.py --out /tmp/8b
-python benchmarks/targets.py --inputs /tmp/8b --steps 20 bnb-lora bnb-qlora ddp-lora zero2-lora zero3-lora
+python benchmarks/inputs.py --out /tmp/8b python benchmarks/targets.py --inputs /tmp/8b --steps 20
+bnb-lora bnb-qlora ddp-lora zero2-lora zero3-lora
 """
 
 import argparse

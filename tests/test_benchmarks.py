@@ -16,12 +16,25 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
+from benchmarks.machine import ROOT, Machine
+from benchmarks.processes import clean_environment, run_limited
 from benchmarks.speed import ours
 from benchmarks.speed.report import markdown
-from benchmarks.speed.runner import Bench, Results
-from benchmarks.speed.samples import ROOT, Inputs, Samples, made_inputs, step_tokens
-from benchmarks.speed.verdict import MOST_OFF, deviation, judge, tolerance, windows
-from benchmarks.speed.workloads import ARMS, WARM_UP, WORKS, meets
+from benchmarks.speed.results import (
+    ArmResult,
+    ArmRun,
+    LoggedLoss,
+    Measurement,
+    PeakShares,
+    Reference,
+    SpeedResults,
+    TokenCount,
+    Verdict,
+)
+from benchmarks.speed.runner import Benchmark, Options
+from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
+from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
+from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
 from sft_play.data.shapes import read_all
 
@@ -92,8 +105,8 @@ def test_ragged_rows_have_a_long_tail_and_are_the_same_however_many_follow(tmp_p
 
 
 def test_our_shuffle_draws_the_rows_of_the_file_in_the_order_of_the_others(tmp_path: Path) -> None:
-    work = WORKS["toy-ragged"]
-    inputs = made_inputs(work, steps=2, folder=tmp_path)
+    work = WORKLOADS["toy-ragged"]
+    inputs = make_inputs(work, steps=2, folder=tmp_path)
     rows = inputs.rows.read_text(encoding="utf-8").splitlines()
     in_order = (inputs.folder / "in-order.jsonl").read_text(encoding="utf-8").splitlines()
     drawn = [
@@ -112,12 +125,12 @@ def test_our_shuffle_draws_the_rows_of_the_file_in_the_order_of_the_others(tmp_p
     )
 
 
-def logged(losses: list[float]) -> list[dict[str, float]]:
-    return [{"step": WARM_UP * (number + 1), "loss": loss} for number, loss in enumerate(losses)]
+def logged(losses: list[float]) -> list[LoggedLoss]:
+    return [LoggedLoss(WARM_UP * number, loss) for number, loss in enumerate(losses, start=1)]
 
 
 FALLING = [10 - 0.2 * step for step in range(25)]
-FOLLOWED = windows(FALLING)
+FOLLOWED = window_means(FALLING)
 
 
 def test_a_curve_that_is_the_reference_is_not_off() -> None:
@@ -133,24 +146,31 @@ def test_the_worst_window_that_both_have_is_what_a_curve_is_off_by() -> None:
 def test_what_learns_nothing_is_off_where_little_is_learned() -> None:
     slow = [10 - 0.002 * step for step in range(25)]
     flat = logged([10.0] * 5)
-    assert deviation(flat, slow) < MOST_OFF
+    assert deviation(flat, slow) < MAX_DEVIATION
     assert deviation(flat, slow) > tolerance(slow)
 
 
-def facts_of_an_arm(**changed: object) -> dict[str, object]:
-    honest = {"status": "done", "losses": logged(FOLLOWED), "untrained": [], "least_grad_norm": 0.1}
-    return honest | {"seconds": 2.0, "real_tokens": 2000, "trained_tokens": 400} | changed
+def honest_run(**changed: object) -> ArmRun:
+    honest = {
+        "seconds": 2.0,
+        "real_tokens": 2000,
+        "trained_tokens": 400,
+        "ready_seconds": 1.0,
+        "losses": logged(FOLLOWED),
+        "least_grad_norm": 0.1,
+        "untrained": [],
+        "peak_reserved_gib": 1.0,
+        "peak_allocated_gib": None,
+    }
+    return ArmRun("done", started=0.0, measured=Measurement(**honest | changed))
 
 
-TOKENS = [(100, 20)] * 25
+TOKENS = [TokenCount(100, 20)] * 25
 
 
 def test_an_arm_that_trained_the_rows_counts() -> None:
-    assert judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(), FALLING, TOKENS) == {
-        "counts": True,
-        "why_not": [],
-        "off": pytest.approx(0),
-    }
+    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], honest_run(), FALLING, TOKENS)
+    assert verdict == Verdict(counts=True, why_not=[], off=pytest.approx(0))
 
 
 @pytest.mark.parametrize(
@@ -163,26 +183,40 @@ def test_an_arm_that_trained_the_rows_counts() -> None:
         ({"least_grad_norm": 0.0}, "without a gradient"),
         ({"real_tokens": 1999}, "trained 1999 tokens"),
         ({"rows_used": 799}, "799 rows of 800"),
-        ({"status": "out of memory", "error": "CUDA out of memory"}, "CUDA out of memory"),
     ],
 )
 def test_an_arm_that_did_not_does_not_count_and_the_table_says_why(
     changed: dict[str, object], reason: str
 ) -> None:
-    found = judge(WORKS["1b-ragged"], ARMS["hf-best"], facts_of_an_arm(**changed), FALLING, TOKENS)
-    assert not found["counts"]
-    assert reason in "; ".join(found["why_not"])
+    run = honest_run(**changed)
+    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], run, FALLING, TOKENS)
+    assert not verdict.counts
+    assert reason in "; ".join(verdict.why_not)
+
+
+def test_a_run_that_failed_does_not_count_and_says_why() -> None:
+    run = ArmRun("out of memory", started=0.0, error="CUDA out of memory")
+    verdict = check_run(WORKLOADS["1b-ragged"], ARMS["hf-best"], run, FALLING, TOKENS)
+    assert verdict == Verdict(False, ["out of memory: CUDA out of memory"], None)
+
+
+def test_the_committed_results_read_and_write_the_same_json(tmp_path: Path) -> None:
+    path = ROOT / "benchmarks" / "results" / "speed-h200.json"
+    results = SpeedResults.read(path)
+    results.path = tmp_path / "results.json"
+    results.write()
+    assert json.loads(results.path.read_text()) == json.loads(path.read_text())
 
 
 def test_packed_arms_are_for_ragged_rows() -> None:
-    assert not meets(WORKS["8b-lora-2048"], ARMS["trl-packed"])
-    assert meets(WORKS["1b-ragged"], ARMS["trl-packed"])
-    assert meets(WORKS["8b-lora-2048"], ARMS["ours-bnb"])
+    assert not runs_by_default(WORKLOADS["8b-lora-2048"], ARMS["trl-packed"])
+    assert runs_by_default(WORKLOADS["1b-ragged"], ARMS["trl-packed"])
+    assert runs_by_default(WORKLOADS["8b-lora-2048"], ARMS["ours-bnb"])
 
 
 def test_our_arm_is_told_nothing_of_speed() -> None:
-    work = WORKS["8b-lora-2048"]
-    command = ours.command(
+    work = WORKLOADS["8b-lora-2048"]
+    command = ours.make_command(
         work, ARMS["ours-bnb"], Inputs(Path("inputs"), Path("model")), Path("out"), 25, on_cpu=False
     )
     assert command[:2] == ["make", "train-bnb"]
@@ -199,13 +233,13 @@ def test_our_arm_is_told_nothing_of_speed() -> None:
 
 
 def test_settings_of_the_callers_shell_stay_out_of_our_arm() -> None:
-    assert ours.environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "PATH": "/bin"}) == {
+    assert clean_environment({"TRAIN_OPTIM": "sgd", "MAKEFLAGS": "-n", "PATH": "/bin"}) == {
         "PATH": "/bin"
     }
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    done = ours.limited(
+    done = run_limited(
         ["bash", "-c", "sleep 600 & echo $!; wait"], tmp_path / "log", 1.0, tmp_path, os.environ
     )
     assert done is None
@@ -260,7 +294,7 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
     assert (
         arms["unsloth-best"]["status"] == "failed" and "unsloth" in arms["unsloth-best"]["error"]
     )  # told, not hidden
-    table = markdown(results)
+    table = markdown(SpeedResults.read(tmp_path / "toy.json"))
     assert table == (tmp_path / "toy.md").read_text()
     assert table.index("| unsloth-best |") > max(
         table.index("| hf-best |"), table.index("| ours-bnb |")
@@ -270,47 +304,34 @@ def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path:
 def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_one(
     tmp_path: Path,
 ) -> None:
-    work, steps_timed = WORKS["toy-fixed"], 5
-    arm = {
-        **facts_of_an_arm(losses=logged([9.6, 8.6]), real_tokens=5 * 4 * 64, trained_tokens=0),
-        "timed_steps": steps_timed,
-        "counts": False,
-        "why_not": [],
-    }
-    made = made_inputs(work, steps_timed, tmp_path)
-    arm["trained_tokens"] = sum(
-        labelled
-        for _, labelled in step_tokens(work, Samples.read(made.samples), WARM_UP + steps_timed)[
-            WARM_UP:
-        ]
+    workload = WORKLOADS["toy-fixed"]
+    samples = Samples.read(make_inputs(workload, 5, tmp_path).samples)
+    timed = count_step_tokens(workload, samples, WARM_UP + 5)[WARM_UP:]
+    run = honest_run(
+        losses=logged([9.6, 8.6]),
+        real_tokens=5 * 4 * 64,
+        trained_tokens=sum(step.trained for step in timed),
     )
-    facts = {
-        "works": {work.name: {"arms": {"hf-best": arm}, "reference": {"losses": FALLING[:10]}}}
-    }
-    Bench(
-        Results(tmp_path / "results.json", facts),
-        tmp_path,
-        seconds=1,
-        on_cpu=True,
-        steps=steps_timed,
-        keeps=True,
-        refers=False,
-    ).run(work, [ARMS["hf-best"]])
-    assert arm["counts"], arm["why_not"]
+    unjudged = Verdict(counts=False, why_not=[], off=None)
+    results = SpeedResults(tmp_path / "results.json", Machine("CPU", "", {}, None, None), {})
+    found = results.of(workload.name)
+    found.arms["hf-best"] = ArmResult(run, unjudged, PeakShares(), 5, {}, None)
+    found.reference = Reference("float32", {}, FALLING[:10])
+    options = Options(seconds=1, on_cpu=True, steps=5, keep=True, train_reference=False)
+    Benchmark(results, tmp_path, options).run(workload, [ARMS["hf-best"]])
+    assert found.arms["hf-best"].verdict == Verdict(True, [], pytest.approx(0))
 
 
 @pytest.mark.slow
 def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) -> None:
-    work, path = WORKS["toy-fixed"], tmp_path / "results.json"
+    work, path = WORKLOADS["toy-fixed"], tmp_path / "results.json"
     report = tmp_path / "work" / "toy-fixed-5" / "reference" / "report.json"
 
     def refer() -> dict[str, object]:
-        results = Results.to_be_measured_here(
-            path, on_cpu=True
-        )  # the second time read back from the file
-        Bench(results, tmp_path / "work", 300, on_cpu=True, steps=5, keeps=True, refers=True).run(
-            work, []
-        )
+        # the second time read back from the file
+        results = SpeedResults.on_this_machine(path, on_cpu=True)
+        options = Options(seconds=300, on_cpu=True, steps=5, keep=True)
+        Benchmark(results, tmp_path / "work", options).run(work, [])
         return json.loads(path.read_text())["works"][work.name]
 
     found = refer()

@@ -1,150 +1,161 @@
-"""Training speed beside the peers', on the same rows: every arm a process of its own, every result written down at once.
+"""Training speed beside other programs', on the same rows, every arm in a process of its own.
 
-make bench                                              all works that the card has room for, all arms
-make bench WORKS="8b-lora-2048 1b-ragged" ARMS="trl-packed unsloth-best ours-bnb" STEPS=20 SECONDS=300
-python -m benchmarks.speed --list                       works, arms, and which of them meet
-python -m benchmarks.speed --toy                        minutes on a CPU, to see that it works
-python -m benchmarks.speed --report FILE                tables and plot of results that are there
+make bench                                   all workloads that the card has room for, all arms
+make bench WORKS="8b-lora-2048 1b-ragged" ARMS="trl-packed ours-bnb" STEPS=20 SECONDS=300
+python -m benchmarks.speed --list            workloads, and the arms that run on each by default
+python -m benchmarks.speed --toy             minutes on a CPU, to see that it works
+python -m benchmarks.speed --report FILE     tables and plot of results that are there
 
-An arm's speed counts when its loss follows a float32 run of transformers and PEFT on the same rows, and all its adapters moved.
+An arm is a program with its settings. Its speed counts when its loss follows a float32 run of
+transformers and PEFT on the same rows, and all its adapters moved.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.machine import ROOT
 from benchmarks.speed.report import draw, markdown
-from benchmarks.speed.runner import Bench, Results
-from benchmarks.speed.samples import ROOT
-from benchmarks.speed.workloads import ARMS, TOY, WORKS, meets
+from benchmarks.speed.results import SpeedResults
+from benchmarks.speed.runner import Benchmark, Options
+from benchmarks.speed.workloads import ARMS, TOY, WORKLOADS, Arm, Workload, runs_by_default
 
 
-def arguments() -> argparse.Namespace:
-    """Return what is asked for by options, or by the variables of `make bench`."""
-    asked = os.environ.get
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; some defaults come from the variables of `make bench`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--works", nargs="+", choices=WORKS, metavar="WORK", default=asked("WORKS", "").split()
-    )
-    parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, metavar="ARM", default=asked("ARMS", "").split()
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    variable = os.environ.get
+    add("--works", nargs="+", metavar="WORK", default=variable("WORKS", "").split())
+    add("--arms", nargs="+", metavar="ARM", default=variable("ARMS", "").split())
+    add(
         "--steps",
         type=int,
-        default=int(asked("STEPS", "0")),
-        help="steps that are timed; 0: as many as the work says",
+        default=int(variable("STEPS", "0")),
+        help="steps that are timed; 0: as many as the workload says",
     )
-    parser.add_argument(
+    add(
         "--seconds",
         type=float,
-        default=float(asked("SECONDS", "600")),
+        default=float(variable("SECONDS", "600")),
         help="time limit of one arm's run",
     )
-    parser.add_argument("--toy", action="store_true", help="the tiny model, on the CPU")
-    parser.add_argument(
+    add("--toy", action="store_true", help="the tiny model, on the CPU")
+    add(
         "--references",
         action="store_true",
-        help="train references alone: they are not timed, so that several may run at once",
+        help="train references alone: they are not timed, so several may run at once",
     )
-    parser.add_argument(
+    add(
         "--unjudged",
         action="store_true",
         help="train no reference: without one that is there already, no speed counts",
     )
-    parser.add_argument(
-        "--keep", action="store_true", help="leave out arms that have a result that counts"
-    )
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument(
+    add("--keep", action="store_true", help="leave out arms that have a result that counts")
+    add("--list", action="store_true", help="list workloads and arms")
+    add(
         "--report",
         type=Path,
         metavar="FILE",
         help="run nothing: tables and plot of results that are there",
     )
-    parser.add_argument(
+    add(
         "--folder",
         type=Path,
         default=ROOT / "outputs" / "benchmarks" / "speed",
         help="of models, rows and logs; models take much room",
     )
-    parser.add_argument(
+    add(
         "--results",
         type=Path,
         help="JSON file, which is added to (default benchmarks/results/speed-CARD.json)",
     )
-    parser.add_argument(
+    add(
         "--docs",
         type=Path,
-        help="folder that gets the tables (.md) and the plot (.svg); by default that of the results",
+        help="folder of the tables (.md) and the plot (.svg); by default that of the results",
     )
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options. Exits where a workload or an arm does not exist."""
+    parser = make_parser()
     args = parser.parse_args()
-    if unknown := [
-        name for name in (*args.works, *args.arms) if name not in WORKS and name not in ARMS
-    ]:
+    unknown = [name for name in args.works if name not in WORKLOADS]
+    unknown += [name for name in args.arms if name not in ARMS]
+    if unknown:
         parser.error(f"no work or arm is called {', '.join(unknown)}; see --list")
     return args
 
 
+def choose_workloads(args: argparse.Namespace) -> list[Workload]:
+    """Return the workloads that are named, else the toys or all others."""
+    if args.works:
+        return [WORKLOADS[name] for name in args.works]
+    return [workload for workload in WORKLOADS.values() if (workload.shape == TOY) == args.toy]
+
+
+def choose_arms(args: argparse.Namespace, workload: Workload) -> list[Arm]:
+    """Return the arms that are named, else those that run on the workload by default."""
+    if args.references:
+        return []
+    if args.arms:
+        return [arm for arm in ARMS.values() if arm.name in args.arms]
+    return [arm for arm in ARMS.values() if runs_by_default(workload, arm)]
+
+
 def main() -> None:
-    """Run what was asked for, work by work, and write the tables."""
-    args = arguments()
+    """Run what was asked for, workload by workload, and write the tables."""
+    args = parse_arguments()
     if args.list:
-        for work in WORKS.values():
-            print(
-                f"{work.name:<15} {' '.join(arm.name for arm in ARMS.values() if meets(work, arm))}"
-            )
+        list_workloads()
         return
     if args.report:
-        tell(Results.there(args.report), args.docs)
+        write_report(SpeedResults.read(args.report), args.docs)
         return
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # an exit ends the arm that runs; it would hold the GPU
-    results = Results.to_be_measured_here(args.results, on_cpu=args.toy)
-    bench = Bench(
-        results,
-        args.folder.resolve(),
-        args.seconds,
+    # an exit kills the arm that runs; it would hold the GPU
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    results = SpeedResults.on_this_machine(args.results, on_cpu=args.toy)
+    options = Options(
+        seconds=args.seconds,
         on_cpu=args.toy,
         steps=args.steps,
-        keeps=args.keep,
-        refers=not args.unjudged,
+        keep=args.keep,
+        train_reference=not args.unjudged,
     )
-    for name in args.works or [
-        name for name, work in WORKS.items() if (work.shape == TOY) == args.toy
-    ]:
-        arms = (
-            []
-            if args.references
-            else args.arms or [arm for arm in ARMS if meets(WORKS[name], ARMS[arm])]
-        )
-        bench.run(WORKS[name], [ARMS[arm] for arm in ARMS if arm in arms])
-    tell(results, args.docs)
+    benchmark = Benchmark(results, args.folder.resolve(), options)
+    for workload in choose_workloads(args):
+        benchmark.run(workload, choose_arms(args, workload))
+    write_report(results, args.docs)
 
 
-def tell(results: Results, folder: Path | None) -> None:
-    """Print the tables, and write them and the plot into `folder`, by default that of the results."""
-    table, beside = markdown(results.facts), (folder or results.path.parent) / results.path.stem
-    beside.with_suffix(".md").write_text(table, encoding="utf-8")
+def list_workloads() -> None:
+    """Print each workload with the arms that run on it by default."""
+    for workload in WORKLOADS.values():
+        arms = [arm.name for arm in ARMS.values() if runs_by_default(workload, arm)]
+        print(f"{workload.name:<15} {' '.join(arms)}")
+
+
+def write_report(results: SpeedResults, folder: Path | None) -> None:
+    """Print the tables, and write them and the plot to `folder`, by default that of the results."""
+    table = markdown(results)
+    path = (folder or results.path.parent) / results.path.stem
+    path.with_suffix(".md").write_text(table, encoding="utf-8")
     print(table)
-    if _has_matplotlib():
-        draw(results.facts, beside.with_suffix(".svg"))
-
-
-def _has_matplotlib() -> bool:
-    from importlib.util import find_spec
-
     if find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed (requirements-bench.txt)", file=sys.stderr)
-        return False
-    return True
+        return
+    draw(results, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,42 @@
-"""One run of a program that is not ours, in a process of its own: python -m benchmarks.speed.peer JOB.json
+"""One run of a program that is not ours: python -m benchmarks.speed.peer JOB.json
 
-Each builder is what a user of that program would write. Their common ground: the same samples, LoRA, AdamW and optimizer steps.
+Each builder is what a user of that program would write. All share the samples, LoRA, AdamW and the
+number of optimizer steps.
 """
 
-import json
+from __future__ import annotations
+
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from benchmarks.speed.results import ArmRun
 from benchmarks.speed.samples import Samples
-from benchmarks.speed.workloads import ARMS, LORA_ALPHA, LORA_RANK, SEED, WARM_UP, WORKS, Arm, Work
-from sft_play.runs.files import write_json
+from benchmarks.speed.workloads import (
+    ARMS,
+    LORA_ALPHA,
+    LORA_RANK,
+    SEED,
+    WARM_UP,
+    WORKLOADS,
+    Arm,
+    Workload,
+)
+from sft_play.runs.files import read_json, write_json
 
-TARGETS = [
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-]  # all-linear, where names are asked for
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import PreTrainedModel, Trainer
+
+# all-linear, for programs that ask for names
+LINEAR_NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 REFERENCE = "reference"
 
 
@@ -43,16 +56,24 @@ class Job:
     started: float  # time.time() when the process was started
     on_cpu: bool
 
+    def write(self, path: Path) -> None:
+        """Write the job for `read`."""
+        entry = asdict(self)
+        for name in ("model", "samples", "adapters", "out"):
+            entry[name] = str(entry[name])
+        write_json(path, entry)
+
     @classmethod
-    def read(cls, path: Path) -> "Job":
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            **facts | {name: Path(facts[name]) for name in ("model", "samples", "adapters", "out")}
-        )
+    def read(cls, path: Path) -> Job:
+        """Return the job that `write` wrote."""
+        entry = read_json(path)
+        for name in ("model", "samples", "adapters", "out"):
+            entry[name] = Path(entry[name])
+        return cls(**entry)
 
     @property
-    def work(self) -> Work:
-        return WORKS[self.work_name]
+    def workload(self) -> Workload:
+        return WORKLOADS[self.work_name]
 
     @property
     def is_reference(self) -> bool:
@@ -60,59 +81,73 @@ class Job:
 
     @property
     def arm(self) -> Arm:
-        return Arm(REFERENCE, "hf", "", is_best=True) if self.is_reference else ARMS[self.arm_name]
+        if self.is_reference:
+            return Arm(REFERENCE, "hf", "", is_best=True)
+        return ARMS[self.arm_name]
 
     @property
     def precision(self) -> str:
         """float32, tf32 or bfloat16."""
         if self.is_reference:
-            return self.work.reference
+            return self.workload.reference
         return "float32" if self.on_cpu else "bfloat16"
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> torch.dtype:
         import torch
 
         return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
 
-def dataset(job: Job) -> Any:
-    """Return rows of input_ids, attention_mask and labels in the order of the steps, those of a step longest first for arms at their best."""
+def make_dataset(job: Job) -> Dataset:
+    """Return rows of input_ids, labels and attention_mask in the order of the steps.
+
+    Arms at their best get the rows of a step longest first. Packing arms get no mask.
+    """
     from datasets import Dataset
 
-    samples, size = Samples.read(job.samples), job.work.rows_per_step
+    samples = Samples.read(job.samples)
+    size = job.workload.rows_per_step
     order = list(range(len(samples.lengths)))
     if job.arm.is_best:
-        order = [
-            row
-            for start in range(0, len(order), size)
-            for row in sorted(order[start : start + size], key=lambda row: -samples.lengths[row])
-        ]
-    rows = [samples.row(index) for index in order]
-    columns = {
-        "input_ids": [ids.tolist() for ids, _ in rows],
-        "labels": [[int(i) if t else -100 for i, t in zip(*row, strict=True)] for row in rows],
-    }
+        order.sort(key=lambda row: (row // size, -samples.lengths[row]))
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     if not job.arm.packs:
-        columns["attention_mask"] = [[1] * len(ids) for ids, _ in rows]
+        columns["attention_mask"] = []
+    for index in order:
+        row = samples.row(index)
+        columns["input_ids"].append(row.ids.tolist())
+        columns["labels"].append(np.where(row.trained, row.ids, -100).tolist())
+        if not job.arm.packs:
+            columns["attention_mask"].append([1] * len(row.ids))
     return Dataset.from_dict(columns)
 
 
 def sequences_per_step(job: Job) -> int:
     """Return the packed sequences that hold about as many tokens as a step of the other arms."""
     samples = Samples.read(job.samples)
-    return max(1, round(job.work.rows_per_step * samples.lengths.mean() / job.work.max_seq_len))
+    return max(
+        1, round(job.workload.rows_per_step * samples.lengths.mean() / job.workload.max_seq_len)
+    )
 
 
-def settings(job: Job) -> dict[str, Any]:
+def trainer_settings(job: Job) -> dict[str, Any]:
     """Return the arguments that transformers, TRL and Unsloth share."""
-    rows_per_step = sequences_per_step(job) if job.arm.packs else job.work.rows_per_step
+    rows_per_step = job.workload.rows_per_step
+    order = "sequential"
+    if job.arm.packs:
+        rows_per_step = sequences_per_step(job)
+        order = "random"  # packing sorts: in its order, long rows would come first
+    workers = 0
+    # Unsloth's notebooks leave collating to the training process
+    if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu:
+        workers = 2
     return {
         "output_dir": str(job.out.parent / "run"),
         "per_device_train_batch_size": job.rows,
         "gradient_accumulation_steps": rows_per_step // job.rows,
         "max_steps": job.steps,
-        "learning_rate": job.work.learning_rate,
+        "learning_rate": job.workload.learning_rate,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
         "weight_decay": 0.0,
@@ -127,17 +162,12 @@ def settings(job: Job) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": SEED,
         "use_cpu": job.on_cpu,
-        "train_sampling_strategy": "random"
-        if job.arm.packs
-        else "sequential",  # packing sorts: in its order, long rows would come first
-        # Unsloth's notebooks leave collating to the training process
-        "dataloader_num_workers": 2
-        if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu
-        else 0,
+        "train_sampling_strategy": order,
+        "dataloader_num_workers": workers,
     }
 
 
-def lora() -> Any:
+def lora_config() -> LoraConfig:
     """Return the adapters of every arm."""
     from peft import LoraConfig
 
@@ -151,13 +181,13 @@ def lora() -> Any:
     )
 
 
-def base_model(job: Job) -> Any:
+def load_base(job: Job) -> PreTrainedModel:
     """Return the base weights as transformers loads them, in 4 bits for qlora."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {}
-    if job.work.mode == "qlora":
+    if job.workload.mode == "qlora":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -170,7 +200,7 @@ def base_model(job: Job) -> Any:
     )
 
 
-def hf(job: Job) -> Any:
+def build_hf(job: Job) -> Trainer:
     """Return transformers' Trainer on a PEFT model, with Liger's kernels where the arm says so."""
     from peft import get_peft_model, prepare_model_for_kbit_training
     from transformers import (
@@ -182,38 +212,42 @@ def hf(job: Job) -> Any:
     )
 
     set_seed(SEED)
-    model = base_model(job)
-    if job.work.mode == "qlora" and not job.arm.is_best:
+    model = load_base(job)
+    if job.workload.mode == "qlora" and not job.arm.is_best:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=job.checkpointing)
-    if job.work.mode != "full":
-        model = get_peft_model(model, lora())
+    if job.workload.mode != "full":
+        model = get_peft_model(model, lora_config())
     arguments = TrainingArguments(
-        **settings(job),
+        **trainer_settings(job),
         gradient_checkpointing_kwargs={"use_reentrant": False},
         use_liger_kernel=job.arm.uses_liger,
     )
     collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(job.model))
-    return Trainer(model=model, args=arguments, train_dataset=dataset(job), data_collator=collator)
+    return Trainer(
+        model=model, args=arguments, train_dataset=make_dataset(job), data_collator=collator
+    )
 
 
-def trl(job: Job) -> Any:
+def build_trl(job: Job) -> Trainer:
     """Return TRL's SFTTrainer; it adds the adapters and collates by itself."""
     from transformers import AutoTokenizer, set_seed
     from trl import SFTConfig, SFTTrainer
 
     set_seed(SEED)
-    arguments = SFTConfig(**settings(job), max_length=job.work.max_seq_len, packing=job.arm.packs)
-    peft_config = None if job.work.mode == "full" else lora()
+    arguments = SFTConfig(
+        **trainer_settings(job), max_length=job.workload.max_seq_len, packing=job.arm.packs
+    )
+    peft_config = None if job.workload.mode == "full" else lora_config()
     return SFTTrainer(
-        base_model(job),
+        load_base(job),
         arguments,
-        train_dataset=dataset(job),
+        train_dataset=make_dataset(job),
         processing_class=AutoTokenizer.from_pretrained(job.model),
         peft_config=peft_config,
     )
 
 
-def unsloth(job: Job) -> Any:
+def build_unsloth(job: Job) -> Trainer:
     """Return Unsloth's SFTTrainer on its own model."""
     from transformers import DataCollatorForSeq2Seq
     from trl import SFTConfig, SFTTrainer
@@ -222,67 +256,79 @@ def unsloth(job: Job) -> Any:
     recompute = "unsloth" if job.checkpointing else False
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(job.model),
-        max_seq_length=job.work.max_seq_len,
+        max_seq_length=job.workload.max_seq_len,
         dtype=job.dtype,
-        load_in_4bit=job.work.mode == "qlora",
-        full_finetuning=job.work.mode == "full",
+        load_in_4bit=job.workload.mode == "qlora",
+        full_finetuning=job.workload.mode == "full",
         use_gradient_checkpointing=recompute,
     )
-    if job.work.mode != "full":
+    if job.workload.mode != "full":
         model = FastLanguageModel.get_peft_model(
             model,
             r=LORA_RANK,
             lora_alpha=LORA_ALPHA,
             lora_dropout=0.0,
-            target_modules=TARGETS,
+            target_modules=LINEAR_NAMES,
             bias="none",
             use_gradient_checkpointing=recompute,
             random_state=SEED,
         )
     arguments = SFTConfig(
-        **settings(job) | {"tf32": None}, max_length=job.work.max_seq_len, packing=job.arm.packs
+        **trainer_settings(job) | {"tf32": None},
+        max_length=job.workload.max_seq_len,
+        packing=job.arm.packs,
     )
     collator = {} if job.arm.packs else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
     return SFTTrainer(
         model=model,
         args=arguments,
-        train_dataset=dataset(job),
+        train_dataset=make_dataset(job),
         processing_class=tokenizer,
         **collator,
     )
 
 
-def run(job: Job) -> dict[str, Any]:
+BUILDERS = {"hf": build_hf, "trl": build_trl, "unsloth": build_unsloth}
+
+
+def run(job: Job) -> ArmRun:
     """Train, and return what was measured."""
     if job.arm.program == "unsloth":
-        import unsloth as _  # noqa: F401  patches what is imported behind it
+        import unsloth as _  # noqa: F401  it patches what is imported after it
 
     from benchmarks.speed import watch
 
-    trainer = {"hf": hf, "trl": trl, "unsloth": unsloth}[job.arm.program](job)
-    if job.work.mode != "full":
-        watch.start_equal(trainer.model, job.adapters)
-    stopwatch = watch.watched(trainer, first=min(WARM_UP, job.steps - 1), last=job.steps)
+    trainer = BUILDERS[job.arm.program](job)
+    if job.workload.mode != "full":
+        watch.share_start(trainer.model, job.adapters)
+    first = min(WARM_UP, job.steps - 1)
+    stopwatch = watch.attach_stopwatch(trainer, first=first, last=job.steps)
     trainer.train()
-    return {"status": "done", **watch.report(trainer, stopwatch, job.started)}
+    return ArmRun("done", job.started, measured=watch.measure(trainer, stopwatch, job.started))
+
+
+def failed_run(job: Job, error: Exception) -> ArmRun:
+    """Return the run that ended with an error."""
+    from benchmarks.speed.watch import is_out_of_memory
+
+    text = " ".join(str(error).split())[:300]
+    return ArmRun(
+        status="out of memory" if is_out_of_memory(error) else "failed",
+        started=job.started,
+        error=f"{type(error).__name__}: {text}",
+        seconds_spent=time.time() - job.started,
+    )
 
 
 def main() -> None:
-    """Run the job; its report, an error's too, goes to the file that the job names."""
+    """Run the job; its report, also of an error, goes to the file that the job names."""
     job = Job.read(Path(sys.argv[1]))
     try:
-        facts = run(job)
-    except Exception as error:  # noqa: BLE001  whatever a program dies of is its result, and is told with its trace
-        from benchmarks.speed.watch import is_out_of_memory
-
+        report = run(job)
+    except Exception as error:  # noqa: BLE001  whatever a program dies of is its result
         traceback.print_exc()
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        facts = {
-            "status": "out of memory" if is_out_of_memory(error) else "failed",
-            "error": told,
-            "seconds_spent": time.time() - job.started,
-        }
-    write_json(job.out, facts)
+        report = failed_run(job, error)
+    write_json(job.out, report.as_json())
 
 
 if __name__ == "__main__":

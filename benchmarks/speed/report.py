@@ -1,165 +1,179 @@
-"""The results as tables for docs/benchmark.md and as a plot. Pure but for the plot's file; loads no torch."""
+"""The results as tables and as a plot. Loads no torch."""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from benchmarks.speed.workloads import ARMS, TOY, WORKS
+from benchmarks.machine import Machine
+from benchmarks.speed.results import ArmResult, SpeedResults, WorkloadResults
+from benchmarks.speed.workloads import ARMS, TOY, WORKLOADS, Workload
 
-HEAD = "| | real tokens/s | with loss/s | GiB reserved | MFU {peak} | of {reached} | ready s | off reference | as it ran |"
+HEAD = (
+    "| | real tokens/s | with loss/s | GiB reserved | MFU {peak} | of {reached} "
+    "| ready s | off reference | as it ran |"
+)
 RULE = "| --- | --: | --: | --: | --: | --: | --: | --: | --- |"
 WITHOUT_FLASH = (
     "flash-attn was installed for no one: where it is, the packed paths of TRL and Unsloth gain."
 )
 WITH_FLASH = "flash-attn was installed; only an arm that finds it by itself uses it."
+OUR_COLOR = "#1f4e79"
+PEER_COLOR = "#b8c4d0"
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Return a table for each work, fastest arm first, arms that do not count last with the reason."""
+def markdown(results: SpeedResults) -> str:
+    """Return a table for each workload, fastest arm first, arms that do not count last."""
+    machine = results.machine
     lines = [
-        machine(results),
+        describe_machine(machine),
         "",
-        WITH_FLASH if results["versions"].get("flash-attn") else WITHOUT_FLASH,
+        WITH_FLASH if machine.versions.get("flash-attn") else WITHOUT_FLASH,
     ]
-    for name, found in sorted(
-        results["works"].items(), key=lambda item: list(WORKS).index(item[0])
-    ):
-        reference = found.get("reference")
-        basis = (
-            f"reference: transformers + PEFT, {reference['precision']}, {len(reference['losses'])} steps"
-            if reference
-            else "no reference"
-        )
-        lines += [
-            "",
-            f"### {name}",
-            "",
-            f"{described(name)}; {basis}.",
-            "",
-            HEAD.format(**peaks_of(results)),
-            RULE,
-        ]
-        lines += [
-            row(arm, facts)
-            for arm, facts in sorted(
-                found["arms"].items(), key=lambda item: (not item[1]["counts"], -speed(item[1]))
-            )
-        ]
+    for name, workload in WORKLOADS.items():
+        if name in results.workloads:
+            lines += table(workload, results.workloads[name], machine)
     return "\n".join(lines) + "\n"
 
 
-def machine(results: dict[str, Any]) -> str:
+def describe_machine(machine: Machine) -> str:
     """Return hardware and versions in one sentence."""
-    versions = ", ".join(
-        f"{name} {version}" for name, version in sorted(results["versions"].items()) if version
-    )
-    return f"Measured on one {results['device']}, Python {results['python']}, {versions}."
-
-
-def peaks_of(results: dict[str, Any]) -> dict[str, str]:
-    """Return the peaks that both MFU columns are shares of."""
-    return {
-        name: f"{value / 1e12:.0f} TFLOP/s" if value else "-"
-        for name, value in (("peak", results["peak_flops"]), ("reached", results["reached_flops"]))
-    }
-
-
-def described(name: str) -> str:
-    """Return what a work is."""
-    work = WORKS[name]
-    rows = (
-        f"rows of {work.tokens} tokens"
-        if work.tokens
-        else f"ragged rows of at most {work.max_seq_len} tokens"
-    )
-    model = (
-        "the tiny model that ships"
-        if work.shape == TOY
-        else f"{work.shape.rpartition('/')[2]} with random weights"
-    )
-    return f"{model}, {work.mode}, {rows}, {work.rows_per_step} a step"
-
-
-def speed(facts: dict[str, Any]) -> float:
-    """Return real tokens a second, 0 where nothing was measured."""
-    return facts["real_tokens"] / facts["seconds"] if facts.get("seconds") else 0.0
-
-
-def row(arm: str, facts: dict[str, Any]) -> str:
-    """Return an arm's line; figures that do not count are struck out, with the reason behind them."""
-    if facts["status"] != "done":
-        return f"| {arm} | - | - | - | - | - | - | - | {facts['status']}: {facts.get('error', '').replace('|', '/')} |"
-    figures = [f"{speed(facts):,.0f}", f"{facts['trained_tokens'] / facts['seconds']:,.0f}"]
-    figures = figures if facts["counts"] else [f"~~{figure}~~" for figure in figures]
-    shares = [
-        f"{facts[name]:.1%}" if facts.get(name) else "-" for name in ("mfu", "mfu_of_reached")
+    installed = [
+        f"{name} {version}" for name, version in sorted(machine.versions.items()) if version
     ]
-    off = f"{facts['off']:.2%}" if facts["off"] is not None else "-"
-    told = (
-        ARMS[arm].told + "; " + as_it_ran(facts)
-        if facts["counts"]
-        else "does not count: " + "; ".join(facts["why_not"])
-    )
-    return " | ".join(
-        [
-            f"| {arm}",
-            *figures,
-            f"{facts['peak_reserved_gib']:.1f}",
-            *shares,
-            f"{facts['ready_seconds']:.0f}",
-            off,
-            f"{told} |",
-        ]
-    )
+    return f"Measured on one {machine.device}, Python {machine.python}, {', '.join(installed)}."
 
 
-def as_it_ran(facts: dict[str, Any]) -> str:
+def table(workload: Workload, found: WorkloadResults, machine: Machine) -> list[str]:
+    """Return the lines of one workload's table with its heading."""
+    basis = "no reference"
+    if found.reference:
+        steps = len(found.reference.losses)
+        basis = f"reference: transformers + PEFT, {found.reference.precision}, {steps} steps"
+    head = HEAD.format(peak=teraflops(machine.peak_flops), reached=teraflops(machine.reached_flops))
+    arms = sorted(
+        found.arms.items(), key=lambda item: (not item[1].verdict.counts, -speed(item[1]))
+    )
+    return [
+        "",
+        f"### {workload.name}",
+        "",
+        f"{describe_workload(workload)}; {basis}.",
+        "",
+        head,
+        RULE,
+        *(row(arm, result) for arm, result in arms),
+    ]
+
+
+def teraflops(flops: float | None) -> str:
+    """Return a peak, of which an MFU column is a share."""
+    return f"{flops / 1e12:.0f} TFLOP/s" if flops else "-"
+
+
+def describe_workload(workload: Workload) -> str:
+    """Return what a workload is."""
+    rows = f"ragged rows of at most {workload.max_seq_len} tokens"
+    if workload.tokens:
+        rows = f"rows of {workload.tokens} tokens"
+    model = f"{workload.shape.rpartition('/')[2]} with random weights"
+    if workload.shape == TOY:
+        model = "the tiny model that ships"
+    return f"{model}, {workload.mode}, {rows}, {workload.rows_per_step} a step"
+
+
+def speed(result: ArmResult) -> float:
+    """Return real tokens a second, 0 where nothing was measured."""
+    return result.run.measured.tokens_per_second if result.run.measured else 0.0
+
+
+def row(arm: str, result: ArmResult) -> str:
+    """Return an arm's line; speeds that do not count are struck out, with the reason at the end."""
+    run = result.run
+    if run.measured is None:
+        error = (run.error or "").replace("|", "/")
+        return f"| {arm} | - | - | - | - | - | - | - | {run.status}: {error} |"
+    measured = run.measured
+    speeds = [
+        f"{measured.tokens_per_second:,.0f}",
+        f"{measured.trained_tokens_per_second:,.0f}",
+    ]
+    if result.verdict.counts:
+        remark = f"{ARMS[arm].description}; {describe_settings(run.settings)}"
+    else:
+        speeds = [f"~~{figure}~~" for figure in speeds]
+        remark = "does not count: " + "; ".join(result.verdict.why_not)
+    cells = [
+        arm,
+        *speeds,
+        f"{measured.peak_reserved_gib:.1f}",
+        percent(result.shares.mfu, ".1%"),
+        percent(result.shares.mfu_of_reached, ".1%"),
+        f"{measured.ready_seconds:.0f}",
+        percent(result.verdict.off, ".2%"),
+        remark,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def percent(share: float | None, form: str) -> str:
+    """Return a share as a cell."""
+    return "-" if share is None else format(share, form)
+
+
+def describe_settings(settings: dict[str, object]) -> str:
     """Return the settings that were tried or planned."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} {str(value).lower()}"
-        for name, value in sorted(facts["settings"].items())
-    )
+    items = sorted(settings.items())
+    return ", ".join(f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in items)
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw tokens a second of the arms that count, a panel for each work; ours are dark."""
+def draw(results: SpeedResults, path: Path) -> None:
+    """Draw tokens a second of the arms that count, a panel for each workload; ours are dark."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    counted = {
-        name: {arm: facts for arm, facts in found["arms"].items() if facts["counts"]}
-        for name, found in results["works"].items()
-    }
-    works = [name for name in WORKS if counted.get(name)]
-    if not works:
+    counting = {}
+    for name in WORKLOADS:
+        arms = counting_arms(results.workloads.get(name))
+        if arms:
+            counting[name] = arms
+    if not counting:
         return
-    heights = [len(counted[name]) + 1 for name in works]
+    heights = [len(arms) + 1 for arms in counting.values()]
     figure, panels = pyplot.subplots(
-        len(works), 1, figsize=(8, 0.32 * sum(heights) + 0.6), height_ratios=heights, squeeze=False
+        len(counting),
+        1,
+        figsize=(8, 0.32 * sum(heights) + 0.6),
+        height_ratios=heights,
+        squeeze=False,
     )
-    for panel, name in zip(panels[:, 0], works, strict=True):
-        arms = sorted(counted[name].items(), key=lambda item: speed(item[1]))
-        speeds = [speed(facts) for _, facts in arms]
-        bars = panel.barh(
-            [arm for arm, _ in arms],
-            speeds,
-            color=["#1f4e79" if ARMS[arm].is_ours else "#b8c4d0" for arm, _ in arms],
-        )
-        panel.bar_label(
-            bars,
-            [
-                f"{value:,.0f}   {facts['peak_reserved_gib']:.0f} GiB"
-                for value, (_, facts) in zip(speeds, arms, strict=True)
-            ],
-            padding=3,
-            size=8,
-        )
-        panel.set_title(name, loc="left", size=9)
-        panel.set_xlim(0, max(speeds) * 1.25)
-        panel.tick_params(labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
+    for panel, (name, arms) in zip(panels[:, 0], counting.items(), strict=True):
+        draw_panel(panel, name, arms)
     panels[-1, 0].set_xlabel("real tokens a second", size=8)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def counting_arms(found: WorkloadResults | None) -> dict[str, ArmResult]:
+    """Return the arms whose speed counts, slowest first."""
+    if found is None:
+        return {}
+    arms = [(name, result) for name, result in found.arms.items() if result.verdict.counts]
+    return dict(sorted(arms, key=lambda item: speed(item[1])))
+
+
+def draw_panel(panel, name: str, arms: dict[str, ArmResult]) -> None:
+    """Draw a bar for each arm on a panel of matplotlib."""
+    speeds = [speed(result) for result in arms.values()]
+    colors = [OUR_COLOR if ARMS[arm].is_ours else PEER_COLOR for arm in arms]
+    labels = []
+    for value, result in zip(speeds, arms.values(), strict=True):
+        labels.append(f"{value:,.0f}   {result.run.measured.peak_reserved_gib:.0f} GiB")
+    bars = panel.barh(list(arms), speeds, color=colors)
+    panel.bar_label(bars, labels, padding=3, size=8)
+    panel.set_title(name, loc="left", size=9)
+    panel.set_xlim(0, max(speeds) * 1.25)
+    panel.tick_params(labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -1,25 +1,30 @@
-"""The rows of a work: for us a file of text, for the others the same rows tokenised, in the order in which we draw them. Loads no CUDA."""
+"""The rows of a workload: a file of text for us, and for the other arms the same rows tokenized.
+
+They are in the order of our steps. Loads no CUDA.
+"""
+
+from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.inputs import TINY, fixed_rows, ragged_rows
-from benchmarks.speed.workloads import RAGGED_MEDIAN, SEED, TOY, WARM_UP, Work
+from benchmarks.machine import ROOT
+from benchmarks.speed.results import TokenCount
+from benchmarks.speed.workloads import RAGGED_MEDIAN, SEED, TOY, WARM_UP, Workload
 
-ROOT = Path(__file__).resolve().parents[2]
-SHORT_TOKENS, TOY_MEDIAN = (
-    48,
-    40,
-)  # of held-out rows, which are not what is measured; of the toy's ragged rows
+HELD_OUT_TOKENS = 48  # of held-out rows, which are not what is measured
+TOY_MEDIAN = 40  # tokens of the toy's ragged rows
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files of a work: model folder, rows and held-out rows for us, samples for the others."""
+    """Files of a workload: model folder, rows and held-out rows for us, samples for the others."""
 
     folder: Path
     model: Path
@@ -38,20 +43,27 @@ class Inputs:
 
     @property
     def adapters(self) -> Path:
-        """LoRA weights that the first program began with, and the others after it."""
+        """LoRA weights of the first program that ran; the others start from them."""
         return self.folder / "adapters.safetensors"
+
+
+class Sample(NamedTuple):
+    """One row: token ids (T,) int32 and where they are trained on, (T,) bool."""
+
+    ids: np.ndarray
+    trained: np.ndarray
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Ids and marks of all rows one behind the other, in the order of the steps, and how long each row is."""
+    """All rows one after the other, in the order of the steps, and the length of each."""
 
     ids: np.ndarray  # (all tokens,) int32
     trained: np.ndarray  # (all tokens,) bool
     lengths: np.ndarray  # (rows,) int64
 
     @classmethod
-    def read(cls, path: Path) -> "Samples":
+    def read(cls, path: Path) -> Samples:
         with np.load(path) as arrays:
             return cls(arrays["ids"], arrays["trained"], arrays["lengths"])
 
@@ -59,88 +71,73 @@ class Samples:
     def ends(self) -> np.ndarray:
         return np.cumsum(self.lengths)
 
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and marks of a row."""
+    def row(self, index: int) -> Sample:
+        """Return one row."""
         end = int(self.ends[index])
         begin = end - int(self.lengths[index])
-        return self.ids[begin:end], self.trained[begin:end]
+        return Sample(self.ids[begin:end], self.trained[begin:end])
 
-    def tokens_of_rows(self, first: int, last: int) -> tuple[int, int]:
-        """Return (real tokens, those with loss) of rows first <= row < last."""
+    def count_tokens(self, first: int, last: int) -> TokenCount:
+        """Return the tokens of rows first <= row < last."""
         ends = np.concatenate([[0], self.ends])
-        begin, end = int(ends[first]), int(ends[last])
-        return end - begin, int(self.trained[begin:end].sum())
+        begin = int(ends[first])
+        end = int(ends[last])
+        return TokenCount(end - begin, int(self.trained[begin:end].sum()))
 
 
-def made_model(shape: str, folder: Path) -> Path:
-    """Return the folder of a random model, made unless it is there, in a process that leaves the GPU empty."""
+def make_model(shape: str, folder: Path) -> Path:
+    """Return the folder of a model with random weights, made in a process of its own."""
     if shape == TOY:
         return TINY
     model = folder / "models" / shape.rpartition("/")[2] / "model"
     if not (model / "tokenizer.json").exists():  # written last
-        subprocess.run(
-            [
-                sys.executable,
-                ROOT / "benchmarks" / "inputs.py",
-                "--shape",
-                shape,
-                "--out",
-                model.parent,
-                "--rows",
-                "0",
-            ],
-            check=True,
-            cwd=ROOT,
-        )
+        command = [sys.executable, ROOT / "benchmarks" / "inputs.py", "--rows", "0"]
+        options = ["--shape", shape, "--out", model.parent]
+        subprocess.run([*command, *options], check=True, cwd=ROOT)
     return model
 
 
-def made_inputs(work: Work, steps: int, folder: Path) -> Inputs:
-    """Return the files of a work for WARM_UP + `steps` optimizer steps, made unless they are there."""
-    inputs = Inputs(folder / f"{work.name}-{steps}", made_model(work.shape, folder))
+def make_inputs(workload: Workload, steps: int, folder: Path) -> Inputs:
+    """Return the files for WARM_UP + `steps` optimizer steps, made unless they exist."""
+    inputs = Inputs(folder / f"{workload.name}-{steps}", make_model(workload.shape, folder))
     if not inputs.samples.exists():
         inputs.folder.mkdir(parents=True, exist_ok=True)
-        _write(work, (WARM_UP + steps) * work.rows_per_step, inputs)
+        _write(workload, (WARM_UP + steps) * workload.rows_per_step, inputs)
     return inputs
 
 
-def _write(work: Work, rows: int, inputs: Inputs) -> None:
-    """Write rows in the order of the steps, tokenise them by our own preparation, and put our file in the order that its shuffle undoes."""
+def _write(workload: Workload, rows: int, inputs: Inputs) -> None:
+    """Write samples in the order of the steps, and our file in one that is shuffled into it."""
     from sft_play.data.order import steps
 
     in_order = inputs.folder / "in-order.jsonl"
-    if work.tokens is None:
-        ragged_rows(
-            in_order,
-            rows,
-            median=TOY_MEDIAN if work.shape == TOY else RAGGED_MEDIAN,
-            least=24,
-            most=work.max_seq_len,
-        )
+    if workload.tokens is None:
+        median = TOY_MEDIAN if workload.shape == TOY else RAGGED_MEDIAN
+        ragged_rows(in_order, rows, median=median, least=24, most=workload.max_seq_len)
     else:
-        fixed_rows(in_order, work.tokens, rows)
-    fixed_rows(inputs.held_out, SHORT_TOKENS, 4)
-    samples = _tokenised(in_order, work, inputs)
-    assert len(samples.lengths) == rows and samples.lengths.max() <= work.max_seq_len, (
-        "a row was dropped or cut"
-    )
+        fixed_rows(in_order, workload.tokens, rows)
+    fixed_rows(inputs.held_out, HELD_OUT_TOKENS, rows=4)
+    samples = _tokenize(in_order, workload, inputs)
+    assert len(samples.lengths) == rows, "a row was dropped"
+    assert samples.lengths.max() <= workload.max_seq_len, "a row was cut"
 
     lines = in_order.read_text(encoding="utf-8").splitlines(keepends=True)
-    placed = [""] * rows
-    drawn = [place for step in steps(rows, work.rows_per_step, SEED, epoch=0) for place in step]
-    for line, place in zip(lines, drawn, strict=True):
-        placed[place] = line
-    inputs.rows.write_text("".join(placed), encoding="utf-8")
+    drawn = [row for step in steps(rows, workload.rows_per_step, SEED, epoch=0) for row in step]
+    shuffled = [""] * rows
+    for line, row in zip(lines, drawn, strict=True):
+        shuffled[row] = line
+    inputs.rows.write_text("".join(shuffled), encoding="utf-8")
     np.savez(inputs.samples, ids=samples.ids, trained=samples.trained, lengths=samples.lengths)
 
 
-def _tokenised(rows: Path, work: Work, inputs: Inputs) -> Samples:
+def _tokenize(rows: Path, workload: Workload, inputs: Inputs) -> Samples:
+    """Return the rows of a file as our own data preparation tokenizes them."""
     from sft_play.config.schema import Config
     from sft_play.data.prepare import prepare
     from sft_play.models.tokenizer import load_tokenizer
 
     config = Config(
-        model={"name": str(inputs.model), "max_seq_len": work.max_seq_len},
+        model={"name": str(inputs.model), "max_seq_len": workload.max_seq_len},
         data={
             "train_path": str(rows),
             "val_path": str(inputs.held_out),
@@ -151,7 +148,7 @@ def _tokenised(rows: Path, work: Work, inputs: Inputs) -> Samples:
     return Samples(np.array(store.ids), np.array(store.trained), np.array(store.lengths))
 
 
-def step_tokens(work: Work, samples: Samples, last_step: int) -> list[tuple[int, int]]:
-    """Return (real tokens, those with loss) of each optimizer step up to `last_step`."""
-    size = work.rows_per_step
-    return [samples.tokens_of_rows(step * size, (step + 1) * size) for step in range(last_step)]
+def count_step_tokens(workload: Workload, samples: Samples, steps: int) -> list[TokenCount]:
+    """Return the tokens of each of the first optimizer steps."""
+    size = workload.rows_per_step
+    return [samples.count_tokens(step * size, (step + 1) * size) for step in range(steps)]

@@ -1,82 +1,106 @@
 """Whether an arm trained what it was given: its speed counts only then. Pure: no torch, no I/O."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from math import inf, isfinite
-from typing import Any
 
-from benchmarks.speed.workloads import WARM_UP, Arm, Work
+from benchmarks.speed.results import ArmRun, LoggedLoss, Measurement, TokenCount, Verdict
+from benchmarks.speed.workloads import WARM_UP, Arm, Workload
 
-MOST_OFF = 0.01  # of the reference's loss
-MOST_OF_FALL = 0.25  # of what the reference learned: an arm that learns nothing must not pass where little is to be learned
+MAX_DEVIATION = 0.01  # of the reference's loss
+# Of what the reference learned: an arm that learns nothing must not pass where little is learned.
+MAX_SHARE_OF_FALL = 0.25
 COMPARED_STEPS = 25  # of the reference, WARM_UP included
 
 
-def judge(
-    work: Work,
+def check_run(
+    workload: Workload,
     arm: Arm,
-    facts: dict[str, Any],
+    run: ArmRun,
     reference: Sequence[float],
-    tokens: Sequence[tuple[int, int]],
-) -> dict[str, Any]:
-    """Return {"counts": bool, "why_not": [...], "off": largest deviation from the reference as a fraction, None without one}.
+    tokens: Sequence[TokenCount],
+) -> Verdict:
+    """Return whether a run counts; `reference` has a loss and `tokens` a count for each step."""
+    if run.measured is None:
+        return Verdict(counts=False, why_not=[f"{run.status}: {run.error or ''}"], off=None)
+    off = deviation(run.measured.losses, reference)
+    why_not = [
+        *loss_faults(run.measured.losses, off, tolerance(reference)),
+        *gradient_faults(run.measured),
+        *row_faults(workload, arm, run.measured, tokens),
+    ]
+    return Verdict(counts=not why_not, why_not=why_not, off=off)
 
-    `reference` has a loss for each step; `tokens` are (real, labelled) of each step's rows.
-    """
-    if facts["status"] != "done":
-        return {
-            "counts": False,
-            "why_not": [f"{facts['status']}: {facts.get('error', '')}"],
-            "off": None,
-        }
-    losses = [entry["loss"] for entry in facts["losses"]]
-    why_not = [] if losses and all(map(isfinite, losses)) else ["its loss is not finite"]
-    off, allowed = deviation(facts["losses"], reference), tolerance(reference)
+
+def loss_faults(losses: Sequence[LoggedLoss], off: float | None, allowed: float) -> list[str]:
+    """Return what is wrong with a loss curve that is `off` its reference."""
+    faults = []
+    if not losses or not all(isfinite(logged.loss) for logged in losses):
+        faults.append("its loss is not finite")
     if off is None:
-        why_not.append("no reference to compare it with")
+        faults.append("no reference to compare it with")
     elif not off <= allowed:
-        why_not.append(f"its loss is {off:.2%} off the reference, of {allowed:.2%}")
-    if facts["untrained"]:
-        why_not.append(f"{len(facts['untrained'])} adapters got no gradient")
-    if not facts["least_grad_norm"]:
-        why_not.append("a step without a gradient")
+        faults.append(f"its loss is {off:.2%} off the reference, of {allowed:.2%}")
+    return faults
+
+
+def gradient_faults(measured: Measurement) -> list[str]:
+    """Return which gradients are missing."""
+    faults = []
+    if measured.untrained:
+        faults.append(f"{len(measured.untrained)} adapters got no gradient")
+    if not measured.least_grad_norm:
+        faults.append("a step without a gradient")
+    return faults
+
+
+def row_faults(
+    workload: Workload, arm: Arm, measured: Measurement, tokens: Sequence[TokenCount]
+) -> list[str]:
+    """Return where other rows were trained than those that the workload has."""
+    faults = []
     timed = tokens[WARM_UP:]
-    expected = sum(real for real, _ in timed), sum(labelled for _, labelled in timed)
-    if not arm.packs and (facts["real_tokens"], facts["trained_tokens"]) != expected:
-        why_not.append(
-            f"it trained {facts['real_tokens']} tokens, {facts['trained_tokens']} of them with loss, of {expected[0]} and {expected[1]}"
+    real = sum(step.real for step in timed)
+    trained = sum(step.trained for step in timed)
+    found = (measured.real_tokens, measured.trained_tokens)
+    if not arm.packs and found != (real, trained):
+        faults.append(
+            f"it trained {measured.real_tokens} tokens, {measured.trained_tokens} of them "
+            f"with loss, of {real} and {trained}"
         )
-    if facts.get("rows_used") not in (None, len(tokens) * work.rows_per_step):
-        why_not.append(f"it used {facts['rows_used']} rows of {len(tokens) * work.rows_per_step}")
-    return {"counts": not why_not, "why_not": why_not, "off": off}
+    rows = len(tokens) * workload.rows_per_step
+    if measured.rows_used not in (None, rows):
+        faults.append(f"it used {measured.rows_used} rows of {rows}")
+    return faults
 
 
 def tolerance(reference: Sequence[float]) -> float:
     """Return the fraction of the loss by which an arm may be off."""
-    curve = windows(reference)
-    fall = (curve[0] - curve[-1]) / curve[-1] if len(curve) > 1 else 0.0
-    return min(MOST_OFF, MOST_OF_FALL * fall) if fall > 0 else MOST_OFF
+    curve = window_means(reference)
+    if len(curve) < 2 or curve[0] <= curve[-1]:
+        return MAX_DEVIATION
+    fall = (curve[0] - curve[-1]) / curve[-1]
+    return min(MAX_DEVIATION, MAX_SHARE_OF_FALL * fall)
 
 
-def deviation(losses: Sequence[dict[str, Any]], reference: Sequence[float]) -> float | None:
-    """Return the largest |loss / reference - 1| over the windows of WARM_UP steps that both have, None where there is none.
+def deviation(losses: Sequence[LoggedLoss], reference: Sequence[float]) -> float | None:
+    """Return the largest |loss / reference - 1| over the windows of WARM_UP steps that both have.
 
-    Steps are compared, not tokens, also for arms whose steps hold other rows: what is learned goes with the optimizer's steps.
+    None where they share no window. Steps are compared, not tokens, also for arms whose steps hold
+    other rows: what is learned depends on the number of optimizer steps.
     """
-    curve = windows(reference)
-    both = [
-        (entry["loss"], curve[entry["step"] // WARM_UP - 1])
-        for entry in losses
-        if entry["step"] % WARM_UP == 0 and entry["step"] <= len(reference)
-    ]
-    return max(
-        (abs(loss / expected - 1) if isfinite(loss) else inf for loss, expected in both),
-        default=None,
-    )
+    curve = window_means(reference)
+    deviations = []
+    for logged in losses:
+        if logged.step % WARM_UP or logged.step > len(reference):
+            continue
+        expected = curve[logged.step // WARM_UP - 1]
+        deviations.append(abs(logged.loss / expected - 1) if isfinite(logged.loss) else inf)
+    return max(deviations, default=None)
 
 
-def windows(reference: Sequence[float]) -> list[float]:
+def window_means(reference: Sequence[float]) -> list[float]:
     """Return the mean loss of every WARM_UP steps."""
-    return [
-        sum(reference[start : start + WARM_UP]) / WARM_UP
-        for start in range(0, len(reference) - WARM_UP + 1, WARM_UP)
-    ]
+    starts = range(0, len(reference) - WARM_UP + 1, WARM_UP)
+    return [sum(reference[start : start + WARM_UP]) / WARM_UP for start in starts]

@@ -61,7 +61,7 @@ def build_model(out: Path, config: PretrainConfig | None = None) -> float:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write bfloat16 weights, configs, tokenizer and chat template to `folder`, whole or not at all."""
+    """Write weights in bfloat16, configs, tokenizer and chat template to `folder`, or nothing."""
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

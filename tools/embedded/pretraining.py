@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 def make_batches(
     rows: list[list[int]], pad_id: int, batch_tokens: int, rng: random.Random
 ) -> Iterator[Batch]:
-    """Yield one epoch in random order: rows of similar length, at most `batch_tokens` cells a batch."""
+    """Yield one epoch in random order: rows of similar length, up to `batch_tokens` cells each."""
     groups: list[list[list[int]]] = [[]]
     for row in sorted(rows, key=lambda row: len(row) + rng.random()):
         # sorted by length: this row is the widest of its group

@@ -231,7 +231,7 @@ def note_conversation(first: Operation, split: str, rng: random.Random) -> Conve
 def add_system(
     conversation: Conversation, record: Record, operation: Operation, rng: random.Random
 ) -> Conversation:
-    """Return the conversation with a system prompt that changes its answer, another one, or none."""
+    """Return the conversation with a system prompt, which may change its answer, or without."""
     business = vocabulary.draw_business(rng)
     chance = rng.random()
     turn = conversation.turns[0]
@@ -374,7 +374,7 @@ FACT_MAKERS = (
 
 
 def make_conversation(index: int, split: str, rng: random.Random) -> Conversation:
-    """Return a conversation for `split`; `index` picks its kind, so all kinds are equally frequent."""
+    """Return a conversation for `split`; `index` picks its kind, so kinds are evenly drawn."""
     makers = (*OPERATIONS, ask, be_polite, *FACT_MAKERS)
     maker = makers[index % len(makers)]
     if maker in FACT_MAKERS:

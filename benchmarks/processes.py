@@ -1,0 +1,72 @@
+"""Runs a command for a limited time, without the settings of the caller's shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+SETTING_PREFIXES = ("MODEL_", "TUNING_", "TRAIN_", "DATA_")
+MAKE_VARIABLES = (
+    "MAKEFLAGS",
+    "MAKELEVEL",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "WORKS",
+    "ARMS",
+    "STEPS",
+    "SECONDS",
+    "CONFIG",
+    "RUN",
+)
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the caller's environment without settings of SFT-Play and variables of make."""
+    kept = {}
+    for name, value in environ.items():
+        if not name.startswith(SETTING_PREFIXES) and name not in MAKE_VARIABLES:
+            kept[name] = value
+    return kept
+
+
+def run_limited(
+    command: list[str], log: Path, seconds: float, cwd: Path, environ: Mapping[str, str]
+) -> int | None:
+    """Run a command with its output in `log` and return its status.
+
+    After `seconds` it is killed with all its children, and None is returned.
+    """
+    with log.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=dict(environ),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:  # the time is up, or the benchmark itself was told to stop
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def failure_cause(status: int | None, seconds: float, log: Path) -> str:
+    """Return why a command of `run_limited` left no report."""
+    if status is None:
+        return f"not done within {seconds:.0f} s"
+    return f"ended with {status}: {last_words(log)}"
+
+
+def last_words(log: Path) -> str:
+    """Return the last 60 words of a log."""
+    if not log.exists():
+        return "no log"
+    return " ".join(log.read_text(encoding="utf-8", errors="replace").split()[-60:])
