@@ -14,25 +14,36 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sft_play.plan.sizing import Choice
-
-from benchmarks.planner.__main__ import names
-from benchmarks.planner.report import choices, largest, markdown, share_of_best
-from benchmarks.planner.runs import Place, command, facts_of, failed, settings
-from benchmarks.planner.search import cut, fastest_that_fits, step_speed
-from benchmarks.planner.search import largest as largest_fitting
-from benchmarks.planner.sweep import predicted, probed_peak
-from benchmarks.planner.verdict import error, spread, why_not
-from benchmarks.planner.workloads import SWEEPS, WORKS
-from benchmarks.speed.samples import ROOT
+from benchmarks.machine import ROOT, Machine
+from benchmarks.planner.__main__ import choose_names
+from benchmarks.planner.report import choices_table, largest_table, markdown, share_of_best
+from benchmarks.planner.results import (
+    BudgetResult,
+    CardChoice,
+    Combination,
+    LargestMicroBatch,
+    Memory,
+    MemoryAndSpeed,
+    PlannerResults,
+    RunResult,
+    SweepResult,
+)
+from benchmarks.planner.runs import Place, make_command, read_result, run_settings
+from benchmarks.planner.search import cut, fastest_that_fits, find_largest, step_speed
+from benchmarks.planner.sweep import predicted_bytes, probed_bytes
+from benchmarks.planner.verdict import find_faults, relative_error, spread
+from benchmarks.planner.workloads import SWEEPS, WORKLOADS
 from benchmarks.speed.workloads import TOY
 from sft_play import commands
+from sft_play.plan.layout import Layout
 from sft_play.plan.memory import PHASES, step_bytes
-from sft_play.plan.probe_fit import Fit, Point
-from sft_play.training.probe import Outcome
+from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
+from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.step import StepSpec
+from sft_play.training.probe import ProbeResult
 
 GIB = 2**30
-WORK = WORKS["8b-lora"]
+WORKLOAD = WORKLOADS["8b-lora"]
 
 
 def plan_json(**changed: Any) -> dict[str, Any]:
@@ -55,6 +66,23 @@ def plan_json(**changed: Any) -> dict[str, Any]:
     }
 
 
+def plan_of(gpus: str = "1x24GiB") -> RunPlan:
+    settings = ["model.name=meta-llama/Llama-3.2-1B-Instruct", "train.predict_with_generate=false"]
+    call = commands.call("configs/base.yaml", settings, gpus=gpus)
+    return commands.plan_run(call, commands.load_config(call)).plan
+
+
+def trained_plan(batch_size: int = 4, probe: ProbeReport | None = None) -> RunPlan:
+    """What plan.json of a run holds that the benchmark reads."""
+    layout = Layout(batch_size, grad_accum=2, world_size=1, max_seq_len=2048)
+    return replace(plan_of(), layout=layout, packing=True, probe=probe)
+
+
+def probe_report(**changed: Any) -> ProbeReport:
+    report = ProbeReport((), {}, {}, None, seconds=2.5, cached=False, changed=False)
+    return replace(report, **changed)
+
+
 def report_json(**changed: Any) -> dict[str, Any]:
     """What run.json holds that the benchmark reads."""
     facts = {
@@ -67,18 +95,14 @@ def report_json(**changed: Any) -> dict[str, Any]:
     return {**facts, **changed}
 
 
-def facts_of_a_run(**changed: Any) -> dict[str, Any]:
-    facts = {**facts_of(plan_json(), plan_json(), report_json(), 0), "cause": None, **changed}
-    return facts | {"why_not": why_not(WORK, facts)}
+def good_result(**changed: Any) -> RunResult:
+    result = replace(read_result(plan_json(), trained_plan(), report_json(), 0), **changed)
+    return replace(result, why_not=find_faults(WORKLOAD, result))
 
 
-def results(**works: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "device": "NVIDIA H200",
-        "python": "3.12",
-        "versions": {"torch": "2.11"},
-        "works": {name.replace("_", "-"): facts for name, facts in works.items()},
-    }
+def results(runs: dict[str, RunResult]) -> PlannerResults:
+    machine = Machine("NVIDIA H200", "3.12", {"torch": "2.11"}, None, None)
+    return PlannerResults(Path("planner.json"), machine, runs)
 
 
 def line_of(name: str, text: str) -> str:
@@ -87,18 +111,19 @@ def line_of(name: str, text: str) -> str:
 
 
 def test_an_error_is_above_zero_where_too_much_was_predicted() -> None:
-    assert error(110, 100) == pytest.approx(0.1)
-    assert error(90, 100) == pytest.approx(-0.1)
-    assert error(None, 100) is None and error(100, None) is None and error(100, 0) is None
+    assert relative_error(110, 100) == pytest.approx(0.1)
+    assert relative_error(90, 100) == pytest.approx(-0.1)
+    assert relative_error(None, 100) is None
+    assert relative_error(100, None) is None and relative_error(100, 0) is None
 
 
 def test_the_spread_leaves_out_what_was_not_measured() -> None:
-    assert spread([0.1, None, -0.2, 0.0]) == (-0.2, 0.0, 0.1)
+    assert spread([0.1, None, -0.2, 0.0]) == (-0.2, 0.0, 0.1, 3)
     assert spread([None]) is None
 
 
 def test_a_run_that_trained_every_step_counts() -> None:
-    assert facts_of_a_run()["why_not"] == []
+    assert good_result().why_not == []
 
 
 @pytest.mark.parametrize(
@@ -117,68 +142,47 @@ def test_a_run_that_trained_every_step_counts() -> None:
 def test_a_run_that_did_not_does_not_count(
     report: dict[str, Any], status: int | None, reason: str
 ) -> None:
-    facts = {
-        **facts_of(plan_json(), plan_json() if report else {}, report, status),
-        "cause": "a cause",
-    }
-    assert reason in "; ".join(why_not(WORK, facts))
+    result = read_result(plan_json(), trained_plan() if report else None, report, status)
+    assert reason in "; ".join(find_faults(WORKLOAD, replace(result, cause="a cause")))
 
 
 def test_what_cannot_fit_counts_where_the_plan_refused_it_and_not_where_it_ran() -> None:
-    work = WORKS["14b-full-float32"]
-    assert why_not(work, {**facts_of(plan_json(), {}, {}, 15), "cause": "too large"}) == []
-    assert "the plan let it run" in why_not(work, facts_of_a_run())
+    workload = WORKLOADS["14b-full-float32"]
+    assert find_faults(workload, read_result(plan_json(), None, {}, 15)) == []
+    assert "the plan let it run" in find_faults(workload, good_result())
 
 
 def test_without_a_probe_a_speed_and_measured_phases_there_are_none_of_them() -> None:
-    facts = facts_of_a_run()
-    assert facts["predicted"] == {
-        "peak": 6 * GIB,
-        "phases": {name: (number + 1) * GIB for number, name in enumerate(PHASES)},
-        "tokens_per_second": None,
-    }
-    assert facts["probed"]["peak"] is None and facts["traced"]["peak"] is None
-    assert facts["measured"] == {"peak": 5 * GIB, "phases": {}, "tokens_per_second": 1000.0}
+    result = good_result()
+    phases = {name: (number + 1) * GIB for number, name in enumerate(PHASES)}
+    assert result.predicted == MemoryAndSpeed(6 * GIB, phases, tokens_per_second=None)
+    assert result.probed.peak is None and result.traced == Memory()
+    assert result.measured == MemoryAndSpeed(5 * GIB, {}, tokens_per_second=1000.0)
 
 
 def test_every_prediction_is_of_the_step_that_was_trained() -> None:
     speed = {"speed": {"tokens_per_second": 900.0}}
-    assert (
-        facts_of(plan_json(**speed), plan_json(**speed), report_json(), 0)["predicted"][
-            "tokens_per_second"
-        ]
-        == 900
+    full_rows = read_result(plan_json(**speed), trained_plan(), report_json(), 0)
+    assert full_rows.predicted.tokens_per_second == 900
+    before = plan_json(workload={"tokens_per_second": 700.0}, **speed)
+    these_rows = read_result(before, trained_plan(), report_json(), 0)
+    assert these_rows.predicted.tokens_per_second == 700
+    unknown = read_result(plan_json(**speed), trained_plan(batch_size=2), report_json(), 0)
+    assert unknown.predicted == MemoryAndSpeed()
+    probe = probe_report(
+        predicted_before={"forward": 3 * GIB},
+        predicted_after={"forward": 2 * GIB, "backward": 4 * GIB},
     )
-    of_these_rows = plan_json(workload={"tokens_per_second": 700.0}, **speed)
-    assert (
-        facts_of(of_these_rows, plan_json(), report_json(), 0)["predicted"]["tokens_per_second"]
-        == 700
-    )
-    after = plan_json(per_device_batch_size=2, **speed)
-    unknown = facts_of(plan_json(**speed), after, report_json(), 0)
-    assert unknown["predicted"] == {"peak": None, "phases": {}, "tokens_per_second": None}
-    probe = {
-        "predicted_before": {"forward": 3 * GIB},
-        "predicted_after": {"forward": 2 * GIB, "backward": 4 * GIB},
-        "seconds": 2.5,
-        "cached": False,
-    }
-    told = facts_of(
-        plan_json(**speed),
-        after,
-        report_json(probe=probe, memory={"measured": {"forward": GIB}}),
-        0,
-    )
-    assert (
-        told["predicted"]["peak"] == 3 * GIB
-        and told["probed"]["peak"] == 4 * GIB
-        and told["settings"]["per_device_batch_size"] == 2
-    )
-    assert told["measured"]["phases"] == {"forward": GIB}
+    report = report_json(memory={"measured": {"forward": GIB}})
+    probed = read_result(plan_json(**speed), trained_plan(2, probe), report, 0)
+    assert probed.predicted.peak == 3 * GIB and probed.probed.peak == 4 * GIB
+    assert probed.probed.seconds == 2.5 and probed.probed.is_cached is False
+    assert probed.settings.per_device_batch_size == 2
+    assert probed.measured.phases == {"forward": GIB}
 
 
 def test_a_line_says_by_how_much_a_prediction_is_off() -> None:
-    text = markdown(results(**{"8b_lora": facts_of_a_run()}))
+    text = markdown(results({"8b-lora": good_result()}))
     cells = [cell.strip() for cell in line_of("8b-lora", text).split("|")]
     assert cells[1:7] == ["8b-lora", "4", "8 of 8", "5.00", "6.00", "+20.0%"]
     assert cells[7:11] == ["5.00", "1,000", "-", "-"]  # no speed was predicted
@@ -187,39 +191,28 @@ def test_a_line_says_by_how_much_a_prediction_is_off() -> None:
 
 
 def test_what_does_not_count_is_struck_out_with_its_reason_and_left_out_of_the_summary() -> None:
-    bad = facts_of_a_run(steps=3)
-    text = markdown(results(**{"8b_lora": facts_of_a_run(), "8b_qlora": bad}))
+    bad = good_result(steps=3)
+    text = markdown(results({"8b-lora": good_result(), "8b-qlora": bad}))
     assert "~~5.00~~" in line_of("8b-qlora", text) and "3 steps of 8" in line_of("8b-qlora", text)
     assert "~~" not in line_of("8b-lora", text)
     assert "of 1 runs" in text
 
 
 def test_a_refusal_is_a_line_and_a_work_without_a_plan_is_one_too() -> None:
-    refused = {**facts_of(plan_json(), {}, {}, 15), "cause": "needs 250.1 GiB", "why_not": []}
-    text = markdown(
-        results(
-            **{
-                "14b_full_float32": refused,
-                "8b_lora": failed("plan: exit 10") | {"why_not": ["failed: plan: exit 10"]},
-            }
-        )
-    )
+    refused = replace(read_result(plan_json(), None, {}, 15), cause="needs 250.1 GiB")
+    failed = RunResult("failed", cause="plan: exit 10")
+    failed = replace(failed, why_not=find_faults(WORKLOAD, failed))
+    text = markdown(results({"14b-full-float32": refused, "8b-lora": failed}))
     assert "refused, as it should be: needs 250.1 GiB" in line_of("14b-full-float32", text)
     assert "failed: plan: exit 10" in line_of("8b-lora", text)
 
 
 def test_phases_are_shown_with_both_predictions() -> None:
-    probe = {"predicted_after": {"forward": 3 * GIB}}
-    facts = {
-        **facts_of(
-            plan_json(),
-            plan_json(),
-            report_json(probe=probe, memory={"measured": {"forward": 3 * GIB, "load": 2 * GIB}}),
-            0,
-        ),
-        "cause": None,
-    }
-    text = markdown(results(**{"8b_lora": facts | {"why_not": []}}))
+    before = {name: (number + 1) * GIB for number, name in enumerate(PHASES)}
+    probe = probe_report(predicted_before=before, predicted_after={"forward": 3 * GIB})
+    report = report_json(memory={"measured": {"forward": 3 * GIB, "load": 2 * GIB}})
+    result = read_result(plan_json(), trained_plan(probe=probe), report, 0)
+    text = markdown(results({"8b-lora": result}))
     of_phases = [line for line in text.splitlines() if line.startswith("| 8b-lora |")][1]
     assert of_phases == "| 8b-lora | 2.00 -50.0% | 3.00 -33.3% +0.0% | - | - | - | - |"
 
@@ -240,151 +233,125 @@ def test_the_largest_that_fits_is_found_from_below_and_from_above_in_few_questio
             asked.append(tokens)
             return tokens <= limit
 
-        found = largest_fitting(fits, start, most=65536, granule=128, precision=0.015)
+        found = find_largest(fits, start, most=65536, granule=128, precision=0.015)
         assert found <= limit < found + max(128, 0.015 * limit) * 1.02 + 1
         assert len(asked) <= 40 and len(asked) == len(set(asked))
 
 
 def test_the_largest_stops_where_it_is_told_and_is_none_where_nothing_fits() -> None:
-    assert largest_fitting(lambda tokens: True, start=1000, most=5000) == 5000
-    assert largest_fitting(lambda tokens: False, start=1000, most=5000) == 0
+    assert find_largest(lambda tokens: True, start=1000, most=5000) == 5000
+    assert find_largest(lambda tokens: False, start=1000, most=5000) == 0
 
 
-def combination(
-    batch: int, layers: int, seconds: float | None, speed: float | None
-) -> dict[str, Any]:
-    facts = {
-        "batch_size": batch,
-        "checkpointed_layers": layers,
-        "micro_seconds": seconds,
-        "tokens_per_second": speed,
-    }
-    return facts | {"peak_bytes": 10 * GIB, "predicted_bytes": 11 * GIB}
+def combination(batch: int, layers: int, speed: float | None) -> Combination:
+    seconds = None if speed is None else 1.0
+    return Combination(batch, layers, seconds, 10 * GIB, 11 * GIB, speed)
 
 
 def test_the_speed_of_a_step_counts_its_micro_batches_and_its_optimizer() -> None:
-    assert step_speed(
-        combination(4, 0, 0.5, None), rows_per_step=16, max_seq_len=2048, optimizer_seconds=0.25
-    ) == pytest.approx(16 * 2048 / 2.25)
-    assert step_speed(combination(4, 0, None, None), 16, 2048, 0.25) is None
+    speed = step_speed(0.5, 4, rows_per_step=16, max_seq_len=2048, optimizer_seconds=0.25)
+    assert speed == pytest.approx(16 * 2048 / 2.25)
+    assert step_speed(None, 4, 16, 2048, 0.25) is None
 
 
 def test_the_best_is_the_fastest_of_those_that_fit() -> None:
-    tried = [
-        combination(1, 0, 1, 100),
-        combination(2, 0, 1, 150),
-        combination(4, 0, 1, 180),
-        combination(8, 0, None, None),
-    ]
-    assert fastest_that_fits(tried, lambda found: found["batch_size"] < 4) == tried[1]
+    speeds = {1: 100, 2: 150, 4: 180, 8: None}
+    tried = [combination(batch, 0, speed) for batch, speed in speeds.items()]
+    assert fastest_that_fits(tried, lambda found: found.batch_size < 4) == tried[1]
     assert fastest_that_fits(tried, lambda found: False) is None
 
 
-def budget(**changed: Any) -> dict[str, Any]:
-    choices = {
-        "plan": combination(2, 8, 1, 96) | {"fits": True},
-        "probe": combination(2, 4, 1, 98) | {"fits": True},
-    }
-    largest = [{"checkpointed_layers": 0, "plan": 880, "probe": 950, "true": 1000}]
-    return {
-        "gib": 24,
-        "plan_fits": True,
-        "choices": choices,
-        "best": combination(4, 8, 1, 100),
-        "largest": largest,
-        **changed,
-    }
+BEST = combination(4, 8, 100)
+CHOSEN = CardChoice(combination(2, 8, 96), fits=True)
+
+
+def budget(**changed: Any) -> BudgetResult:
+    choices = {"plan": CHOSEN, "probe": CardChoice(combination(2, 4, 98), fits=True)}
+    largest = [LargestMicroBatch(0, plan=880, probe=950, true=1000)]
+    return replace(BudgetResult(24, True, choices, BEST, largest), **changed)
 
 
 def test_a_choice_is_held_to_the_best_that_fits() -> None:
-    chosen, best = combination(2, 8, 1, 96) | {"fits": True}, combination(4, 8, 1, 100)
-    assert share_of_best(chosen, best) == pytest.approx(0.96)
-    assert share_of_best(chosen | {"fits": False}, best) is None
-    assert share_of_best(chosen, None) is None
-    text = choices({"budgets": [budget()]})
+    too_large = {"plan": replace(CHOSEN, fits=False)}
+    assert share_of_best(CHOSEN, BEST) == pytest.approx(0.96)
+    assert share_of_best(too_large["plan"], BEST) is None
+    assert share_of_best(CHOSEN, None) is None
+    text = choices_table([budget()])
     assert (
         "| 24 GiB | plan | 2 rows, 8 layers | 96 | 4 rows, 8 layers | 100 | **96.0%** |" in text
     ), "a missed goal is bold"
     assert "| 24 GiB | probe | 2 rows, 4 layers | 98 | 4 rows, 8 layers | 100 | 98.0% |" in text
-    assert "~~96~~ does not fit" in choices(
-        {"budgets": [budget(choices={"plan": chosen | {"fits": False}})]}
-    )
-    assert "| refused | nothing fits | - | - |" in choices(
-        {
-            "budgets": [
-                budget(choices={"plan": chosen | {"fits": False}}, plan_fits=False, best=None)
-            ]
-        }
-    )
+    assert "~~96~~ does not fit" in choices_table([budget(choices=too_large)])
+    nothing_fits = budget(choices=too_large, plan_fits=False, best=None)
+    assert "| refused | nothing fits | - | - |" in choices_table([nothing_fits])
 
 
 def test_more_tokens_than_fit_are_struck_out() -> None:
-    assert "| 24 GiB | 0 | 1,000 | 880 | **88.0%** | 950 | 95.0% |" in largest(
-        {"budgets": [budget()]}
-    )
-    over = [{"checkpointed_layers": 0, "plan": 1100, "probe": None, "true": 1000}]
-    assert "| 1,000 | ~~1,100~~ does not fit | **110.0%** | - | - |" in largest(
-        {"budgets": [budget(largest=over)]}
-    )
-    nothing = [{"checkpointed_layers": 0, "plan": 0, "probe": 0, "true": 0}]
-    assert "| 0 | 0 | - | 0 | - |" in largest({"budgets": [budget(largest=nothing)]})
+    def line(plan: int, probe: int | None, true: int) -> str:
+        largest = [LargestMicroBatch(0, plan, probe, true)]
+        return largest_table([budget(largest=largest)]).splitlines()[-1]
+
+    assert line(880, 950, 1000) == "| 24 GiB | 0 | 1,000 | 880 | **88.0%** | 950 | 95.0% |"
+    over = "| 24 GiB | 0 | 1,000 | ~~1,100~~ does not fit | **110.0%** | - | - |"
+    assert line(1100, None, 1000) == over
+    assert line(0, 0, 0) == "| 24 GiB | 0 | 0 | 0 | - | 0 | - |"
 
 
 def test_a_probe_that_measures_the_closed_form_takes_the_same_micro_batches_to_fit() -> None:
-    called = commands.call(
-        "configs/base.yaml",
-        ["model.name=meta-llama/Llama-3.2-1B-Instruct", "train.predict_with_generate=false"],
-        gpus="1x24GiB",
-    )
-    _, plan = commands.make_plan(called, distributed=False, use_deepspeed=False)
-    choice = plan.setup.choice
-    small, large = (measured_as_predicted(choice, tokens) for tokens in (1024, 2048))
+    plan = plan_of()
+    small, large = (measured_as_predicted(plan.step, tokens) for tokens in (1024, 2048))
     for more in (0, GIB):
-        fit = Fit(
-            choice,
-            small,
-            replace(large, phases={name: peak + more for name, peak in large.phases.items()}),
-        )
-        outcome = Outcome(plan.chosen, (small, large), fit, plan.budget_bytes, is_cached=False)
+        phases = {name: peak + more for name, peak in large.phases.items()}
+        fit = MeasuredFit(plan.step, small, replace(large, phases=phases))
+        result = ProbeResult(plan.layout, (small, large), fit, plan.budget_bytes, is_cached=False)
         for tokens in (1024, 8192, 16384):
-            off = probed_peak(outcome, tokens, layers=0) - predicted(
-                plan, *cut(tokens, 2048), layers=0
-            )
+            predicted = predicted_bytes(plan, *cut(tokens, 2048), layers=0)
+            off = probed_bytes(result, tokens, layers=0) - predicted
             assert off == pytest.approx(more * (tokens - 1024) / 1024, abs=0.03 * more + 1), (
                 "what the fit adds is a line in the tokens"
             )
 
 
-def measured_as_predicted(choice: Choice, tokens: int) -> Point:
+def measured_as_predicted(step: StepSpec, tokens: int) -> Point:
     """A point that says what the closed form does, which counts the context, too."""
-    closed = step_bytes(choice.shape, replace(choice.step, seq_len=tokens, accumulates=True))
-    phases = {
-        name: closed.phases[name].total - closed.phases[name].context
-        for name in ("forward", "backward", "optimizer")
-    }
+    layout = Layout(batch_size=1, grad_accum=2, world_size=1, max_seq_len=tokens)
+    closed = step_bytes(step, layout)
+    phases = {}
+    for name in ("forward", "backward", "optimizer"):
+        phases[name] = closed.phases[name].total - closed.phases[name].context
     return Point(tokens, 0, accumulates=True, phases=phases)
 
 
 def test_a_sweep_is_a_grid_of_what_was_tried() -> None:
-    tried = [combination(1, 0, 1, 100), combination(2, 8, 1, 150), combination(2, 0, None, None)]
-    sweep = {"status": "done", "layers": 16, "combinations": tried, "budgets": [budget()]}
-    text = markdown(results() | {"sweeps": {"sweep-1b-lora": sweep}})
+    tried = [combination(1, 0, 100), combination(2, 8, 150), combination(2, 0, None)]
+    found = results({})
+    found.sweeps["sweep-1b-lora"] = SweepResult(
+        "done", layers=16, combinations=tried, budgets=[budget()]
+    )
+    text = markdown(found)
     assert "| micro-batch | 0 of 16 layers | 8 of 16 layers |" in text
     assert line_of("1", text) == "| 1 | 100, 10.00 GiB, +10.0% |  |"
     assert line_of("2", text) == "| 2 | out of memory | 150, 10.00 GiB, +10.0% |"
-    failed_sweep = {"status": "failed", "cause": "not done within 240 s"}
-    assert "~~sweep-1b-lora~~: failed: not done within 240 s" in markdown(
-        results() | {"sweeps": {"sweep-1b-lora": failed_sweep}}
-    )
+    found.sweeps["sweep-1b-lora"] = SweepResult("failed", cause="not done within 240 s")
+    assert "~~sweep-1b-lora~~: failed: not done within 240 s" in markdown(found)
+
+
+def test_the_committed_results_read_and_write_the_same_json(tmp_path: Path) -> None:
+    path = ROOT / "benchmarks" / "results" / "planner-h200.json"
+    found = PlannerResults.read(path)
+    found.path = tmp_path / "planner.json"
+    found.write()
+    assert json.loads(found.path.read_text()) == json.loads(path.read_text())
+    assert markdown(found) == (ROOT / "docs" / "planner-h200.md").read_text()
 
 
 def test_a_run_is_told_nothing_of_its_micro_batch(tmp_path: Path) -> None:
     place = Place(tmp_path, tmp_path / "runs", 1.0, on_cpu=True)
-    words = settings(WORKS["toy-lora"], place)
+    words = run_settings(WORKLOADS["toy-lora"], place)
     assert (
         not {"train.batch_size", "train.grad_accum", "train.packing", "train.optim"} & words.keys()
     )
-    assert command("plan", words, ("--json",))[1:7] == [
+    assert make_command("plan", words, ["--json"])[1:7] == [
         "-m",
         "sft_play",
         "plan",
@@ -406,14 +373,14 @@ def asked(**changed: Any) -> argparse.Namespace:
 
 
 def test_parts_are_asked_for_one_by_one_and_extra_works_by_name() -> None:
-    everything = names(asked())
-    assert {*everything} == {name for name in (*WORKS, *SWEEPS) if TOY not in name} - {
+    everything = choose_names(asked())
+    assert {*everything} == {name for name in (*WORKLOADS, *SWEEPS) if TOY not in name} - {
         "14b-full-ckpt"
     }
-    assert names(asked(parts=["long"])) == ["1b-long"]
-    assert names(asked(parts=["sweep"], toy=True)) == ["sweep-toy"]
-    assert names(asked(works=["14b-full-ckpt"])) == ["14b-full-ckpt"]
-    ran = [name for name in everything if name in WORKS and WORKS[name].part == "accuracy"]
+    assert choose_names(asked(parts=["long"])) == ["1b-long"]
+    assert choose_names(asked(parts=["sweep"], toy=True)) == ["sweep-toy"]
+    assert choose_names(asked(works=["14b-full-ckpt"])) == ["14b-full-ckpt"]
+    ran = [name for name in everything if name in WORKLOADS and WORKLOADS[name].part == "accuracy"]
     assert (
         sum(name.startswith(("1b", "8b")) for name in ran) == 12
         and sum(name.startswith("14b") for name in ran) == 5
@@ -441,7 +408,9 @@ def bench(folder: Path, *options: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "planner-cpu.json").read_text())
-    assert (folder / "planner-cpu.md").read_text() == markdown(found)
+    assert (folder / "planner-cpu.md").read_text() == markdown(
+        PlannerResults.read(folder / "planner-cpu.json")
+    )
     return found
 
 
@@ -477,7 +446,8 @@ def test_a_sweep_of_the_tiny_model_meets_real_out_of_memory_errors(tmp_path: Pat
     for budget in (held, whole):
         assert {*budget["choices"]} == {"plan", "probe"}
         assert all(
-            chosen["fits"] and 0 < share_of_best(chosen, budget["best"]) <= 1
+            chosen["fits"]
+            and 0 < chosen["tokens_per_second"] <= budget["best"]["tokens_per_second"]
             for chosen in budget["choices"].values()
         )
     (found,) = held["largest"]

@@ -13,7 +13,7 @@ from sft_play.config.loader import PROJECT_ROOT
 
 sys.path.insert(0, str(PROJECT_ROOT))
 
-from benchmarks.speed.workloads import WORKS as SPEED_WORKS
+from benchmarks.speed.workloads import WORKLOADS
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, REACHED, Card, key_of
 from sft_play.plan.devices import parse
@@ -61,7 +61,7 @@ MEASURED = [
 @pytest.mark.parametrize(("name", "arm"), MEASURED)
 def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
     facts = WORKS[name]["arms"][arm]
-    shape, mode = load_shape(SPEED_WORKS[name].shape, None, {}), SPEED_WORKS[name].mode
+    shape, mode = load_shape(WORKLOADS[name].shape, None, {}), WORKLOADS[name].mode
     is_ragged, tokens = "ragged" in name, facts["real_tokens"] / facts["timed_steps"]
     rows = 32 if is_ragged else 4
     work = StepWork(

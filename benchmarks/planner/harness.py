@@ -1,4 +1,9 @@
-"""A loaded model in the trainer of a run, stepped and held to less memory at will. Imported once the launcher's environment is there."""
+"""A loaded model in the trainer of a run, whose steps are timed within a limit of memory.
+
+Import it only after the launcher's environment is set: it loads torch.
+"""
+
+from __future__ import annotations
 
 import gc
 import resource
@@ -6,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -31,94 +36,118 @@ from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, for_a_step
 from sft_play.training.worker import build_trainer
 
-TIMED_SECONDS = 0.5  # of a combination, at least, behind a step that warms up
+TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
 T = TypeVar("T")
 
 
+class Timing(NamedTuple):
+    """Seconds of one micro-batch and the peak memory; None without a GPU."""
+
+    seconds: float
+    peak_bytes: int | None
+
+
 class Card:
-    """The memory of the device, which can be held to less: a GPU by its allocator, a process without one by the kernel."""
+    """The device's memory, which can be limited: by the allocator on a GPU, else by the kernel."""
 
     def __init__(self, process: Process, used_before_bytes: int):
         self.is_gpu = process.device.type == "cuda"
         self.memory = MemoryMeter(process, used_before_bytes)
 
-    def hold(self, limit_bytes: int | None) -> None:
-        """Let this process take no more than `limit_bytes` in all; None takes the limit away."""
+    def limit(self, limit_bytes: int) -> None:
+        """Let this process take no more than `limit_bytes` in all."""
         if self.is_gpu:
             total = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(
-                1.0 if limit_bytes is None else (limit_bytes - self.memory.context_bytes()) / total
-            )
+            fraction = (limit_bytes - self.memory.context_bytes()) / total
+            torch.cuda.set_per_process_memory_fraction(fraction)
             return
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        held = psutil.Process().memory_info()
-        resource.setrlimit(
-            resource.RLIMIT_DATA,
-            (hard if limit_bytes is None else held.data + max(0, limit_bytes - held.rss), hard),
-        )
+        used = psutil.Process().memory_info()
+        soft = used.data + max(0, limit_bytes - used.rss)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def lift_limit(self) -> None:
+        """Let this process take all memory again."""
+        if self.is_gpu:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            return
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def reset(self) -> None:
-        """Give back what nobody uses, and forget the peak."""
+        """Free what nobody uses, and reset the peak."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int | None:
-        """Return the most that was reserved since `reset`, with what lies outside the allocator; None without a GPU."""
-        return (
-            torch.cuda.max_memory_reserved() + self.memory.context_bytes() if self.is_gpu else None
-        )
+        """Return the most reserved bytes since `reset`, with those outside the allocator.
+
+        None without a GPU.
+        """
+        if not self.is_gpu:
+            return None
+        return torch.cuda.max_memory_reserved() + self.memory.context_bytes()
 
     def wait(self) -> None:
+        """Wait until the GPU is idle."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
 
 class Harness:
-    """A model in its trainer. After `warm_up`, gradients and the optimizer's state are there, as in the middle of a run."""
+    """A model in its trainer. After `warm_up` it has gradients and optimizer state, as in a run."""
 
     def __init__(self, planned: PlannedRun, folder: Path):
+        config = planned.config
         plan = planned.plan
         device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
-        self.process = Process.alone(device, DTYPES[precision(planned.config)])
+        self.process = Process.alone(device, DTYPES[precision(config)])
         self.card = Card(self.process, plan.used_before_bytes[0])
-        config = planned.config
         runtime.seed_everything(config.train.seed)
         runtime.allow_tf32(self.process)
-        tokenizer, data = load_tokenizer(config), preparation.prepared(config)
+        tokenizer = load_tokenizer(config)
+        data = preparation.prepared(config)
         arguments = training_arguments(config, plan, RunFolder(folder))
         self.model = load_model(config, self.process)
         self.trainer = build_trainer(
             config, plan, self.process, tokenizer, data, self.model, arguments, {}
         )
         self.trainer.create_optimizer()
-        wrapped = self.trainer.accelerator.prepare(self.trainer.model, self.trainer.optimizer)
-        self.trainer.model_wrapped, self.trainer.optimizer = wrapped
-        self.vocabulary, self.clip = len(tokenizer), config.train.max_grad_norm
+        self.trainer.model_wrapped, self.trainer.optimizer = self.trainer.accelerator.prepare(
+            self.trainer.model, self.trainer.optimizer
+        )
+        self.vocab_size = len(tokenizer)
+        self.max_grad_norm = config.train.max_grad_norm
 
     def probed(self, planned: PlannedRun, limit_bytes: int | None) -> ProbeResult | None:
-        """Return what the probe of a run chooses within `limit_bytes`, None where it finds no room. Before `warm_up`, as in a run."""
+        """Return what the probe of a run chooses within `limit_bytes` (None: the whole card).
+
+        None where it finds no room. Call it before `warm_up`: a run probes before it trains.
+        """
         self.card.reset()
-        self.card.hold(limit_bytes)
+        if limit_bytes is not None:
+            self.card.limit(limit_bytes)
         try:
             return Probe(self.trainer, planned, self.process).run()
         except OutOfMemory:
             return None
         finally:
-            self.card.hold(None)
+            self.card.lift_limit()
 
     def warm_up(self, steps: int) -> float:
-        """Take optimizer steps; return the seconds of the fastest, clipping included, the micro-batch not."""
+        """Take optimizer steps; return the seconds of the fastest, with clipping."""
         self.micro_steps(self.batch(1, self.trainer.data_collator.max_seq_len), 1)
         return min(self._optimizer_step() for _ in range(steps))
 
     def batch(self, rows: int, width: int) -> dict[str, Any]:
-        """Return a micro-batch of `rows` documents of `width` tokens, labelled but for their first, as the run's own collator makes it.
+        """Return a micro-batch of `rows` documents of `width` tokens from the run's own collator.
 
-        It is on the device: a run's batches are copied there beforehand, from pinned memory, and make no micro-step wait.
+        All tokens but the first of a row have a label. The batch is on the device: a run copies
+        its batches there ahead of time, from pinned memory, so no micro-step waits for them.
         """
-        ids = np.random.default_rng(0).integers(self.vocabulary, size=(rows, width))
+        ids = np.random.default_rng(0).integers(self.vocab_size, size=(rows, width))
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
         sequences = [TokenSequence(ids[row], labels[row], (width,), width) for row in range(rows)]
         batch = for_a_step(replace(self.trainer.data_collator, max_seq_len=width), sequences)
@@ -126,7 +155,7 @@ class Harness:
         return self.trainer._prepare_inputs(batch)
 
     def micro_steps(self, batch: dict[str, Any], count: int) -> float:
-        """Compute gradients `count` times; return the seconds of one."""
+        """Compute gradients of a micro-batch `count` times; return the seconds of one."""
         self.card.wait()
         started = time.perf_counter()
         for _ in range(count):
@@ -137,52 +166,53 @@ class Harness:
     def _optimizer_step(self) -> float:
         self.card.wait()
         started = time.perf_counter()
-        self.trainer.accelerator.clip_grad_norm_(self.trainer.model_wrapped.parameters(), self.clip)
+        parameters = self.trainer.model_wrapped.parameters()
+        self.trainer.accelerator.clip_grad_norm_(parameters, self.max_grad_norm)
         self.trainer.optimizer.step()
         self.card.wait()
         return time.perf_counter() - started
 
-    def timed(self, rows: int, width: int, layers: int) -> tuple[float, int | None] | None:
-        """Return (seconds of a micro-batch, peak bytes), None where memory does not suffice."""
+    def time(self, rows: int, width: int, layers: int) -> Timing | None:
+        """Time a micro-batch with `layers` checkpointed; None where memory does not suffice."""
         batch = self.batch(rows, width)
 
-        def run() -> tuple[float, int | None]:
-            self.micro_steps(batch, 1)
-            one = self.micro_steps(batch, 1)
-            seconds = (
-                one
-                if one >= TIMED_SECONDS
-                else self.micro_steps(batch, int(TIMED_SECONDS / one) + 1)
-            )
-            return seconds, self.card.peak_bytes()
+        def run() -> Timing:
+            self.micro_steps(batch, 1)  # warms up
+            seconds = self.micro_steps(batch, 1)
+            if seconds < TIMED_SECONDS:
+                seconds = self.micro_steps(batch, int(TIMED_SECONDS / seconds) + 1)
+            return Timing(seconds, self.card.peak_bytes())
 
         return self._unless_out_of_memory(run, layers)
 
     def fits(self, rows: int, width: int, layers: int, limit_bytes: int | None) -> bool:
-        """Return whether a micro-batch can be computed within `limit_bytes`."""
+        """Return whether a micro-batch fits into `limit_bytes` (None: the whole card)."""
         batch = self.batch(rows, width)
 
         def run() -> bool:
-            self.card.hold(limit_bytes)
+            if limit_bytes is not None:
+                self.card.limit(limit_bytes)
             self.micro_steps(batch, 1)
             return True
 
         return bool(self._unless_out_of_memory(run, layers))
 
     def _unless_out_of_memory(self, run: Callable[[], T], layers: int) -> T | None:
-        """Return what `run` returns, None where memory does not suffice; before and behind it nothing is held but the run's state."""
+        """Return what `run` returns, None where memory does not suffice.
+
+        Before and after it, only the state of a run is in memory: weights, gradients, optimizer.
+        """
         checkpoint_layers(self.model, layers)
         self.card.reset()
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            self.card.hold(None)  # before anything else is allocated
+            self.card.lift_limit()  # before anything else is allocated
             if classify(error)[0] is not ExitClass.OUT_OF_MEMORY:
                 raise
             return None
         finally:
-            self.card.hold(None)
-            self.trainer.optimizer.zero_grad(
-                set_to_none=False
-            )  # they stay, as between the micro-batches of a step
+            self.card.lift_limit()
+            # gradients stay allocated, as between the micro-batches of a step
+            self.trainer.optimizer.zero_grad(set_to_none=False)
             self.card.reset()

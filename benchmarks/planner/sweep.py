@@ -1,41 +1,50 @@
-"""What the planner chooses beside every other choice, in one process with one loaded model: python -m benchmarks.planner.sweep JOB.json
+"""What the planner chooses beside every other choice: python -m benchmarks.planner.sweep JOB.json
 
-A smaller card is this one, held to less. For each, the plan chooses as if it were there, and then the probe of a run does, which
-is held to it in earnest. Loads torch once the launcher's environment is there.
+One process with one loaded model. A smaller card is this one with less memory: for each, the plan
+chooses as if it were there, and then the probe of a run chooses within a real limit. Loads torch
+only after the launcher's environment is set.
 """
 
+from __future__ import annotations
+
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.planner.runs import Place, settings
+from benchmarks.machine import GIB
+from benchmarks.planner.results import (
+    BudgetResult,
+    CardChoice,
+    Combination,
+    LargestMicroBatch,
+    SweepResult,
+)
+from benchmarks.planner.runs import Place, run_settings
 from benchmarks.planner.search import (
     GRANULE,
     PRECISION,
     cut,
     fastest_that_fits,
-    largest,
+    find_largest,
     step_speed,
 )
-from benchmarks.planner.workloads import SWEEPS, Sweep, Work
+from benchmarks.planner.workloads import SWEEPS, Sweep, Workload
 from sft_play import commands
 from sft_play.plan import devices, launch
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.runs.files import write_json
+from sft_play.runs.files import read_json, write_json
 
 if TYPE_CHECKING:
     from benchmarks.planner.harness import Harness
     from sft_play.training.probe import ProbeResult
 
-GIB = 2**30
 OPTIMIZER_STEPS = 3
 
 
@@ -48,39 +57,59 @@ class Job:
     out: Path
     on_cpu: bool
 
+    def write(self, path: Path) -> None:
+        """Write the job for `read`."""
+        write_json(path, asdict(self) | {"folder": str(self.folder), "out": str(self.out)})
+
     @classmethod
-    def read(cls, path: Path) -> "Job":
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return cls(facts["sweep_name"], Path(facts["folder"]), Path(facts["out"]), facts["on_cpu"])
+    def read(cls, path: Path) -> Job:
+        """Return the job that `write` wrote."""
+        entry = read_json(path)
+        paths = {"folder": Path(entry["folder"]), "out": Path(entry["out"])}
+        return cls(**entry | paths)
 
     @property
     def sweep(self) -> Sweep:
         return SWEEPS[self.sweep_name]
 
 
+class StepChoice(NamedTuple):
+    """Rows of a micro-batch and checkpointed layers."""
+
+    batch_size: int
+    checkpointed_layers: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> StepChoice:
+        """Return what a layout chose."""
+        return cls(layout.batch_size, layout.checkpointed_layers)
+
+
 @dataclass(frozen=True)
 class Budget:
-    """A card of so much memory, and what is chosen for it: by the plan, and by the probe where there is room for any step."""
+    """A card of some memory, what the plan chooses for it, and what the probe chooses."""
 
     card_bytes: int | None  # None: the whole card
     planned: PlannedRun
-    outcome: "ProbeResult | None"
+    probed: ProbeResult | None  # None: the probe found no step that fits
 
     @property
-    def choices(self) -> dict[str, tuple[int, int]]:
-        """(rows of a micro-batch, checkpointed layers) by who chose it."""
-        by = {"plan": self.planned.plan.layout}
-        if self.outcome:
-            by["probe"] = self.outcome.layout
-        return {
-            name: (layout.batch_size, layout.checkpointed_layers) for name, layout in by.items()
-        }
+    def choices(self) -> dict[str, StepChoice]:
+        """What was chosen, by "plan" and "probe"."""
+        choices = {"plan": StepChoice.of(self.plan.layout)}
+        if self.probed:
+            choices["probe"] = StepChoice.of(self.probed.layout)
+        return choices
+
+    @property
+    def plan(self) -> RunPlan:
+        return self.planned.plan
 
 
-def planner(job: Job) -> Callable[[int | None], PlannedRun]:
+def make_planner(job: Job) -> Callable[[int | None], PlannedRun]:
     """Return what plans the sweep's run for a card of so many bytes, None for what is free now."""
     sweep = job.sweep
-    work = Work(
+    workload = Workload(
         sweep.name,
         sweep.shape,
         sweep.mode,
@@ -89,22 +118,18 @@ def planner(job: Job) -> Callable[[int | None], PlannedRun]:
         max_seq_len=sweep.max_seq_len,
         rows_per_step=sweep.rows_per_step,
     )
-    words = settings(work, Place(job.folder, job.folder / "runs", 0, job.on_cpu))
-    called = commands.call(
-        "configs/base.yaml", [f"{name}={value}" for name, value in words.items()]
-    )
-    loaded, here = (
-        commands.load_config(called),
-        devices.detect("cpu" if job.on_cpu else "cuda", called.environ),
-    )
+    place = Place(job.folder, job.folder / "runs", seconds=0, on_cpu=job.on_cpu)
+    overrides = [f"{name}={value}" for name, value in run_settings(workload, place).items()]
+    called = commands.call("configs/base.yaml", overrides)
+    loaded = commands.load_config(called)
+    here = devices.detect("cpu" if job.on_cpu else "cuda", called.environ)
 
     def plan(card_bytes: int | None) -> PlannedRun:
         hardware = here
         if card_bytes is not None:
-            cards = tuple(
-                replace(gpu, total_bytes=card_bytes, free_bytes=card_bytes) for gpu in here.gpus
-            )
-            hardware = replace(here, gpus=cards, ram_available_bytes=card_bytes)
+            sizes = {"total_bytes": card_bytes, "free_bytes": card_bytes}
+            gpus = tuple(replace(gpu, **sizes) for gpu in here.gpus)
+            hardware = replace(here, gpus=gpus, ram_available_bytes=card_bytes)
         return resolve(
             loaded,
             called.invocation,
@@ -117,162 +142,156 @@ def planner(job: Job) -> Callable[[int | None], PlannedRun]:
     return plan
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Return every combination with its speed, and for each budget the choices, the best and the largest micro-batches that fit."""
-    sweep, plan = job.sweep, planner(job)
-    whole, cards = (
-        plan(None),
-        [None if gib is None else int(gib * GIB) for gib in sweep.budgets_gib],
-    )
+def run(job: Job) -> SweepResult:
+    """Return the speed of every combination, and what was chosen and is best for each budget."""
+    sweep = job.sweep
+    plan = make_planner(job)
+    whole = plan(None)
+    cards = [None if gib is None else int(gib * GIB) for gib in sweep.budgets_gib]
     plans = [plan(card_bytes) for card_bytes in cards]
-    os.environ |= launch.launch_command(
-        whole.plan.ranks, job.folder, os.environ
-    ).env  # as a run has it
+    # the environment of a run, before torch is loaded
+    os.environ |= launch.launch_command(whole.plan.ranks, job.folder, os.environ).env
     from benchmarks.planner.harness import Harness
 
     harness = Harness(whole, job.folder / sweep.name)
-    budgets = [
-        Budget(card_bytes, planned, harness.probed(planned, card_bytes))
-        for card_bytes, planned in zip(cards, plans, strict=True)
-    ]
+    budgets = []
+    for card_bytes, planned in zip(cards, plans, strict=True):
+        budgets.append(Budget(card_bytes, planned, harness.probed(planned, card_bytes)))
     optimizer_seconds = harness.warm_up(OPTIMIZER_STEPS)
-    layers, layers_of_largest = (
-        sorted({round(share * whole.plan.step.model.layers) for share in shares})
-        for shares in (sweep.checkpointed, sweep.of_largest)
+    layers = whole.plan.step.model.layers
+    tried = {}
+    for choice in choices_to_try(sweep, layers, budgets):
+        tried[choice] = time_choice(harness, whole.plan, sweep, choice, optimizer_seconds)
+    return SweepResult(
+        status="done",
+        layers=layers,
+        optimizer_seconds=optimizer_seconds,
+        combinations=list(tried.values()),
+        budgets=[judge_budget(harness, budget, sweep, tried) for budget in budgets],
     )
-    chosen = [pair for budget in budgets for pair in budget.choices.values()]
-    pairs = dict.fromkeys([*itertools.product(sweep.batch_sizes, layers), *chosen])
-    tried = {
-        pair: combination(harness, whole.plan, sweep, *pair, optimizer_seconds) for pair in pairs
-    }
-    return {
-        "status": "done",
-        "layers": whole.plan.step.model.layers,
-        "optimizer_seconds": optimizer_seconds,
-        "combinations": list(tried.values()),
-        "budgets": [
-            of_budget(harness, budget, sweep, layers_of_largest, tried) for budget in budgets
-        ],
-    }
 
 
-def combination(
-    harness: "Harness",
-    plan: RunPlan,
-    sweep: Sweep,
-    batch_size: int,
-    layers: int,
-    optimizer_seconds: float,
-) -> dict[str, Any]:
+def share_layers(shares: tuple[float, ...], layers: int) -> list[int]:
+    """Return the layer counts of these shares, without duplicates."""
+    return sorted({round(share * layers) for share in shares})
+
+
+def choices_to_try(sweep: Sweep, layers: int, budgets: list[Budget]) -> list[StepChoice]:
+    """Return the grid of the sweep, and what was chosen outside it."""
+    counts = share_layers(sweep.checkpointed, layers)
+    grid = [StepChoice(*pair) for pair in itertools.product(sweep.batch_sizes, counts)]
+    chosen = [choice for budget in budgets for choice in budget.choices.values()]
+    return list(dict.fromkeys([*grid, *chosen]))
+
+
+def time_choice(
+    harness: Harness, plan: RunPlan, sweep: Sweep, choice: StepChoice, optimizer_seconds: float
+) -> Combination:
     """Return what one combination takes in seconds and bytes, and what was predicted for it."""
-    seconds, peak = harness.timed(batch_size, sweep.max_seq_len, layers) or (None, None)
-    facts = {
-        "batch_size": batch_size,
-        "checkpointed_layers": layers,
-        "micro_seconds": seconds,
-        "peak_bytes": peak,
-        "predicted_bytes": predicted(plan, batch_size, sweep.max_seq_len, layers),
-    }
-    speed = step_speed(facts, sweep.rows_per_step, sweep.max_seq_len, optimizer_seconds)
-    say(
-        sweep,
-        f"batch={batch_size} layers={layers} {f'{speed:.0f} tokens/s' if speed else 'out of memory'}",
+    batch_size, layers = choice
+    timing = harness.time(batch_size, sweep.max_seq_len, layers)
+    seconds = timing.seconds if timing else None
+    speed = step_speed(
+        seconds, batch_size, sweep.rows_per_step, sweep.max_seq_len, optimizer_seconds
     )
-    return {**facts, "tokens_per_second": speed}
+    outcome = f"{speed:.0f} tokens/s" if speed else "out of memory"
+    log(sweep, f"batch={batch_size} layers={layers} {outcome}")
+    return Combination(
+        batch_size=batch_size,
+        checkpointed_layers=layers,
+        micro_seconds=seconds,
+        peak_bytes=timing.peak_bytes if timing else None,
+        predicted_bytes=predicted_bytes(plan, batch_size, sweep.max_seq_len, layers),
+        tokens_per_second=speed,
+    )
 
 
-def predicted(plan: RunPlan, rows: int, width: int, layers: int) -> int:
-    """Return the peak in closed form, in bytes, of a step of several micro-batches."""
-    layout = Layout(
+def accumulating_layout(rows: int, width: int, layers: int) -> Layout:
+    """Return the layout of a step of several micro-batches on one rank."""
+    return Layout(
         batch_size=rows,
         grad_accum=2,
         world_size=1,
         max_seq_len=width,
         checkpointed_layers=layers,
     )
-    return step_bytes(plan.step, layout).predicted_peak
 
 
-def of_budget(
-    harness: "Harness",
-    budget: Budget,
-    sweep: Sweep,
-    layers: list[int],
-    tried: Mapping[tuple[int, int], dict[str, Any]],
-) -> dict[str, Any]:
+def predicted_bytes(plan: RunPlan, rows: int, width: int, layers: int) -> int:
+    """Return the peak in closed form, in bytes, of a step of several micro-batches."""
+    return step_bytes(plan.step, accumulating_layout(rows, width, layers)).predicted_peak
+
+
+def judge_budget(
+    harness: Harness, budget: Budget, sweep: Sweep, tried: Mapping[StepChoice, Combination]
+) -> BudgetResult:
     """Return what was chosen for a card, what is best there, and how large micro-batches may be."""
 
-    def fits(found: Mapping[str, Any]) -> bool:
-        return budget.card_bytes is None or harness.fits(
-            found["batch_size"], sweep.max_seq_len, found["checkpointed_layers"], budget.card_bytes
-        )
+    def fits(found: Combination) -> bool:
+        if budget.card_bytes is None:
+            return True
+        layers = found.checkpointed_layers
+        return harness.fits(found.batch_size, sweep.max_seq_len, layers, budget.card_bytes)
 
-    chosen = {by: tried[pair] for by, pair in budget.choices.items()}
-    return {
-        "gib": budget.card_bytes / GIB if budget.card_bytes else None,
-        "plan_fits": budget.planned.plan.fits,
-        "choices": {
-            by: {**found, "fits": bool(found["tokens_per_second"]) and fits(found)}
-            for by, found in chosen.items()
-        },
-        "best": fastest_that_fits(tried.values(), fits),
-        "largest": [
-            found for count in layers if (found := largest_of(harness, budget, sweep, count))
-        ],
-    }
+    choices = {}
+    for name, choice in budget.choices.items():
+        chosen = tried[choice]
+        choices[name] = CardChoice(chosen, fits=bool(chosen.tokens_per_second) and fits(chosen))
+    best = fastest_that_fits(tried.values(), fits)
+    largest = []
+    for layers in share_layers(sweep.largest_checkpointed, budget.plan.step.model.layers):
+        found = find_largest_micro_batch(harness, budget, sweep, layers)
+        if found:
+            largest.append(found)
+    gib = budget.card_bytes / GIB if budget.card_bytes else None
+    return BudgetResult(gib, budget.plan.fits, choices, best, largest)
 
 
-def largest_of(
-    harness: "Harness", budget: Budget, sweep: Sweep, layers: int
-) -> dict[str, Any] | None:
-    """Return the most tokens of a micro-batch that plan and probe take to fit, and that do; None where they are more than are tried."""
+def find_largest_micro_batch(
+    harness: Harness, budget: Budget, sweep: Sweep, layers: int
+) -> LargestMicroBatch | None:
+    """Return the most tokens of a micro-batch that plan and probe expect to fit, and that do.
 
-    def is_planned_to_fit(tokens: int) -> bool:
-        return (
-            predicted(budget.planned.plan, *cut(tokens, sweep.max_seq_len), layers)
-            <= budget.planned.plan.budget_bytes
-        )
+    None where the plan expects more than are tried.
+    """
+
+    def plan_fits(tokens: int) -> bool:
+        bytes_needed = predicted_bytes(budget.plan, *cut(tokens, sweep.max_seq_len), layers)
+        return bytes_needed <= budget.plan.budget_bytes
+
+    def probe_fits(tokens: int) -> bool:
+        return probed_bytes(budget.probed, tokens, layers) <= budget.probed.budget_bytes
 
     def does_fit(tokens: int) -> bool:
         return harness.fits(*cut(tokens, sweep.max_seq_len), layers, budget.card_bytes)
 
     most = 2 * sweep.most_tokens
-    planned = largest(is_planned_to_fit, sweep.max_seq_len, most)
+    planned = find_largest(plan_fits, sweep.max_seq_len, most)
     if planned > sweep.most_tokens:
         return None
     probed = None
-    if budget.outcome and budget.outcome.fit:
-        probed = largest(
-            lambda tokens: (
-                probed_peak(budget.outcome, tokens, layers) <= budget.outcome.budget_bytes
-            ),
-            sweep.max_seq_len,
-            most,
-        )
-    found = largest(does_fit, max(probed or planned, GRANULE), most, precision=PRECISION)
-    say(
-        sweep,
-        f"card={budget.card_bytes or 0:.3g} layers={layers} plan={planned} probe={probed} true={found} tokens",
-    )
-    return {"checkpointed_layers": layers, "plan": planned, "probe": probed, "true": found}
+    if budget.probed and budget.probed.fit:
+        probed = find_largest(probe_fits, sweep.max_seq_len, most)
+    start = max(probed or planned, GRANULE)
+    true = find_largest(does_fit, start, most, precision=PRECISION)
+    card = f"card={budget.card_bytes or 0:.3g}"
+    log(sweep, f"{card} layers={layers} plan={planned} probe={probed} true={true} tokens")
+    return LargestMicroBatch(layers, plan=planned, probe=probed, true=true)
 
 
-def probed_peak(outcome: "ProbeResult", tokens: int, layers: int) -> int:
-    """Return the peak by the probe's fit, in bytes, of micro-batches of any number of tokens, which it counts in rows."""
-    layout = Layout(
-        batch_size=max(1, tokens // GRANULE),
-        grad_accum=2,
-        world_size=1,
-        max_seq_len=GRANULE,
-        checkpointed_layers=layers,
-    )
-    return outcome.fit.peak(layout)
+def probed_bytes(result: ProbeResult, tokens: int, layers: int) -> int:
+    """Return the peak in bytes by the probe's fit, for a micro-batch of any number of tokens.
+
+    The fit counts rows, so the tokens are cut into rows of GRANULE tokens.
+    """
+    return result.fit.peak(accumulating_layout(max(1, tokens // GRANULE), GRANULE, layers))
 
 
-def say(sweep: Sweep, words: str) -> None:
-    print(f"{sweep.name} {words}", file=sys.stderr, flush=True)
+def log(sweep: Sweep, text: str) -> None:
+    """Print progress to the log of this process."""
+    print(f"{sweep.name} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     asked = Job.read(Path(sys.argv[1]))
-    write_json(asked.out, run(asked))
+    write_json(asked.out, run(asked).as_json())

@@ -1,39 +1,62 @@
 """Errors of a prediction, and whether a measurement counts. Pure: no torch, no I/O."""
 
-from collections.abc import Iterable, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterable
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
-from benchmarks.planner.workloads import Work
+from benchmarks.planner.results import RunResult
+from benchmarks.planner.workloads import Workload
 
 
-def error(predicted: float | None, measured: float | None) -> float | None:
-    """Return predicted / measured - 1, above 0 where too much was predicted; None where one of them is not there.
+def relative_error(predicted: float | None, measured: float | None) -> float | None:
+    """Return predicted / measured - 1, above 0 where too much was predicted.
 
-    >>> error(11.0, 10.0), error(9.0, 10.0), error(None, 10.0)
+    None where one of them is missing.
+
+    >>> relative_error(11.0, 10.0), relative_error(9.0, 10.0), relative_error(None, 10.0)
     (0.10000000000000009, -0.09999999999999998, None)
     """
-    return predicted / measured - 1 if predicted is not None and measured else None
+    if predicted is None or not measured:
+        return None
+    return predicted / measured - 1
 
 
-def spread(errors: Iterable[float | None]) -> tuple[float, float, float] | None:
-    """Return (lowest, median, highest) of the errors that are there, None without one."""
-    found = [one for one in errors if one is not None]
-    return (min(found), median(found), max(found)) if found else None
+class Spread(NamedTuple):
+    """Errors of several predictions."""
+
+    lowest: float
+    median: float
+    highest: float
+    count: int
 
 
-def why_not(work: Work, facts: Mapping[str, Any]) -> list[str]:
-    """Return why a run does not count, [] where it does: it trained every step to a finite loss, or the plan refused what cannot fit."""
-    if facts["status"] == "refused":
-        return [f"the plan refused it: {facts['cause']}"] if work.fits else []
-    if facts["status"] != "done":
-        return [f"{facts['status']}: {facts.get('cause') or 'no cause'}"]
-    reasons = [] if work.fits else ["the plan let it run"]
-    if facts["steps"] != work.steps:
-        reasons.append(f"{facts['steps']} steps of {work.steps}")
-    if not facts["losses"] or not all(map(isfinite, facts["losses"])):
-        reasons.append("its loss is not finite")
-    if not facts["measured"]["peak"]:
-        reasons.append("its peak was not measured")
-    return reasons
+def spread(errors: Iterable[float | None]) -> Spread | None:
+    """Return the spread of the errors that are known, None without one."""
+    known = [error for error in errors if error is not None]
+    if not known:
+        return None
+    return Spread(min(known), median(known), max(known), len(known))
+
+
+def find_faults(workload: Workload, result: RunResult) -> list[str]:
+    """Return why a run does not count, [] where it does.
+
+    It counts where it trained every step to a finite loss, or the plan refused what cannot fit.
+    """
+    if result.status == "refused":
+        return [f"the plan refused it: {result.cause}"] if workload.fits else []
+    if result.status != "done":
+        return [f"{result.status}: {result.cause or 'no cause'}"]
+    faults = []
+    if not workload.fits:
+        faults.append("the plan let it run")
+    if result.steps != workload.steps:
+        faults.append(f"{result.steps} steps of {workload.steps}")
+    if not result.losses or not all(map(isfinite, result.losses)):
+        faults.append("its loss is not finite")
+    if not result.measured.peak:
+        faults.append("its peak was not measured")
+    return faults

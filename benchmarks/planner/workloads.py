@@ -3,15 +3,19 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.speed.workloads import EIGHT, FOURTEEN, ONE, TOY
+from benchmarks.speed.workloads import LLAMA_1B, LLAMA_8B, QWEN_14B, TOY
 
-ACCURACY, LONG = "accuracy", "long"  # parts of the report
-HELD_OUT_ROWS = 4  # as long as the others, since an evaluation's memory is predicted for such
-RAGGED_ROWS = 1600  # of a long run, which goes over them several times
+# parts of the report
+ACCURACY = "accuracy"
+SWEEP = "sweep"
+LONG = "long"
+PARTS = (ACCURACY, SWEEP, LONG)
+HELD_OUT_ROWS = 4  # as long as the others, because an evaluation's memory is predicted for such
+RAGGED_ROWS = 1600  # of a long run, which trains on them several times
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A run of the command line, whose memory and speed are predicted and measured."""
 
     name: str
@@ -28,68 +32,70 @@ class Work:
     is_extra: bool = False  # runs only when it is named
 
 
-def _pair(size: str, shape: str, mode: str, steps: int, dtype: str = "auto") -> tuple[Work, Work]:
-    return Work(f"{size}-{mode}", shape, mode, "false", steps, dtype), Work(
-        f"{size}-{mode}-ckpt", shape, mode, "true", steps, dtype
+def _pair(
+    size: str, shape: str, mode: str, steps: int, dtype: str = "auto"
+) -> tuple[Workload, ...]:
+    """Return a workload without and one with activation checkpointing."""
+    name = f"{size}-{mode}"
+    return (
+        Workload(name, shape, mode, "false", steps, dtype),
+        Workload(f"{name}-ckpt", shape, mode, "true", steps, dtype),
     )
 
 
-WORKS = {
-    work.name: work
-    for work in (
-        *_pair("1b", ONE, "lora", 10),
-        *_pair("1b", ONE, "qlora", 10),
-        *_pair("1b", ONE, "full", 10, "bfloat16"),
-        *_pair("8b", EIGHT, "lora", 8),
-        *_pair("8b", EIGHT, "qlora", 8),
-        *_pair("8b", EIGHT, "full", 8, "bfloat16"),
-        *_pair("14b", FOURTEEN, "lora", 6),
-        *_pair("14b", FOURTEEN, "qlora", 6),
-        Work("14b-full-float32", FOURTEEN, "full", "true", 6, "float32", fits=False),
-        Work(
-            "14b-full-ckpt", FOURTEEN, "full", "true", 6, "bfloat16", is_extra=True
-        ),  # saves 28 GiB
-        Work("1b-long", ONE, "lora", "auto", 200, is_ragged=True, rows_per_step=32, part=LONG),
-        Work("toy-lora", TOY, "lora", "false", 4, max_seq_len=64),
-        Work("toy-full-ckpt", TOY, "full", "true", 4, max_seq_len=64),
-        Work("toy-refused", TOY, "full", "true", 4, max_seq_len=10**9, fits=False),
-        Work("toy-long", TOY, "lora", "auto", 20, max_seq_len=128, is_ragged=True, part=LONG),
-    )
-}
+_WORKLOADS = (
+    *_pair("1b", LLAMA_1B, "lora", 10),
+    *_pair("1b", LLAMA_1B, "qlora", 10),
+    *_pair("1b", LLAMA_1B, "full", 10, "bfloat16"),
+    *_pair("8b", LLAMA_8B, "lora", 8),
+    *_pair("8b", LLAMA_8B, "qlora", 8),
+    *_pair("8b", LLAMA_8B, "full", 8, "bfloat16"),
+    *_pair("14b", QWEN_14B, "lora", 6),
+    *_pair("14b", QWEN_14B, "qlora", 6),
+    Workload("14b-full-float32", QWEN_14B, "full", "true", 6, "float32", fits=False),
+    # extra: it saves 28 GiB
+    Workload("14b-full-ckpt", QWEN_14B, "full", "true", 6, "bfloat16", is_extra=True),
+    Workload("1b-long", LLAMA_1B, "lora", "auto", 200, is_ragged=True, rows_per_step=32, part=LONG),
+    Workload("toy-lora", TOY, "lora", "false", 4, max_seq_len=64),
+    Workload("toy-full-ckpt", TOY, "full", "true", 4, max_seq_len=64),
+    Workload("toy-refused", TOY, "full", "true", 4, max_seq_len=10**9, fits=False),
+    Workload("toy-long", TOY, "lora", "auto", 20, max_seq_len=128, is_ragged=True, part=LONG),
+)
+WORKLOADS = {workload.name: workload for workload in _WORKLOADS}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A model whose every micro-batch size and share of checkpointed layers is timed, beside what the planner chooses."""
+    """A model whose every combination of micro-batch size and checkpointed layers is timed."""
 
     name: str
     shape: str
     mode: str
-    budgets_gib: tuple[float | None, ...]  # of memory on the card; None is all that is there
+    budgets_gib: tuple[float | None, ...]  # of memory on the card; None is the whole card
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     checkpointed: tuple[float, ...] = (0, 0.25, 0.5, 1)  # shares of the layers
-    of_largest: tuple[float, ...] = (0, 0.5)  # those at which the largest micro-batch is looked for
+    # shares at which the largest micro-batch is searched
+    largest_checkpointed: tuple[float, ...] = (0, 0.5)
     max_seq_len: int = 2048
     rows_per_step: int = 16
-    most_tokens: int = 65536  # of the largest: where the plan takes more to fit, none is looked for, since it takes too long
+    # Where the plan expects more to fit, no largest micro-batch is searched: that takes too long.
+    most_tokens: int = 65536
 
 
-SWEEPS = {
-    sweep.name: sweep
-    for sweep in (
-        Sweep("sweep-1b-lora", ONE, "lora", (24, 48, 80, None), most_tokens=131072),
-        Sweep("sweep-8b-qlora", EIGHT, "qlora", (24, 48, 80, None), most_tokens=40960),
-        Sweep(
-            "sweep-toy",
-            TOY,
-            "lora",
-            (1.1, None),
-            (4,),
-            (0, 1),
-            (0,),
-            max_seq_len=64,
-            rows_per_step=4,
-            most_tokens=4096,
-        ),
-    )
-}
+_SWEEPS = (
+    Sweep("sweep-1b-lora", LLAMA_1B, "lora", (24, 48, 80, None), most_tokens=131072),
+    Sweep("sweep-8b-qlora", LLAMA_8B, "qlora", (24, 48, 80, None), most_tokens=40960),
+    Sweep(
+        "sweep-toy",
+        TOY,
+        "lora",
+        budgets_gib=(1.1, None),
+        batch_sizes=(4,),
+        checkpointed=(0, 1),
+        largest_checkpointed=(0,),
+        max_seq_len=64,
+        rows_per_step=4,
+        most_tokens=4096,
+    ),
+)
+SWEEPS = {sweep.name: sweep for sweep in _SWEEPS}

@@ -16,6 +16,8 @@ from benchmarks.speed.results import ArmRun, LoggedLoss, Measurement
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens
 from benchmarks.speed.workloads import LORA_ALPHA, LORA_RANK, SEED, WARM_UP, Arm, Workload
 from sft_play.errors import ExitClass
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.folder import RunFolder
 
 
 def make_command(
@@ -86,16 +88,14 @@ def read_run(workload: Workload, out: Path, samples: Path, steps: int, started: 
 
 def _chosen_settings(folder: Path) -> dict[str, object]:
     """Return what the plan chose."""
-    import yaml
-
-    train = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["train"]
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    planned = PlannedRun.read(RunFolder(folder))
+    train = planned.config.train
     return {
-        "batch_size": train["batch_size"],
-        "gradient_checkpointing": train["gradient_checkpointing"],
-        "optim": train["optim"],
-        "packing": plan["packing"],
-        "micro_batches": plan["micro_batches"],
+        "batch_size": train.batch_size,
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "optim": train.optim,
+        "packing": planned.plan.packing,
+        "micro_batches": planned.plan.layout.micro_batches,
     }
 
 

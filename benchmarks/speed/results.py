@@ -71,7 +71,7 @@ class Measurement:
     def from_json(cls, entry: dict[str, Any]) -> Measurement:
         """Return what `as_json` wrote."""
         losses = [LoggedLoss(**loss) for loss in entry["losses"]]
-        return cls(**_fields_of(cls, entry) | {"losses": losses})
+        return cls(**fields_of(cls, entry) | {"losses": losses})
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ArmRun:
     def from_json(cls, entry: dict[str, Any]) -> ArmRun:
         """Return what `as_json` wrote."""
         measured = Measurement.from_json(entry) if entry["status"] == "done" else None
-        return cls(**_fields_of(cls, entry) | {"measured": measured})
+        return cls(**fields_of(cls, entry) | {"measured": measured})
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class ArmResult:
         """Return what `as_json` wrote."""
         return cls(
             run=ArmRun.from_json(entry),
-            verdict=Verdict(**_fields_of(Verdict, entry)),
-            shares=PeakShares(**_fields_of(PeakShares, entry)),
+            verdict=Verdict(**fields_of(Verdict, entry)),
+            shares=PeakShares(**fields_of(PeakShares, entry)),
             timed_steps=entry["timed_steps"],
             versions=entry["versions"],
             commit=entry.get("commit"),
@@ -218,7 +218,7 @@ class SpeedResults:
         write_json(self.path, asdict(self.machine) | {"works": works})
 
 
-def _fields_of(kind: type, entry: dict[str, Any]) -> dict[str, Any]:
+def fields_of(kind: type, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a flat object that are fields of `kind`."""
     return {each.name: entry[each.name] for each in fields(kind) if each.name in entry}
 

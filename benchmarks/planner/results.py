@@ -1,0 +1,244 @@
+"""The results file of `make bench-plan`: each part is a type that reads and writes its own JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import Machine
+from benchmarks.speed.results import fields_of
+from sft_play.plan.layout import Layout
+from sft_play.plan.run_plan import RunPlan
+from sft_play.runs.files import read_json, write_json
+
+Versions = dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of a run, in all and by phase; None and {} where nobody said."""
+
+    peak: int | None = None
+    phases: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryAndSpeed(Memory):
+    """Peak bytes, and tokens a second after the first step."""
+
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class ProbedMemory(Memory):
+    """Peak bytes as a run's probe predicts them, and what the probe took."""
+
+    seconds: float | None = None
+    is_cached: bool | None = None
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a run cut its optimizer step."""
+
+    per_device_batch_size: int
+    micro_batches: int
+    checkpointed_layers: int
+    packing: bool
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> StepSettings:
+        """Return the settings of a run's plan."""
+        return cls(
+            per_device_batch_size=plan.layout.batch_size,
+            micro_batches=plan.layout.micro_batches,
+            checkpointed_layers=plan.layout.checkpointed_layers,
+            packing=plan.packing,
+        )
+
+    def is_same_step(self, layout: Layout) -> bool:
+        """Return whether a layout has the same micro-batches and checkpointed layers."""
+        chosen = (layout.batch_size, layout.checkpointed_layers)
+        return chosen == (self.per_device_batch_size, self.checkpointed_layers)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What was predicted of a run and what it measured.
+
+    All predictions are of the step that was trained.
+    """
+
+    status: str  # done, refused (by the plan), out of memory, failed
+    cause: str | None = None
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    settings: StepSettings | None = None
+    budget_bytes: int | None = None
+    predicted: MemoryAndSpeed = MemoryAndSpeed()  # closed form
+    traced: Memory = Memory()
+    probed: ProbedMemory = ProbedMemory()
+    measured: MemoryAndSpeed = MemoryAndSpeed()
+    wall_seconds: float | None = None
+    why_not: list[str] = field(default_factory=list)  # why it does not count
+    commit: str | None = None
+    versions: Versions = field(default_factory=dict)
+
+    @property
+    def measured_peak(self) -> int | None:
+        """The most bytes of any phase; what the process took in all where no phase was measured."""
+        return max(self.measured.phases.values(), default=self.measured.peak)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run's entry in the file."""
+        return asdict(self) | {"settings": asdict(self.settings) if self.settings else {}}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> RunResult:
+        """Return what `as_json` wrote."""
+        parts = {
+            "settings": StepSettings(**entry["settings"]) if entry["settings"] else None,
+            "predicted": MemoryAndSpeed(**fields_of(MemoryAndSpeed, entry["predicted"])),
+            "traced": Memory(**fields_of(Memory, entry["traced"])),
+            "probed": ProbedMemory(**fields_of(ProbedMemory, entry["probed"])),
+            "measured": MemoryAndSpeed(**fields_of(MemoryAndSpeed, entry["measured"])),
+        }
+        return cls(**fields_of(cls, entry) | parts)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A micro-batch size with a number of checkpointed layers: measured and predicted."""
+
+    batch_size: int
+    checkpointed_layers: int
+    micro_seconds: float | None  # of one micro-batch; None: out of memory
+    peak_bytes: int | None  # None without a GPU
+    predicted_bytes: int  # in closed form
+    tokens_per_second: float | None  # of whole optimizer steps; None: out of memory
+
+
+@dataclass(frozen=True)
+class CardChoice:
+    """A combination that plan or probe chose, and whether it fits the card."""
+
+    combination: Combination
+    fits: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return one flat object."""
+        return asdict(self.combination) | {"fits": self.fits}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> CardChoice:
+        """Return what `as_json` wrote."""
+        return cls(Combination(**fields_of(Combination, entry)), entry["fits"])
+
+
+@dataclass(frozen=True)
+class LargestMicroBatch:
+    """The most tokens of a micro-batch that plan and probe expect to fit, and that do."""
+
+    checkpointed_layers: int
+    plan: int
+    probe: int | None
+    true: int
+
+
+@dataclass(frozen=True)
+class BudgetResult:
+    """What was chosen for a card of some size, and what is best there."""
+
+    gib: float | None  # None: the whole card
+    plan_fits: bool
+    choices: dict[str, CardChoice]  # by "plan" and "probe"
+    best: Combination | None  # the fastest that fits
+    largest: list[LargestMicroBatch]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the budget's entry."""
+        choices = {by: choice.as_json() for by, choice in self.choices.items()}
+        return asdict(self) | {"choices": choices}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> BudgetResult:
+        """Return what `as_json` wrote."""
+        return cls(
+            gib=entry["gib"],
+            plan_fits=entry["plan_fits"],
+            choices={by: CardChoice.from_json(each) for by, each in entry["choices"].items()},
+            best=Combination(**entry["best"]) if entry["best"] else None,
+            largest=[LargestMicroBatch(**each) for each in entry["largest"]],
+        )
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Every combination of a sweep, and what was chosen for each card."""
+
+    status: str  # done or failed
+    cause: str | None = None  # of a failure
+    layers: int | None = None
+    optimizer_seconds: float | None = None
+    combinations: list[Combination] = field(default_factory=list)
+    budgets: list[BudgetResult] = field(default_factory=list)
+    why_not: list[str] = field(default_factory=list)
+    commit: str | None = None
+    versions: Versions = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the sweep's entry in the file."""
+        entry = asdict(self) | {"budgets": [budget.as_json() for budget in self.budgets]}
+        return {name: value for name, value in entry.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> SweepResult:
+        """Return what `as_json` wrote."""
+        parts = {
+            "combinations": [Combination(**each) for each in entry.get("combinations", [])],
+            "budgets": [BudgetResult.from_json(each) for each in entry.get("budgets", [])],
+        }
+        return cls(**fields_of(cls, entry) | parts)
+
+
+@dataclass
+class PlannerResults:
+    """The results file, written after every run and sweep."""
+
+    path: Path
+    machine: Machine
+    runs: dict[str, RunResult] = field(default_factory=dict)
+    sweeps: dict[str, SweepResult] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> PlannerResults:
+        """Return the results of a file with the machine that they were measured on."""
+        entry = read_json(path)
+        runs = {name: RunResult.from_json(each) for name, each in entry["works"].items()}
+        sweeps = {}
+        for name, each in entry.get("sweeps", {}).items():
+            sweeps[name] = SweepResult.from_json(each)
+        return cls(path, Machine(**fields_of(Machine, entry)), runs, sweeps)
+
+    @classmethod
+    def on_this_machine(cls, path: Path | None, on_cpu: bool) -> PlannerResults:
+        """Return results to add to: those of the file, by default the card's own, if it exists."""
+        machine = Machine.here(on_cpu)
+        path = path or machine.results_path("planner")
+        known = cls.read(path) if path.exists() else cls(path, machine)
+        return cls(path, machine, known.runs, known.sweeps)
+
+    def counts(self, name: str) -> bool:
+        """Return whether a run or sweep has a result that counts."""
+        found = self.runs.get(name) or self.sweeps.get(name)
+        return found is not None and not found.why_not
+
+    def write(self) -> None:
+        """Write the file."""
+        entry = asdict(self.machine)
+        entry["works"] = {name: run.as_json() for name, run in self.runs.items()}
+        if self.sweeps:
+            entry["sweeps"] = {name: sweep.as_json() for name, sweep in self.sweeps.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, entry)
