@@ -515,7 +515,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
         match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written",
     ):
         preparation.preview(
-            commands.make_plan(call, False, False)[1],
+            commands.plan_run(call, commands.load_config(call)),
             NO_CONFIG,
             1,
             f"{tmp_path}/file/p.html",

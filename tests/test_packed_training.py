@@ -23,13 +23,15 @@ from transformers import (
     TrainingArguments,
 )
 
+from sft_play.config.backends import BNB
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
-from sft_play.data.order import Layout, StepSampler, fullest_step
+from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
-from sft_play.plan.packing import ISOLATING, needs_boundaries, resolve_packing
+from sft_play.plan.layout import Layout
+from sft_play.plan.packing import needs_boundaries, resolve_packing
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.cross_document import check_cross_document, measure_cross_document
@@ -101,15 +103,11 @@ def order_of(
     world: int = 1,
     epochs: int = 3,
 ) -> StepSampler:
-    lengths, layout = (
-        [len(sample.ids) for sample in samples],
-        Layout(MAX_SEQ_LEN, batch, effective, world),
-    )
-    return StepSampler(
-        lengths,
-        layout.packed(fullest_step(lengths, layout, SEED, epochs)) if packed else layout,
-        SEED,
-    )
+    lengths = [len(sample.ids) for sample in samples]
+    layout = Layout(batch, effective // (batch * world), world, MAX_SEQ_LEN)
+    if packed:
+        layout = layout.packed(fullest_step(lengths, layout, SEED, epochs))
+    return StepSampler(lengths, layout, SEED)
 
 
 def collator_of(packed: bool) -> PadCollator | PackCollator:
@@ -265,7 +263,7 @@ def tiny(model_type: str, attention: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("model_type", sorted(ISOLATING))
+@pytest.mark.parametrize("model_type", sorted(BNB.packing.model_types))
 def test_an_architecture_that_auto_packs_keeps_documents_apart(
     model_type: str, attention: str
 ) -> None:
@@ -280,7 +278,7 @@ def test_an_architecture_that_auto_packs_keeps_documents_apart(
 def test_an_architecture_that_joins_documents_is_refused_before_the_first_step(
     model_type: str,
 ) -> None:
-    assert model_type not in ISOLATING
+    assert model_type not in BNB.packing.model_types
     model = tiny(model_type, "eager")
     with pytest.raises(
         ConfigError,
