@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from sft_play.plan.cards import CARDS, REACHED, key_of
+from sft_play.plan.cards import CARDS, MEASURED_FLOPS, key_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -48,7 +48,7 @@ class Machine:
             python=platform.python_version(),
             versions={name: _version(name) for name in PACKAGES},
             peak_flops=card.flops if card else None,
-            reached_flops=REACHED.get(device),
+            reached_flops=MEASURED_FLOPS.get(device),
         )
 
     def results_path(self, kind: str) -> Path:

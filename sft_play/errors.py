@@ -62,7 +62,6 @@ class OutOfMemory(SftPlayError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return what a library's error says in one line."""
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    """Return the first line of a library's error that says something, else the error's type."""
+    lines = map(str.strip, str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

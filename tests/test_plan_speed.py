@@ -15,7 +15,7 @@ sys.path.insert(0, str(PROJECT_ROOT))
 
 from benchmarks.speed.workloads import WORKLOADS
 from sft_play.plan import cards
-from sft_play.plan.cards import CARDS, REACHED, Card, key_of
+from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of
 from sft_play.plan.devices import parse
 from sft_play.plan.memory import StepShape
 from sft_play.plan.model_shape import ModelShape, load_shape
@@ -239,7 +239,7 @@ def test_a_size_alone_is_no_card() -> None:
 
 
 def test_what_was_measured_of_a_card_stands() -> None:
-    assert {key_of(name) for name in REACHED} == {"H200"}
+    assert {key_of(name) for name in MEASURED_FLOPS} == {"H200"}
     assert CARDS["H200"].reached_flops == 790e12
 
 

@@ -1,35 +1,37 @@
-"""What is known of GPUs by model: memory, arithmetic, bandwidth, links. Pure data: no torch, no I/O."""
+"""GPU models: their memory, arithmetic, bandwidth and links. Pure data: no torch, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-REACHED = {
-    "NVIDIA H200": 790e12
-}  # operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
-REACHED_SHARE = 790 / 989  # of the data sheet, where nothing was measured
+# operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
+MEASURED_FLOPS = {"NVIDIA H200": 790e12}
+REACHED_SHARE = 790 / 989  # of the data sheet's FLOP/s, where nothing was measured
 
 
 @dataclass(frozen=True)
 class Card:
     """One GPU model.
 
-    `flops` are dense operations a second in bfloat16, or in float16 where the card has no bfloat16, with float32 sums and without
-    sparsity; `link_bytes` go from one GPU to its neighbour each second, in one direction.
+    `flops` are dense operations a second in bfloat16, or in float16 where the card has no bfloat16,
+    with float32 sums and without sparsity.
     """
 
-    name: str  # as NVML has it
+    name: str  # as NVML spells it
     gib: float  # usable memory
     capability: tuple[int, int]
     flops: float
-    bandwidth: float  # bytes a second of the GPU's own memory
+    bandwidth: float  # of the GPU's own memory, bytes a second
     link: Literal["NVLink", "PCIe"]
-    link_bytes: float
+    link_bytes: float  # from one GPU to its neighbour, in one direction, bytes a second
 
     @property
     def reached_flops(self) -> float:
-        """Operations a second that products of large matrices reach: measured on an H200, the same share of the data sheet elsewhere."""
-        return REACHED.get(self.name, REACHED_SHARE * self.flops)
+        """Operations a second that products of large matrices reach.
+
+        Measured on an H200; elsewhere the same share of the data sheet.
+        """
+        return MEASURED_FLOPS.get(self.name, REACHED_SHARE * self.flops)
 
 
 def _card(
@@ -44,11 +46,13 @@ def _card(
     return Card(name, gib, capability, tflops * 1e12, gigabytes * 1e9, link, link_gigabytes * 1e9)
 
 
-# Memory in GiB as CUDA reports it ("GPU 0 has a total capacity of 139.72 GiB"), the lowest of several published torch logs: drivers
-# differ by up to 0.2 GiB. All are below the size on the box, because the driver keeps some and makers count in GB.
-# The rest by NVIDIA's data sheets, halved where they count sparsity or both directions; GeForce and RTX by the white papers of their
-# architectures (GA102, AD102, RTX Blackwell, TU102), the 3060 by GA102's two tensor operations for each float32 one. x16 slots: PCIe
-# 3, 4 and 5 carry 16, 32 and 63 GB/s. NVLink bridges, which some PCIe cards can be given, are not counted on.
+# Memory in GiB as CUDA reports it ("GPU 0 has a total capacity of 139.72 GiB"), the lowest of
+# several published torch logs: drivers differ by up to 0.2 GiB. All are below the advertised size,
+# because the driver keeps some and makers count in GB. The rest is from NVIDIA's data sheets,
+# halved where they count sparsity or both directions; for GeForce and RTX, from the white papers of
+# their architectures (GA102, AD102, RTX Blackwell, TU102), for the 3060 from GA102's two tensor
+# operations for each float32 one. x16 slots of PCIe 3, 4 and 5 carry 16, 32 and 63 GB/s. NVLink
+# bridges, which some PCIe cards can be given, are not counted.
 CARDS: dict[str, Card] = {
     "B200": _card("NVIDIA B200", 178.35, (10, 0), 2250, 8000, "NVLink", 900),
     "H200": _card("NVIDIA H200", 139.72, (9, 0), 989, 4800, "NVLink", 450),
@@ -73,12 +77,17 @@ CARDS: dict[str, Card] = {
 
 
 def key_of(device_name: str) -> str | None:
-    """Return the key in CARDS of the device that NVML calls so; None for any other, such as a laptop's, or a part of a card.
+    """Return the key in CARDS of a device by NVML's name.
+
+    None for any other device, such as a laptop's GPU or a part of a card.
 
     >>> key_of("NVIDIA H200"), key_of("NVIDIA H200 MIG 1g.18gb")
     ('H200', None)
     """
-    return next((key for key, card in CARDS.items() if card.name == device_name), None)
+    for key, card in CARDS.items():
+        if card.name == device_name:
+            return key
+    return None
 
 
 def card_of(gpu_names: Sequence[str]) -> Card | None:

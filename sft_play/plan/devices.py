@@ -1,6 +1,7 @@
-"""What computes here: the GPUs that NVML lists and CUDA_VISIBLE_DEVICES lets through, the CPU's cores, the RAM that is left.
+"""What a host trains with: the GPUs that CUDA shows, the CPU's cores, the available RAM.
 
-Imports no torch and reads no os.environ: the caller passes the environment in. pynvml and psutil load where they are used.
+Imports no torch and reads no os.environ: the caller passes the environment in. pynvml and psutil
+load where they are used.
 """
 
 import difflib
@@ -8,10 +9,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.cards import CARDS
@@ -22,9 +23,9 @@ BF16_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16 tensor cores
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as a CUDA program sees it: `index` is torch's cuda:index, not the number that nvidia-smi shows."""
+    """One GPU as a CUDA program sees it."""
 
-    index: int
+    index: int  # of torch's cuda:index, not the number that nvidia-smi shows
     name: str
     total_bytes: int  # without what the driver keeps for itself, as torch's total_memory
     free_bytes: int
@@ -38,10 +39,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one host trains with. `gpus` is empty where kind is cpu."""
+    """What one host trains with."""
 
     kind: Literal["cuda", "cpu"]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]  # empty where kind is cpu
     cpu_count: int  # cores that this process may run on
     ram_available_bytes: int
 
@@ -58,10 +59,24 @@ class Hardware:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """RAM that this process can use; under a container's limit where that is smaller than the machine."""
+    """RAM that this process can use: the host's, or the limit of a container where that is less."""
 
     total_bytes: int
     available_bytes: int
+
+
+class GpuMemory(NamedTuple):
+    """The memory of one GPU."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+class VisibleGpus(NamedTuple):
+    """The GPUs that a CUDA program sees."""
+
+    gpus: tuple[Gpu, ...]
+    reason: str | None  # where there are none: why, and what to do
 
 
 class NvmlUnavailable(EnvironmentFault):
@@ -71,23 +86,26 @@ class NvmlUnavailable(EnvironmentFault):
 def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -> Hardware:
     """Return what this host trains with; auto is its GPUs where it has any, else its CPU.
 
-    GPUs are numbered as NVML orders them, by PCI address. CUDA does the same under CUDA_DEVICE_ORDER=PCI_BUS_ID; its default,
-    FASTEST_FIRST, differs only on a host whose GPUs are of several models.
+    GPUs are numbered as NVML orders them, by PCI address. CUDA does the same under
+    CUDA_DEVICE_ORDER=PCI_BUS_ID; its default, FASTEST_FIRST, differs only on a host whose GPUs are
+    of several models.
 
     Raises: EnvironmentFault when device is cuda and no GPU can be used.
     """
-    gpus, reason = ((), None) if device == "cpu" else nvml_gpus(environ)
+    gpus, reason = VisibleGpus((), None) if device == "cpu" else nvml_gpus(environ)
     if device == "cuda" and not gpus:
         raise EnvironmentFault(
-            f"DEVICE=cuda finds no GPU: {reason}; `make doctor` checks the rest, DEVICE=cpu trains without a GPU"
+            f"DEVICE=cuda finds no GPU: {reason}; `make doctor` checks the rest, "
+            "DEVICE=cpu trains without a GPU"
         )
     return Hardware("cuda" if gpus else "cpu", gpus, cpu_count(), host_memory().available_bytes)
 
 
 def parse(words: str) -> Hardware:
-    """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names; its GPUs are empty, its CPU and RAM are this host's.
+    """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names.
 
-    A size in GiB stands for a GPU of that much usable memory, capability 8.0.
+    All memory of its GPUs is free; CPU and RAM are this host's. A size in GiB stands for a GPU of
+    that much usable memory and capability 8.0.
 
     Raises: ConfigError for other words, with the nearest name.
     """
@@ -95,72 +113,69 @@ def parse(words: str) -> Hardware:
     count, word = (int(match[1]), match[2]) if match else (1, words.strip())
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)GiB", word, re.IGNORECASE)
     if size and float(size[1]) > 0:
-        name, total_gib, capability = f"GPU of {size[1]} GiB", float(size[1]), BF16_CAPABILITY
-    elif _key(word) in CARDS:
-        card = CARDS[_key(word)]
-        name, total_gib, capability = card.name, card.gib, card.capability
+        total_bytes = int(float(size[1]) * GIB)
+        gpu = Gpu(0, f"GPU of {size[1]} GiB", total_bytes, total_bytes, BF16_CAPABILITY)
+    elif _card_key(word) in CARDS:
+        card = CARDS[_card_key(word)]
+        total_bytes = int(card.gib * GIB)
+        gpu = Gpu(0, card.name, total_bytes, total_bytes, card.capability)
     else:
-        raise ConfigError(f"GPUS={words}: no GPU of that name; {_nearest(max(count, 1), word)}")
+        raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
     if not match or count < 1:
         raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
-    total_bytes = int(total_gib * GIB)
-    gpus = tuple(Gpu(index, name, total_bytes, total_bytes, capability) for index in range(count))
+    gpus = tuple(replace(gpu, index=index) for index in range(count))
     return Hardware("cuda", gpus, cpu_count(), host_memory().available_bytes)
 
 
-def _key(word: str) -> str:
-    """`RTX 4090` and `4090` are one card; `RTX 6000 Ada` is 6000-ADA."""
-    return re.sub(
-        r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", re.sub(r"[\s_]+", "-", word.upper())
-    ).removesuffix("GB")
+def _card_key(word: str) -> str:
+    """Return a card's name as CARDS spells it: `RTX 4090` is 4090, `RTX 6000 Ada` is 6000-ADA."""
+    name = re.sub(r"[\s_]+", "-", word.upper())
+    return re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", name).removesuffix("GB")
 
 
-def _nearest(count: int, word: str) -> str:
+def _card_hint(count: int, word: str) -> str:
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:G|GB)", word, re.IGNORECASE)
     if size and float(size[1]) > 0:
         return f"did you mean {count}x{size[1]}GiB?"
-    near = [
-        name for name in CARDS if name.startswith(f"{_key(word)}-")
-    ] or difflib.get_close_matches(_key(word), CARDS, n=1)
+    key = _card_key(word)
+    near = [name for name in CARDS if name.startswith(f"{key}-")]
+    near = near or difflib.get_close_matches(key, CARDS, n=1)
     if near:
         return f"did you mean {' or '.join(f'{count}x{name}' for name in near)}?"
     return f"known are {', '.join(CARDS)}; any other goes by its memory, such as {count}x24GiB"
 
 
-def nvml_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the GPUs that a CUDA program started in this environment sees; where there are none, also why and what to do.
+def nvml_gpus(environ: Mapping[str, str]) -> VisibleGpus:
+    """Return the GPUs that a CUDA program started in this environment sees.
 
     A card in MIG mode counts as one whole GPU unless CUDA_VISIBLE_DEVICES names its instances.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with nvml_session() as nvml:
-            cards = [
-                nvml.nvmlDeviceGetHandleByIndex(number)
-                for number in range(nvml.nvmlDeviceGetCount())
-            ]
-            gpus = tuple(
-                _gpu(nvml, index, handle)
-                for index, handle in enumerate(_visible_handles(nvml, cards, visible))
-            )
+            count = nvml.nvmlDeviceGetCount()
+            cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
+            handles = _visible_handles(nvml, cards, visible)
+            gpus = tuple(_gpu(nvml, index, handle) for index, handle in enumerate(handles))
     except NvmlUnavailable as error:
-        return (), str(error)
-    if gpus:
-        return gpus, None
+        return VisibleGpus((), str(error))
+    reason = None
     if not cards:
-        return (
-            (),
-            "the NVIDIA driver runs but lists no GPU; see `nvidia-smi`, and give a container its GPUs with --gpus all",
+        reason = (
+            "the NVIDIA driver runs but lists no GPU; see `nvidia-smi`, and give a container its "
+            "GPUs with --gpus all"
         )
-    return (
-        (),
-        f"CUDA_VISIBLE_DEVICES={visible} hides every GPU of this host ({len(cards)}); unset it, or name one: CUDA_VISIBLE_DEVICES=0",
-    )
+    elif not gpus:
+        reason = (
+            f"CUDA_VISIBLE_DEVICES={visible} hides every GPU of this host ({len(cards)}); "
+            "unset it, or name one: CUDA_VISIBLE_DEVICES=0"
+        )
+    return VisibleGpus(gpus, reason)
 
 
 @contextmanager
 def nvml_session() -> Iterator[ModuleType]:
-    """Yield pynvml, initialised. Raises NvmlUnavailable, also for NVML's errors inside the block."""
+    """Yield pynvml, initialised. Raises NvmlUnavailable, also for NVML errors inside the block."""
     try:
         import pynvml
     except ImportError:
@@ -168,7 +183,8 @@ def nvml_session() -> Iterator[ModuleType]:
             "the Python package nvidia-ml-py is not installed; run `make install`"
         ) from None
     try:
-        # never shut down: without persistence mode the driver would let go of the GPUs and the next question wake them again
+        # never shut down: without persistence mode the driver would then release the GPUs, and the
+        # next question would have to wake them again
         pynvml.nvmlInit()
         yield pynvml
     except pynvml.NVMLError as error:
@@ -177,83 +193,95 @@ def nvml_session() -> Iterator[ModuleType]:
 
 def _cure(nvml: ModuleType, error: Exception) -> str:
     cures = {
-        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver here (libnvidia-ml.so.1 not found); install the driver, or start the container with --gpus all",
-        nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed but not loaded; try `sudo modprobe nvidia`, or reboot",
-        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while the old one runs; reboot",
-        nvml.NVML_ERROR_NO_PERMISSION: "no permission to open the NVIDIA driver; see `ls -l /dev/nvidia*`",
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver here (libnvidia-ml.so.1 not found); "
+        "install the driver, or start the container with --gpus all",
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is installed but not loaded; "
+        "try `sudo modprobe nvidia`, or reboot",
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while the old one "
+        "runs; reboot",
+        nvml.NVML_ERROR_NO_PERMISSION: "no permission to open the NVIDIA driver; "
+        "see `ls -l /dev/nvidia*`",
     }
     return cures.get(error.value, f"the NVIDIA driver answers '{error}'; see `nvidia-smi`")
 
 
 def _visible_handles(nvml: ModuleType, cards: Sequence[Any], visible: str | None) -> list[Any]:
-    """Return NVML's handles of what CUDA shows: whole cards, or the MIG instances that CUDA_VISIBLE_DEVICES names."""
+    """Return NVML's handles of what CUDA shows: cards, or MIG instances that `visible` names."""
     if visible is not None and visible.startswith("MIG-"):
-        return [
-            nvml.nvmlDeviceGetHandleByUUID(uuid)
-            for uuid in visible.split(",")
-            if uuid.startswith("MIG-")
-        ]
+        instances = [uuid for uuid in visible.split(",") if uuid.startswith("MIG-")]
+        return [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in instances]
     uuids = [nvml.nvmlDeviceGetUUID(card) for card in cards]
     return [cards[number] for number in visible_numbers(visible, uuids)]
 
 
 def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return which of a host's GPUs CUDA shows, and in which order, for a value of CUDA_VISIBLE_DEVICES (None: not set).
+    """Return which of a host's GPUs CUDA shows, in CUDA's order.
 
-    As CUDA reads it, and torch after it (torch.cuda._parse_visible_devices): numbers by strtoul, so that `1a` is 1, or UUIDs by a
-    prefix that only one GPU has; the first entry that names no GPU ends the list, and an entry that comes twice empties it.
+    `visible` is the value of CUDA_VISIBLE_DEVICES, None where it is not set. CUDA, and torch after
+    it (torch.cuda._parse_visible_devices), reads numbers as strtoul does, so that `1a` is 1, and
+    UUIDs by a prefix that only one GPU has. The first entry that names no GPU ends the list, and an
+    entry that comes twice empties it.
 
     >>> visible_numbers("1,0,7,2", ["GPU-a", "GPU-b", "GPU-c"])
     [1, 0]
     """
     if visible is None:
         return list(range(len(uuids)))
+    by_uuid = visible.startswith("GPU-")
     numbers: list[int] = []
     for entry in visible.split(","):
-        if visible.startswith("GPU-"):
-            matching = [
-                number
-                for number, uuid in enumerate(uuids)
-                if entry.startswith("GPU-") and uuid.startswith(entry.strip())
-            ]
-        else:
-            digits = re.match(r"\s*\+?([0-9]+)", entry)
-            matching = [int(digits[1])] if digits and int(digits[1]) < len(uuids) else []
-        if len(matching) != 1:
+        number = _number_of_uuid(entry, uuids) if by_uuid else _leading_number(entry)
+        if number is None or number >= len(uuids):
             break
-        if matching[0] in numbers:
+        if number in numbers:
             return []
-        numbers += matching
+        numbers.append(number)
     return numbers
 
 
+def _number_of_uuid(entry: str, uuids: Sequence[str]) -> int | None:
+    """Return the number of the only GPU whose UUID begins so, else None."""
+    if not entry.startswith("GPU-"):
+        return None
+    matching = [number for number, uuid in enumerate(uuids) if uuid.startswith(entry.strip())]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _leading_number(entry: str) -> int | None:
+    digits = re.match(r"\s*\+?([0-9]+)", entry)
+    return int(digits[1]) if digits else None
+
+
 def _gpu(nvml: ModuleType, index: int, handle: Any) -> Gpu:
-    is_instance = nvml.nvmlDeviceGetUUID(handle).startswith("MIG-")
-    card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if is_instance else handle
-    total_bytes, free_bytes = _memory_bytes(nvml, handle)
+    uuid = nvml.nvmlDeviceGetUUID(handle)
+    card = handle
+    if uuid.startswith("MIG-"):
+        card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    memory = _gpu_memory(nvml, handle)
     return Gpu(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
-        total_bytes=total_bytes,
-        free_bytes=free_bytes,
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.free_bytes,
         capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(card)),
-        uuid=nvml.nvmlDeviceGetUUID(handle),
+        uuid=uuid,
     )
 
 
-def _memory_bytes(nvml: ModuleType, handle: Any) -> tuple[int, int]:
-    """Return (total, free). Version 2 of the answer names what the driver reserves, which CUDA counts neither as total nor as free."""
+def _gpu_memory(nvml: ModuleType, handle: Any) -> GpuMemory:
+    """Return the memory of a GPU as CUDA counts it.
+
+    Version 2 of the answer names what the driver reserves, which to CUDA is neither total nor free.
+    """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-        return memory.total - memory.reserved, memory.free
+        return GpuMemory(memory.total - memory.reserved, memory.free)
     except nvml.NVMLError_FunctionNotFound:  # a driver before 510 has version 1 only
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return memory.total, memory.free
-    except (
-        nvml.NVMLError_NotSupported
-    ):  # a GPU without memory of its own (GB10) computes in the host's
+        return GpuMemory(memory.total, memory.free)
+    except nvml.NVMLError_NotSupported:  # a GPU without its own memory (GB10) uses the host's
         host = host_memory()
-        return host.total_bytes, host.available_bytes
+        return GpuMemory(host.total_bytes, host.available_bytes)
 
 
 def cpu_count() -> int:
@@ -264,45 +292,64 @@ def cpu_count() -> int:
 def host_memory(
     cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> HostMemory:
-    """Return the RAM of this host, or of the container or job that limits this process (cgroup v1 and v2)."""
+    """Return the RAM of this host, or of the container or job that limits this process.
+
+    Reads cgroups of version 1 and 2.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
-    total_bytes, available_bytes = memory.total, memory.available
-    for limit_bytes, used_bytes in _cgroup_limits(cgroups, membership):
-        total_bytes = min(total_bytes, limit_bytes)
-        available_bytes = min(available_bytes, max(limit_bytes - used_bytes, 0))
+    total_bytes = memory.total
+    available_bytes = memory.available
+    for limit in _cgroup_limits(cgroups, membership):
+        total_bytes = min(total_bytes, limit.limit_bytes)
+        available_bytes = min(available_bytes, max(limit.limit_bytes - limit.used_bytes, 0))
     return HostMemory(total_bytes, available_bytes)
 
 
-def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, used) in bytes of every memory cgroup around this process: its own and all above it."""
+class CgroupFiles(NamedTuple):
+    """Where a version of cgroups keeps the memory of a group."""
+
+    root: Path
+    limit: str  # names of files
+    used: str
+    cache: str  # name of a line in memory.stat
+
+
+class CgroupLimit(NamedTuple):
+    """The memory of one group."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[CgroupLimit]:
+    """Yield the limit of every memory cgroup around this process: its own and all above it."""
+    v1 = CgroupFiles(
+        cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    )
+    v2 = CgroupFiles(cgroups, "memory.max", "memory.current", "inactive_file")
     lines = membership.read_text().splitlines() if membership.exists() else []
-    for controllers, path in (line.split(":", 2)[1:] for line in lines):
-        if controllers == "":  # v2
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files = v2
         elif "memory" in controllers.split(","):
-            root, names = (
-                cgroups / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
+            files = v1
         else:
             continue
-        own = root / path.lstrip("/")
-        for folder in (
-            own,
-            *own.parents,
-        ):  # inside a container `path` may be the host's: its folders then do not exist here
-            if folder.is_relative_to(root) and (folder / names[0]).exists():
-                yield from _limit(folder, *names)
+        # inside a container `path` may be the host's: its folders then do not exist here
+        own = files.root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(files.root) and (folder / files.limit).exists():
+                yield from _read_limit(folder, files)
 
 
-def _limit(
-    folder: Path, limit_name: str, used_name: str, cache_name: str
-) -> Iterator[tuple[int, int]]:
-    limit = (folder / limit_name).read_text().strip()
+def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[CgroupLimit]:
+    limit = (folder / files.limit).read_text().strip()
     if limit == "max":
         return
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    # file cache that nobody uses counts as used but goes first when memory runs short
-    yield int(limit), int((folder / used_name).read_text()) - int(stat.get(cache_name, 0))
+    # unused file cache counts as used, but is the first to go when memory runs short
+    cache_bytes = int(stat.get(files.cache, 0))
+    yield CgroupLimit(int(limit), int((folder / files.used).read_text()) - cache_bytes)
