@@ -1,9 +1,11 @@
-"""The command line: `python -m sft_play <command>`. No logic: every command is a call into `commands` or a room.
+"""The command line: `python -m sft_play <command>`. No logic: every command calls another module.
 
-Variables of make (CONFIG, RUN, NUM_GPUS, TRAIN_BATCH_SIZE, ...) arrive by the environment, so that no shell reads their values.
+Make passes its variables (CONFIG, RUN, NUM_GPUS, TRAIN_BATCH_SIZE, ...) in the environment, so that
+no shell interprets their values.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -46,15 +48,26 @@ BackendOption = Annotated[
 ]
 
 
+def _call(
+    config: str | None = None, overrides: list[str] | None = None, gpus: str | None = None
+) -> commands.Call:
+    return commands.call(config, overrides or (), gpus)
+
+
+def _echo_lines(lines: Iterable[str]) -> None:
+    typer.echo("\n".join(lines))
+
+
 @app.command()
 def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False) -> None:
     """Show the merged settings, each with its origin."""
     from sft_play.config import present
 
-    loaded = commands.load_config(commands.call(config, set_ or ()))
-    typer.echo(
-        commands.as_text(present.as_json(loaded)) if json else "\n".join(present.as_lines(loaded))
-    )
+    loaded = commands.load_config(_call(config, set_))
+    if json:
+        typer.echo(commands.as_text(present.as_json(loaded)))
+    else:
+        _echo_lines(present.as_lines(loaded))
 
 
 @app.command()
@@ -75,8 +88,9 @@ def plan(
         ),
     ] = False,
 ) -> None:
-    """Show what a run would do on this machine, or on the hardware named: memory by phase, batch, speed, hours, command."""
-    called = commands.call(config, set_ or (), gpus)
+    """Show what a run would do on this machine, or on the hardware named: memory by phase, batch,
+    speed, hours, command."""
+    called = _call(config, set_, gpus)
     planned = commands.plan_for_display(called, distributed, deepspeed)
     typer.echo(commands.plan_text(called, planned, exact, json))
     if not planned.plan.fits and not planned.plan.is_batch_explicit:
@@ -95,7 +109,7 @@ def train(
     backend: BackendOption = None,
 ) -> None:
     """Fine-tune: evaluate, train, evaluate, save and check."""
-    commands.train(commands.call(config, set_ or ()), distributed, deepspeed, tensorboard, backend)
+    commands.train(_call(config, set_), distributed, deepspeed, tensorboard, backend)
 
 
 @app.command("data-check")
@@ -105,10 +119,13 @@ def data_check(
     """Read and render all rows as a run would, and account for each."""
     from sft_play.data.check import check_lines
 
-    called = commands.call(config, set_ or ())
+    called = _call(config, set_)
     planned = commands.plan_run(called, commands.load_config(called))
     ledger = preparation.ledger(planned)
-    typer.echo(commands.as_text(ledger) if json else "\n".join(check_lines(ledger)))
+    if json:
+        typer.echo(commands.as_text(ledger))
+    else:
+        _echo_lines(check_lines(ledger))
 
 
 @app.command()
@@ -132,7 +149,7 @@ def preview(
     ] = False,
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
-    called = commands.call(config, set_ or ())
+    called = _call(config, set_)
     loaded = commands.load_config(called)
     planned = commands.plan_run(called, loaded)
     preparation.preview(planned, loaded.source, rows, page, no_color)
@@ -141,7 +158,7 @@ def preview(
 @app.command("setup-accelerate")
 def setup_accelerate(config: ConfigOption = None) -> None:
     """Write the accelerate file that train-distributed uses; asks nothing."""
-    typer.echo("\n".join(commands.setup_accelerate(commands.call(config, ()))))
+    _echo_lines(commands.setup_accelerate(_call(config)))
 
 
 @app.command("gpu-info")
@@ -149,7 +166,7 @@ def gpu_info() -> None:
     """Show GPUs, memory, links, and what runs on this host."""
     from sft_play.monitor import gpus
 
-    typer.echo("\n".join(gpus.gpu_info_lines(commands.call(None, ()).environ)))
+    _echo_lines(gpus.gpu_info_lines(_call().environ))
 
 
 @app.command("memory-check")
@@ -157,25 +174,26 @@ def memory_check() -> None:
     """Show memory and load of each GPU now, and who holds it."""
     from sft_play.monitor.memory import memory_check_lines
 
-    called = commands.call(None, ())
-    typer.echo("\n".join(memory_check_lines(called.environ, called.output_dir)))
+    called = _call()
+    _echo_lines(memory_check_lines(called.environ, called.output_dir))
 
 
 @app.command()
 def doctor() -> None:
-    """Check versions, GPUs, compilers and disk; say what is missing and the command that fixes it."""
+    """Check versions, GPUs, compilers and disk; say what is missing and the command that fixes
+    it."""
     from sft_play.monitor import doctor as checks
 
-    called = commands.call(None, ())
+    called = _call()
     findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ)
-    typer.echo("\n".join(checks.report_lines(findings)))
+    _echo_lines(checks.report_lines(findings))
     raise typer.Exit(int(checks.exit_class(findings)))
 
 
 @app.command()
 def tensorboard() -> None:
     """Show all runs in TensorBoard."""
-    called = commands.call(None, ())
+    called = _call()
     typer.echo(commands.start_tensorboard(called, called.output_dir))
 
 
@@ -184,13 +202,13 @@ def tb_stop() -> None:
     """Stop the TensorBoard that this project started."""
     from sft_play.monitor import tensorboard as board
 
-    typer.echo(board.stop(commands.pid_file(commands.call(None, ()))))
+    typer.echo(board.stop(commands.pid_file(_call())))
 
 
 @app.command()
 def runs() -> None:
     """List the runs with status and scores."""
-    typer.echo("\n".join(commands.run_lines(commands.call(None, ()))))
+    _echo_lines(commands.run_lines(_call()))
 
 
 @app.command("eval")
@@ -198,7 +216,7 @@ def evaluate() -> None:
     """Score the weights of a run (RUN, default the latest) on its test rows."""
     from sft_play.inference.evaluate import evaluate_run
 
-    typer.echo("\n".join(evaluate_run(commands.chosen_run(), commands.inference_device())))
+    _echo_lines(evaluate_run(commands.chosen_run(), commands.inference_device()))
 
 
 @app.command()
@@ -211,9 +229,9 @@ def infer(
     """Answer questions with the weights of a run."""
     from sft_play.inference.chat import answer_all
 
-    for answer in answer_all(
-        commands.chosen_run(), commands.inference_device(), commands.prompts(prompt)
-    ):
+    run = commands.chosen_run()
+    device = commands.inference_device()
+    for answer in answer_all(run, device, commands.prompts(prompt)):
         typer.echo(answer)
 
 
@@ -238,10 +256,9 @@ def main() -> None:
     try:
         app()
     except SftPlayError as error:
-        sys.stderr.write(
-            f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n"
-        )
-        sys.exit(int(error.exit_class))
+        code = int(error.exit_class)
+        sys.stderr.write(f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n")
+        sys.exit(code)
 
 
 if __name__ == "__main__":
