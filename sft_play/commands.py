@@ -115,7 +115,7 @@ def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) 
     if with_trace or call.invocation.exact:
         from sft_play.models import trace  # torch: seconds
 
-        traced = trace.trace(trace.step_of(planned))
+        traced = trace.trace_step(trace.setup_of(planned))
     if as_json:
         exact = None
         if traced is not None:

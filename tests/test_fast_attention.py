@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sft_play.models.fast import attention, norms
-from sft_play.models.fast.attention import UNMASKED, attend, is_unmasked, route
+from sft_play.models.fast import attention, rope
+from sft_play.models.fast.attention import UNMASKED, Documents, attend, is_unmasked, remove_mask
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
 SAME = 1e-6  # float32, summed in another order
@@ -45,10 +45,10 @@ def written_out(
     )
 
 
-def boundaries_of(*lengths: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """(N + 1,) int32, the longest, and each token's document (B, T)."""
+def documents_of(*lengths: int) -> tuple[Documents, torch.Tensor]:
+    """Documents of these lengths, and the number of each token's document (B, T)."""
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(ROWS, TOKENS)
-    return torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), numbers
+    return Documents(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths)), numbers
 
 
 def gap(found: torch.Tensor, expected: torch.Tensor, of: tuple[torch.Tensor, ...]) -> float:
@@ -75,9 +75,9 @@ def test_attention_is_its_definition(
     lengths: tuple[int, ...], window: int | None, key_heads: int
 ) -> None:
     of = inputs(key_heads)
-    boundaries, longest, document = boundaries_of(*lengths)
-    expected = written_out(*of, 0.3, window, document)
-    assert gap(attend(*of, 0.3, window, boundaries, longest), expected, of) <= SAME
+    documents, numbers = documents_of(*lengths)
+    expected = written_out(*of, 0.3, window, numbers)
+    assert gap(attend(*of, 0.3, window, documents), expected, of) <= SAME
     if lengths == WHOLE:
         assert gap(attend(*of, 0.3, window), expected, of) <= SAME
 
@@ -85,35 +85,35 @@ def test_attention_is_its_definition(
 @pytest.mark.parametrize("mutant", ["boundaries", "window", "scale", "no boundaries"])
 def test_the_comparison_sees_what_is_wrong(mutant: str) -> None:
     of = inputs()
-    boundaries, longest, document = boundaries_of(*PACKED)
-    given: dict[str, Any] = {
-        "scale": 0.3,
-        "window": 6,
-        "boundaries": boundaries,
-        "longest": longest,
-    }
-    given |= {
-        "boundaries": {
-            "boundaries": torch.cat([boundaries[:1], boundaries[1:-1] + 1, boundaries[-1:]])
-        },
+    documents, numbers = documents_of(*PACKED)
+    moved = documents.boundaries + 1
+    moved[0] -= 1
+    moved[-1] -= 1
+    given: dict[str, Any] = {"scale": 0.3, "window": 6, "documents": documents}
+    mutants = {
+        "boundaries": {"documents": documents._replace(boundaries=moved)},
         "window": {"window": 7},
         "scale": {"scale": 0.31},
-        "no boundaries": {"boundaries": None},
-    }[mutant]
-    assert gap(attend(*of, **given), written_out(*of, 0.3, 6, document), of) > 1e-3
+        "no boundaries": {"documents": None},
+    }
+    wrong = attend(*of, **{**given, **mutants[mutant]})
+    assert gap(wrong, written_out(*of, 0.3, 6, numbers), of) > 1e-3
 
 
 def test_rows_of_one_document_need_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(
-        attention, "_by_document", lambda *arguments: called.append(arguments) or arguments[0]
+        attention,
+        "_attend_by_document",
+        lambda *arguments: called.append(arguments) or arguments[0],
     )
-    boundaries, longest, _ = boundaries_of(*WHOLE)
-    attend(*inputs(), 0.3, None, boundaries, longest)
-    attend(*inputs(), 0.3, TOKENS, boundaries, longest)
+    whole, _ = documents_of(*WHOLE)
+    attend(*inputs(), 0.3, None, whole)
+    attend(*inputs(), 0.3, TOKENS, whole)
     assert not called
-    attend(*inputs(), 0.3, TOKENS - 1, boundaries, longest)
-    attend(*inputs(), 0.3, None, boundaries_of(*PACKED)[0], 23)
+    attend(*inputs(), 0.3, TOKENS - 1, whole)
+    packed, _ = documents_of(*PACKED)
+    attend(*inputs(), 0.3, None, packed)
     assert len(called) == 2
 
 
@@ -127,7 +127,7 @@ def test_positions_are_rotated_as_transformers_does(rotated: int) -> None:
         query.transpose(1, 2), key.transpose(1, 2), angles.cos(), angles.sin()
     )
     for one, two in zip(
-        norms.rotate(query, key, angles.cos(), angles.sin()), expected, strict=True
+        rope.apply_rotary(query, key, angles.cos(), angles.sin()), expected, strict=True
     ):
         assert torch.equal(one, two.transpose(1, 2))
 
@@ -157,7 +157,7 @@ def test_steps_and_named_documents_go_without_a_mask(
     trains: bool, gradients: bool, given: dict[str, Any], expected: bool
 ) -> None:
     with torch.set_grad_enabled(gradients):
-        routed = route(nn.Linear(1, 1).train(trains), (), given)
+        routed = remove_mask(nn.Linear(1, 1).train(trains), (), given)
     assert (routed is not None) == expected
     if routed:
         assert routed[1] == {**given, "attention_mask": UNMASKED, "use_cache": False}

@@ -15,7 +15,12 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import Installed, installed_on, make_fast, takes_boundaries
+from sft_play.models.fast.install import (
+    FusedKernels,
+    fused_kernels_of,
+    install_fused_kernels,
+    uses_varlen_attention,
+)
 from sft_play.models.losses import summed_nll
 from sft_play.process import Process
 from sft_play.training.cross_document import measure_cross_document
@@ -99,8 +104,8 @@ def settings(mode: str = "lora", **train: Any) -> Config:
     )
 
 
-def make(model: Any, mode: str = "lora", zero_stage: int = 0, **train: Any) -> Installed:
-    return make_fast(model, settings(mode, **train), Process.alone(CPU), zero_stage)
+def make(model: Any, mode: str = "lora", zero_stage: int = 0, **train: Any) -> FusedKernels:
+    return install_fused_kernels(model, settings(mode, **train), Process.alone(CPU), zero_stage)
 
 
 def batches(is_packed: bool, names_boundaries: bool) -> list[Batch]:
@@ -169,7 +174,7 @@ def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(
     model = plain_model(name, mode)
     plain = step(model, is_packed)
     make(model, mode)
-    assert gap(plain, step(model, is_packed, names_boundaries=takes_boundaries(model))) <= SAME
+    assert gap(plain, step(model, is_packed, names_boundaries=uses_varlen_attention(model))) <= SAME
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
@@ -250,9 +255,9 @@ def test_evaluation_and_generation_are_the_same_to_the_bit(name: str) -> None:
 def test_documents_are_kept_apart_by_fast_attention(name: str) -> None:
     model = plain_model(name)
     make(model)
-    collator = PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model))
+    collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model))
     assert measure_cross_document(model, collator, VOCABULARY, CPU).holds
-    if takes_boundaries(model):
+    if uses_varlen_attention(model):
         documents_joined(model)
         assert not measure_cross_document(model, collator, VOCABULARY, CPU).holds
 
@@ -293,8 +298,8 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
     model = plain_model("llama")
     installed = make(model)
-    assert installed_on(model) == installed and takes_boundaries(model)
-    assert installed == Installed(
+    assert fused_kernels_of(model) == installed and uses_varlen_attention(model)
+    assert installed == FusedKernels(
         {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}, {}
     )
     assert [record.message for record in caplog.records if "fast path" in record.message] == [
@@ -328,15 +333,17 @@ def test_dropout_of_attention_keeps_it_plain() -> None:
 
 def test_the_user_has_the_last_word() -> None:
     model = plain_model("llama")
-    assert make(model, fast_path=False) == Installed({}, {"fused kernels": "train.fast_path=false"})
-    assert not takes_boundaries(model) and "forward" not in vars(
+    assert make(model, fast_path=False) == FusedKernels(
+        {}, {"fused kernels": "train.fast_path=false"}
+    )
+    assert not uses_varlen_attention(model) and "forward" not in vars(
         model.get_base_model().model.layers[0].mlp
     )
     chosen = settings().model_copy(
         update={"model": settings().model.model_copy(update={"attn_implementation": "eager"})}
     )
     assert (
-        make_fast(model, chosen, Process.alone(CPU)).off["attention"]
+        install_fused_kernels(model, chosen, Process.alone(CPU)).off["attention"]
         == "model.attn_implementation=eager"
     )
 
@@ -345,7 +352,7 @@ def test_an_architecture_that_nobody_looked_at_trains_as_it_is() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config)
-    assert make(model, "full").on == {} and "gpt2" in installed_on(model).off["fused kernels"]
+    assert make(model, "full").on == {} and "gpt2" in fused_kernels_of(model).off["fused kernels"]
     with pytest.raises(ConfigError, match=r"train.fast_path=true: .*gpt2.*TRAIN_FAST_PATH=auto"):
         make(model, "full", fast_path=True)
 

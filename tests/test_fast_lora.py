@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.models.fast import lora
-from sft_play.models.fast.lora import can_fuse, fuse_linear, lora_linears
+from sft_play.models.fast.lora import fuse_lora_linear, lora_linears, why_not_fusable
 
 IN, OUT, TOKENS = 64, 96, 10
 # float32: sums of up to 96 terms in another order; each is off by 6e-8 of its largest term
@@ -110,7 +110,7 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
     for module in modules:
         if isinstance(module, LoraLayer):
-            fuse_linear(module)
+            fuse_lora_linear(module)
     return plainly(x, modules)
 
 
@@ -254,11 +254,11 @@ def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
 
 MUTANTS = {
     "scale forgotten": (
-        "weights_of",
+        "split_linears",
         lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1]),
     ),
     "scale forgotten backward": (
-        "adapter_inputs_gradient",
+        "rank_gradient",
         lambda f: lambda dy, ws, ad: f(dy, [w._replace(scale=1.0) for w in ws], ad),
     ),
     "dA of the outputs' gradient": (
@@ -273,7 +273,7 @@ MUTANTS = {
         "input_gradient",
         lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad),
     ),
-    "one adapter for all": ("columns", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
+    "one adapter for all": ("rank_slices", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
 }
 
 
@@ -309,7 +309,7 @@ def fused_model() -> PeftModel:
     model = tiny_model()
     fused = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for module in fused:
-        fuse_linear(module)
+        fuse_lora_linear(module)
     assert len(fused) == 14
     return model
 
@@ -335,7 +335,7 @@ def test_a_fused_model_can_be_copied_and_pickled() -> None:
     model = fused_model()
     wanted = model(IDS).logits
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(twin.base_model.model.model.layers[0].mlp.up_proj, lora.FusedLinear)
+        assert isinstance(twin.base_model.model.model.layers[0].mlp.up_proj, lora.FusedLoraLinear)
         nn.init.zeros_(
             twin.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
         )  # its own, not the original's
@@ -354,25 +354,25 @@ def test_disabled_and_merged_adapters_compute_as_peft_does() -> None:
 
 def test_a_linear_says_why_it_keeps_its_own_forward() -> None:
     module = Case().modules()[0]
-    assert can_fuse(module) is None and can_fuse(module.base_layer) is None
-    assert "dropout" in can_fuse(Case(dropout=0.1).modules()[0])
-    assert "trained" in can_fuse(nn.Linear(2, 2))
-    assert "Conv1d" in can_fuse(nn.Conv1d(2, 2, 1))
+    assert why_not_fusable(module) is None and why_not_fusable(module.base_layer) is None
+    assert "dropout" in why_not_fusable(Case(dropout=0.1).modules()[0])
+    assert "trained" in why_not_fusable(nn.Linear(2, 2))
+    assert "Conv1d" in why_not_fusable(nn.Conv1d(2, 2, 1))
     twice = tiny_model()
     twice.add_adapter("other", LoraConfig(r=4, target_modules="all-linear"))
     twice.base_model.set_adapter(["default", "other"])
-    assert "2 active" in can_fuse(twice.base_model.model.model.layers[0].mlp.up_proj)
+    assert "2 active" in why_not_fusable(twice.base_model.model.model.layers[0].mlp.up_proj)
     module.register_forward_hook(lambda *_: None)
-    assert "hooks" in can_fuse(module)
+    assert "hooks" in why_not_fusable(module)
     with pytest.raises(ValueError, match="hooks"):
-        fuse_linear(module)
+        fuse_lora_linear(module)
 
 
 def test_dora_keeps_its_own_forward() -> None:
     model = get_peft_model(
         nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True)
     )
-    assert "Dora" in can_fuse(model.base_model.model[0])
+    assert "Dora" in why_not_fusable(model.base_model.model[0])
 
 
 def test_linears_that_cannot_be_fused_compute_as_they_do() -> None:

@@ -17,9 +17,10 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from sft_play.models.fast import gated as gated_module
+from sft_play.models.fast import glu as glu_module
 from sft_play.models.fast import mlp as mlp_module
-from sft_play.models.fast.gated import activation_of, gated, gated_backward
+from sft_play.models.fast.activations import activation_of
+from sft_play.models.fast.glu import glu, glu_backward
 from sft_play.models.fast.mlp import lora_mlp
 
 HIDDEN, INNER, TOKENS = 64, 160, 12
@@ -210,18 +211,18 @@ def test_the_formula_is_torchs_activation(activation: str) -> None:
         for shift in (0, 3)
     )
     torch.testing.assert_close(
-        gated(gate, up, activation), REFERENCE[activation](gate) * up, rtol=1e-12, atol=1e-12
+        glu(gate, up, activation), REFERENCE[activation](gate) * up, rtol=1e-12, atol=1e-12
     )
-    assert torch.autograd.gradcheck(lambda g, u: gated(g, u, activation), (gate, up))
+    assert torch.autograd.gradcheck(lambda g, u: glu(g, u, activation), (gate, up))
 
 
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_backward_may_write_the_product_over_its_gradient(activation: str) -> None:
     both, dh = torch.randn(2, 7, 2 * INNER), torch.randn(7, INNER)
     gate, up = both[0].chunk(2, -1)  # rows that lie apart
-    wanted, dboth = gated(gate, up, activation), torch.empty_like(both[0])
+    wanted, dboth = glu(gate, up, activation), torch.empty_like(both[0])
     product = dh.clone()
-    gated_backward(product, gate, up, activation, *dboth.chunk(2, -1), h=product)
+    glu_backward(product, gate, up, activation, *dboth.chunk(2, -1), h=product)
     torch.testing.assert_close(product, wanted)
     leaf = both[0].clone().requires_grad_()
     (REFERENCE[activation](leaf[:, :INNER]) * leaf[:, INNER:]).backward(dh)
@@ -245,15 +246,19 @@ def test_activations_are_known_by_what_they_compute() -> None:
 MUTANTS = {
     "product from the gradients": (
         mlp_module,
-        "gated_backward",
+        "glu_backward",
         lambda f: lambda dh, g, u, act, dg, du, h: f(dh, g, u, act, dg, du),
     ),
     "gate and up exchanged": (
         mlp_module,
-        "gated_backward",
+        "glu_backward",
         lambda f: lambda dh, g, u, act, dg, du, h: f(dh, u, g, act, dg, du, h),
     ),
-    "slope forgotten": (gated_module, "exponent", lambda f: lambda g, act: (f(g, act)[0], 0.0)),
+    "slope forgotten": (
+        glu_module,
+        "sigmoid_argument",
+        lambda f: lambda g, act: (f(g, act)[0], 0.0),
+    ),
     "dx without the adapters": (
         mlp_module,
         "input_gradient",
@@ -276,7 +281,7 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype) -> None:
-    from sft_play.models.fast import gated_kernels
+    from sft_play.models.fast import glu_kernels
 
     torch.manual_seed(0)
     rows, features = 33, 1500  # no multiple of a block
@@ -289,15 +294,15 @@ def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype
         dup=torch.empty(rows, features, dtype=dtype),
     )
     h = dh.cpu()
-    gated_backward(h, cpu.gate, cpu.up, activation, cpu.dgate, cpu.dup, h)
+    glu_backward(h, cpu.gate, cpu.up, activation, cpu.dgate, cpu.dup, h)
     dboth, product = torch.empty(rows, 2 * features, device="cuda", dtype=dtype), dh.clone()
-    gated_kernels.backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
+    glu_kernels.backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
     # Triton's exponential is off by 1e-6 of its value in float32; in bfloat16 such a difference may turn a rounding, one step of 2^-7
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     for found, wanted in (
         (dboth[:, :features], cpu.dgate),
         (dboth[:, features:], cpu.dup),
         (product, h),
-        (gated_kernels.forward(gate, up, activation), h),
+        (glu_kernels.forward(gate, up, activation), h),
     ):
         torch.testing.assert_close(found.cpu(), wanted, rtol=tolerance, atol=1e-5)

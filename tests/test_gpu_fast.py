@@ -17,8 +17,8 @@ from test_fast_install import (
 )
 
 from sft_play.data.collate import PackCollator, labelled
-from sft_play.models.fast.install import Installed, make_fast, takes_boundaries
-from sft_play.models.fast.loss import fused_nll, is_loss_fused
+from sft_play.models.fast.install import FusedKernels, install_fused_kernels, uses_varlen_attention
+from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
 from sft_play.models.fast.norms import GEMMA, LLAMA, NormKind
 from sft_play.models.fast.residual import Reference
 from sft_play.models.losses import summed_nll
@@ -47,8 +47,10 @@ def on_gpu(name: str, mode: str, dtype: torch.dtype) -> Any:
     return plain_model(name, mode, std=0.08, dtype=dtype, **SIZES).cuda()
 
 
-def make(model: Any, mode: str, dtype: torch.dtype) -> Installed:
-    return make_fast(model, settings(mode), Process.alone(torch.device("cuda", 0), dtype))
+def make(model: Any, mode: str, dtype: torch.dtype) -> FusedKernels:
+    return install_fused_kernels(
+        model, settings(mode), Process.alone(torch.device("cuda", 0), dtype)
+    )
 
 
 def loss_of(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +76,7 @@ def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torc
     """Gradients of a step of 16 samples, and its loss."""
     model.zero_grad()
     total = torch.zeros((), device="cuda")
-    for batch in on_device(is_packed, takes_boundaries(model)):
+    for batch in on_device(is_packed, uses_varlen_attention(model)):
         loss = loss_of(model, batch, dtype) / 100
         loss.backward()
         total += loss.detach()
@@ -150,7 +152,7 @@ def test_documents_are_kept_apart(name: str) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         found = measure_cross_document(
             model,
-            PackCollator(0, MAX_SEQ_LEN, takes_boundaries(model)),
+            PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model)),
             VOCABULARY,
             torch.device("cuda"),
         )
@@ -162,7 +164,7 @@ def test_documents_are_kept_apart(name: str) -> None:
 def test_a_fast_step_never_waits_for_the_gpu(name: str, is_packed: bool) -> None:
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
-    waiting = list(on_device(is_packed, takes_boundaries(model)))
+    waiting = list(on_device(is_packed, uses_varlen_attention(model)))
     loss_of(model, waiting[0], torch.bfloat16).backward()  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,8 +15,8 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import Layout, StepSampler, fullest_step
 from sft_play.models import lora
-from sft_play.models.fast.install import installed_on, make_fast
-from sft_play.models.fast.loss import linear_nll
+from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
+from sft_play.models.fast.linear_cross_entropy import fused_linear_cross_entropy
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.trainer import SftTrainer
@@ -88,7 +88,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
     )
     model = LlamaForCausalLM(shape).to(GPU, torch.float32 if mode == "full" else torch.bfloat16)
     model = lora.add_adapters(model, config) if mode == "lora" else model
-    make_fast(model, config, Process.alone(GPU, torch.bfloat16))
+    install_fused_kernels(model, config, Process.alone(GPU, torch.bfloat16))
     model.config.use_cache = False
     arguments = {
         "bf16": True,
@@ -122,7 +122,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_no_step_waits_for_the_gpu(tmp_path: Path, watch: Watch, mode: str, packed: bool) -> None:
     trainer = trainer_on_gpu(tmp_path, mode, packed)
-    assert {"attention", "loss"} <= installed_on(trainer.model).on.keys(), installed_on(
+    assert {"attention", "loss"} <= fused_kernels_of(trainer.model).on.keys(), fused_kernels_of(
         trainer.model
     )
     trainer.add_callback(watch)
@@ -160,7 +160,7 @@ def test_the_loss_is_that_of_float64(
     hidden = torch.randn(2500, 64, device=GPU).to(dtype).requires_grad_()
     weight = torch.randn(128_256, 64, device=GPU).mul(0.3).to(dtype).requires_grad_()
     targets = torch.randint(len(weight), (len(hidden),), device=GPU)
-    nll = linear_nll(hidden, weight, targets, softcap)
+    nll = fused_linear_cross_entropy(hidden, weight, targets, softcap)
     (nll / len(hidden)).backward()
     exact_hidden, exact_weight = (
         hidden.detach().double().requires_grad_(),

@@ -18,6 +18,7 @@ from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth
 from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.losses import labelled_tokens, summed_nll
+from sft_play.models.parameters import count_parameters
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.process import Process
 
@@ -119,13 +120,13 @@ def test_trainable_parameters_are_r_times_inputs_plus_outputs_of_each_target(
     assert len(sizes) == 2 * len(chosen), "the tiny model has two layers"
     model = load_model(config_of(mode, lora={"r": 4, "target_modules": targets}), CPU)
     adapters = 4 * sum(inputs + outputs for inputs, outputs in sizes)
-    assert lora.trainable_parameters(model) == (adapters, adapters + plain.num_parameters())
+    assert count_parameters(model) == (adapters, adapters + plain.num_parameters())
 
 
 def test_full_trains_every_weight_in_float32_whatever_the_compute_type(config_of, tiny_base):
     model = load_model(config_of("full"), CPU_BF16)
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
-    trainable, total = lora.trainable_parameters(model)
+    trainable, total = count_parameters(model)
     assert trainable == total == model.num_parameters()
 
 
@@ -168,7 +169,7 @@ def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
     )
     adapted = lora.add_adapters(model, config_of(lora={"r": 2, "target_modules": ["c_attn"]}))
-    assert lora.trainable_parameters(adapted)[0] == 2 * (16 + 48)
+    assert count_parameters(adapted)[0] == 2 * (16 + 48)
 
 
 # 4-bit weights

@@ -9,7 +9,7 @@ from torch import nn
 
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.unsloth import Packs
+from sft_play.models.unsloth import PackedBatchHooks
 
 
 def sequence_of(*lengths: int) -> TokenSequence:
@@ -31,7 +31,7 @@ def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
             return SimpleNamespace(logits=input_ids[..., None] * torch.arange(3))
 
     model, collate = Takes(), PackCollator(0, max_seq_len=16, varlen=True)
-    Packs().attach(model)
+    PackedBatchHooks().attach(model)
     batch = collate([sequence_of(3, 4), sequence_of(5, 3)])
     labels = batch.pop("labels")
     rows, width = labels.shape

@@ -23,29 +23,21 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import fake_kernels
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast import attention, gated, residual
-from sft_play.models.fast.install import make_fast
-from sft_play.models.fast.loss import fused_nll
+from sft_play.models.fake_model import build_on_meta, materialize
+from sft_play.models.fast import attention, glu, residual
+from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.fast.linear_cross_entropy import fused_nll
 from sft_play.models.fast.norms import LLAMA
-from sft_play.models.live_bytes import LiveBytes, storage_bytes
 from sft_play.models.load import load_model
-from sft_play.models.trace import (
-    OPTIMIZERS,
-    Step,
-    _Run,
-    adapter_tensors,
-    build,
-    materialize,
-    measure,
-    state_bytes,
-    step_of,
-    table,
-    trace,
-    weight_tensors,
-)
+from sft_play.models.memory_tracker import MemoryTracker, storage_bytes
+from sft_play.models.parameters import adapter_parameters, base_tensors
+from sft_play.models.step_meter import OPTIMIZERS, StepMeter, StepSetup, measure_step, state_bytes
+from sft_play.models.trace import setup_of, trace_step
 from sft_play.plan import memory
 from sft_play.plan.devices import parse
-from sft_play.plan.resolve import Plan, resolve
+from sft_play.plan.report import trace_lines
+from sft_play.plan.resolve import resolve
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 
 NO_CONFIG = str(Path(__file__).parent / "fixtures" / "empty.yaml")
@@ -83,7 +75,7 @@ def step_for(
     attn: str = "auto",
     dropout: float = 0.0,
     **train: Any,
-) -> Step:
+) -> StepSetup:
     config = Config.model_validate(
         {
             "model": {"name": str(folder), "max_seq_len": 24, "attn_implementation": attn},
@@ -91,10 +83,10 @@ def step_for(
             "train": {"batch_size": 3, "packing": False, "bf16": False, "fp16": False, **train},
         }
     )
-    return Step(config, "cpu", layers, zero_stage=0, accumulates=accumulates)
+    return StepSetup(config, "cpu", layers, zero_stage=0, accumulates=accumulates)
 
 
-def loaded(step: Step) -> Any:
+def loaded(step: StepSetup) -> Any:
     model = load_model(step.config, Process.alone(CPU, step.compute_dtype))
     checkpoint_layers(model, step.checkpointed_layers)
     return model.train()
@@ -114,7 +106,7 @@ def loaded(step: Step) -> Any:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_step_without_data_has_the_bytes_of_the_real_one(name: str, mode: str, folder_of) -> None:
     step = step_for(folder_of(name), mode)
-    assert trace(step) == measure(loaded(step), step)
+    assert trace_step(step) == measure_step(loaded(step), step)
 
 
 STEPS = {
@@ -140,7 +132,7 @@ def test_however_a_step_is_computed_its_trace_has_its_bytes(
     changes: dict[str, Any], folder_of
 ) -> None:
     step = step_for(folder_of("llama"), **changes)
-    assert trace(step) == measure(loaded(step), step)
+    assert trace_step(step) == measure_step(loaded(step), step)
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
@@ -162,7 +154,7 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode: str,
                 tensors[f"{name}.offset"] = parameter.quant_state.offset
     assert len(tensors) > len(dict(model.named_parameters())) or mode == "lora"
     adapters = sum(tensor.nbytes for name, tensor in tensors.items() if "lora_" in name)
-    traced = trace(step)
+    traced = trace_step(step)
     assert traced.adapters == traced.gradients == adapters > 0
     assert traced.weights == sum(tensor.nbytes for tensor in tensors.values()) - adapters
     assert traced.buffers == sum(buffer.nbytes for buffer in model.buffers())
@@ -182,7 +174,7 @@ def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    traced = trace(Step(folder.read_config(), "cpu", 0, zero_stage=0, accumulates=True))
+    traced = trace_step(StepSetup(folder.read_config(), "cpu", 0, zero_stage=0, accumulates=True))
     assert traced.optimizer == state_bytes(optimizer, on_gpu=False)
     assert (traced.optimizer > 0) == (optim != "sgd")
 
@@ -191,7 +183,7 @@ def saved_bytes(model: torch.nn.Module) -> int:
     """Bytes that a forward pass saves for backward, less those of parameters, buffers and constants."""
     held = {
         tensor.untyped_storage()._cdata
-        for tensor in (*weight_tensors(model), *adapter_tensors(model), *model.buffers())
+        for tensor in (*base_tensors(model), *adapter_parameters(model), *model.buffers())
     }
     saved: list[Tensor] = []
 
@@ -212,18 +204,20 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
 ) -> None:
     step = step_for(folder_of(name), mode)
     real = saved_bytes(loaded(step))
-    model = build(step)
+    model = build_on_meta(step.config, step.compute_dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels.fake_kernels(is_gpu=False):
-        materialize(model, step)
-        make_fast(model, step.config, Process.alone(CPU))
+        materialize(model)
+        install_fused_kernels(model, step.config, Process.alone(CPU))
         assert saved_bytes(model.train()) == real
     # beside what is saved there live the ids, the positions and the head's input, which lora does not save
     width, tokens = 64 * 4, 3 * 24
-    assert 0 <= trace(step).activations - real <= tokens * width + 4 * tokens * 8
+    assert 0 <= trace_step(step).activations - real <= tokens * width + 4 * tokens * 8
 
 
 def test_activations_are_linear_in_the_rows(folder_of) -> None:
-    one, two, four = (trace(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 3, 5))
+    one, two, four = (
+        trace_step(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 3, 5)
+    )
     row = two.activations - one.activations
     assert four.activations == two.activations + 2 * row
     assert one.activation_bytes_per_token == row // 24
@@ -234,18 +228,18 @@ def test_activations_are_linear_in_the_rows(folder_of) -> None:
 
 
 def test_live_bytes_count_a_storage_once_and_while_it_lives() -> None:
-    with LiveBytes() as live:
+    with MemoryTracker() as live:
         one = torch.zeros(100)
         view = one[:50].view(5, 10)
-        assert (live.now, live.peak) == (400, 400)
+        assert (live.live_bytes, live.peak_bytes) == (400, 400)
         other = one + 1
         del one
-        assert (live.now, live.peak) == (800, 800), "the view holds it"
+        assert (live.live_bytes, live.peak_bytes) == (800, 800), "the view holds it"
         del view
-        assert (live.now, live.peak) == (400, 800)
-        assert live.restart() == live.peak == 400
+        assert (live.live_bytes, live.peak_bytes) == (400, 800)
+        assert live.reset_peak() == live.peak_bytes == 400
         other.add_(1)
-        assert live.peak == 400
+        assert live.peak_bytes == 400
     assert storage_bytes([other, other[3:], other.view(10, 10)]) == 400
 
 
@@ -296,7 +290,7 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
     gate, up = random(8, 24), random(8, 24)
     joined, activated = (
         (lambda *tensors: residual.AddNormFunction.apply(*tensors, 1e-6, LLAMA)),
-        (lambda *tensors: gated.gated(*tensors, "silu")),
+        (lambda *tensors: glu.glu(*tensors, "silu")),
     )
     real = kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)
     with fake_kernels.fake_kernels(is_gpu=True):
@@ -308,17 +302,17 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
 
 def test_standing_in_leaves_nothing_behind() -> None:
     before = (
-        attention.rotate,
-        gated.gated_forward,
+        attention.apply_rotary,
+        glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     )
     with pytest.raises(KeyError), fake_kernels.fake_kernels(is_gpu=True):
-        assert attention.rotate != before[0]
+        assert attention.apply_rotary != before[0]
         raise KeyError
     assert (
-        attention.rotate,
-        gated.gated_forward,
+        attention.apply_rotary,
+        glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     ) == before
@@ -327,7 +321,7 @@ def test_standing_in_leaves_nothing_behind() -> None:
 # Against the closed form
 
 
-def planned(*settings: str, hardware: str = "1xH200", deepspeed: bool = False) -> Plan:
+def planned(*settings: str, hardware: str = "1xH200", deepspeed: bool = False) -> PlannedRun:
     return resolve(
         load(NO_CONFIG, {}, settings), invocation.read({}), parse(hardware), {}, True, deepspeed
     )
@@ -345,48 +339,51 @@ def planned(*settings: str, hardware: str = "1xH200", deepspeed: bool = False) -
 def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
     name: str, mode: str
 ) -> None:
-    plan = planned(
+    run = planned(
         f"model.name={name}", f"tuning.mode={mode}", "train.bf16=false", "train.batch_size=1"
     )  # no copies by autocast
-    model = build(step_of(plan))
-    weights, adapters = storage_bytes(weight_tensors(model)), storage_bytes(adapter_tensors(model))
-    assert plan.memory.phases["load"].weights == pytest.approx(weights, rel=1e-3)
-    assert plan.memory.phases["load"].adapters == adapters
+    step = setup_of(run)
+    model = build_on_meta(step.config, step.compute_dtype)
+    weights, adapters = storage_bytes(base_tensors(model)), storage_bytes(adapter_parameters(model))
+    assert run.plan.memory.phases["load"].weights == pytest.approx(weights, rel=1e-3)
+    assert run.plan.memory.phases["load"].adapters == adapters
 
 
 def test_the_closed_form_is_near_the_trace_where_it_was_fitted() -> None:
-    plan = planned(
+    run = planned(
         "model.name=meta-llama/Llama-3.2-1B-Instruct", "train.batch_size=4", "train.grad_accum=2"
     )
-    exact = trace(step_of(plan)).phases(plan.memory)
+    exact = trace_step(setup_of(run)).phases(run.plan.memory)
     for name in ("load", "forward", "backward", "optimizer"):
-        assert plan.memory.phases[name].total == pytest.approx(
+        assert run.plan.memory.phases[name].total == pytest.approx(
             exact.phases[name].total, rel=0.03
         ), name
     assert exact.peak_phase == "backward"
 
 
 def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
-    plan = planned(
+    run = planned(
         "model.name=meta-llama/Llama-3.1-8B-Instruct",
         "train.batch_size=4",
         "train.predict_with_generate=false",
     )
-    step, phase = step_of(plan), plan.memory.phases["evaluation"]
-    model = build(step)
+    step, phase = setup_of(run), run.plan.memory.phases["evaluation"]
+    model = build_on_meta(step.config, step.compute_dtype)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         fake_kernels.fake_kernels(True),
         torch.no_grad(),
     ):
-        materialize(model, step)
-        make_fast(model, step.config, Process.alone(torch.device("cuda"), step.compute_dtype))
-        passing = _Run(model.eval(), step).forward(plan.config.train.eval_batch_size)
-    assert passing.most > passing.kept + passing.logits, (
+        materialize(model)
+        install_fused_kernels(
+            model, step.config, Process.alone(torch.device("cuda"), step.compute_dtype)
+        )
+        passing = StepMeter(model.eval(), step).run_forward(run.config.train.eval_batch_size)
+    assert passing.peak > passing.activations + passing.logits, (
         "the loss needs less than a layer before it"
     )
     assert phase.activations + phase.logits == pytest.approx(
-        passing.most, rel=0.06
+        passing.peak, rel=0.06
     )  # copies of the adapters in 16 bits are left out
 
 
@@ -394,18 +391,18 @@ def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
 
 
 def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
-    plan = planned(
+    run = planned(
         f"model.name={folder_of('llama')}",
         "model.max_seq_len=24",
         "train.batch_size=3",
         "train.generation_max_new_tokens=4",
     )
-    return plan.memory, trace(step_of(plan)).phases(plan.memory)
+    return run.plan.memory, trace_step(setup_of(run)).phases(run.plan.memory)
 
 
 def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(folder_of) -> None:
     closed, exact = closed_and_exact(folder_of)
-    lines = table(exact, closed)
+    lines = trace_lines(exact, closed)
     assert [line.split()[0] for line in lines[-len(memory.PHASES) :]] == list(memory.PHASES)
     weights = next(line for line in lines if line.split()[0] == "weights").split()
     difference = 100 * (closed.peak.weights / exact.peak.weights - 1)
@@ -415,7 +412,7 @@ def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(folder_
 def test_phases_are_the_sums_of_their_parts(folder_of) -> None:
     _, exact = closed_and_exact(folder_of)
     for name, phase in exact.phases.items():
-        assert all(value >= 0 for value in phase.as_json().values()), name
+        assert all(value >= 0 for value in phase.components().values()), name
     assert (
         exact.phases["load"].total
         < exact.phases["forward"].total
@@ -449,22 +446,22 @@ def test_plan_exact_is_the_plan_with_a_trace(folder_of, monkeypatch) -> None:
 
 
 def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
-    plan = planned(
+    run = planned(
         f"model.name={folder_of('llama')}",
         "tuning.mode=full",
         "train.batch_size=2",
         hardware="2xH200",
         deepspeed=True,
     )
-    traced = trace(step_of(plan))
-    assert (plan.zero_stage, traced.optimizer) == (2, None)
-    for name, phase in traced.phases(plan.memory).phases.items():
-        estimated = plan.memory.phases[name]
+    traced = trace_step(setup_of(run))
+    assert (run.plan.zero_stage, traced.optimizer) == (2, None)
+    for name, phase in traced.phases(run.plan.memory).phases.items():
+        estimated = run.plan.memory.phases[name]
         assert replace(phase, activations=0, logits=0) == replace(
             estimated, activations=0, logits=0
         ), name
     assert (
-        traced.phases(plan.memory).phases["forward"].activations
+        traced.phases(run.plan.memory).phases["forward"].activations
         == traced.forward - traced.logits
         >= traced.activations
         > 0
@@ -472,10 +469,10 @@ def test_under_zero_what_a_rank_holds_is_the_closed_forms(folder_of) -> None:
 
 
 def test_unsloth_cannot_be_traced(folder_of) -> None:
-    plan = planned(f"model.name={folder_of('llama')}")
-    unsloth = plan.config.tuning.model_copy(update={"backend": "unsloth"})
+    run = planned(f"model.name={folder_of('llama')}")
+    unsloth = run.config.tuning.model_copy(update={"backend": "unsloth"})
     with pytest.raises(ConfigError, match="EXACT=1 cannot trace"):
-        step_of(replace(plan, config=plan.config.model_copy(update={"tuning": unsloth})))
+        setup_of(replace(run, config=run.config.model_copy(update={"tuning": unsloth})))
 
 
 # On a GPU
@@ -495,17 +492,20 @@ def test_a_gpu_allocates_what_was_traced(mode: str, layers: int, tmp_path: Path)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(
         tmp_path
     )
-    plan = planned(
+    run = planned(
         f"model.name={tmp_path}",
         f"tuning.mode={mode}",
         "model.max_seq_len=1024",
         "train.batch_size=4",
         "train.grad_accum=2",
     )
-    step = Step(plan.config, "cuda", layers, zero_stage=0, accumulates=True)
+    step = StepSetup(run.config, "cuda", layers, zero_stage=0, accumulates=True)
     model = load_model(step.config, Process.alone(torch.device("cuda"), step.compute_dtype))
     checkpoint_layers(model, layers)
-    real, exact = measure(model.train(), step), trace(step)  # which leaves gradients to add to
+    real, exact = (
+        measure_step(model.train(), step),
+        trace_step(step),
+    )  # which leaves gradients to add to
     held = ("weights", "buffers", "adapters", "gradients", "optimizer")
     assert [getattr(exact, name) for name in held] == [getattr(real, name) for name in held]
     assert exact.activations == pytest.approx(real.activations, rel=0.01)

@@ -22,7 +22,7 @@ from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import Generator
 from sft_play.evaluation.metrics import rouge_l
-from sft_play.models.fast.loss import fused_nll, is_loss_fused
+from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
 from sft_play.models.losses import labelled_tokens, summed_nll
 from sft_play.process import Process
 

@@ -7,10 +7,13 @@ from transformers import BitsAndBytesConfig
 from sft_play.config.schema import Config
 
 
-def quantization(config: Config, compute_dtype: torch.dtype, zero_stage: int) -> BitsAndBytesConfig:
+def quantization_config(
+    config: Config, compute_dtype: torch.dtype, zero_stage: int
+) -> BitsAndBytesConfig:
     """Return the 4-bit configuration of a qlora base.
 
-    Under ZeRO-3 the packed bytes are stored as the compute type, because DeepSpeed partitions floating-point tensors only.
+    Under ZeRO-3 the packed bytes are stored as the compute type, because DeepSpeed partitions
+    floating-point tensors only.
     """
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -22,10 +25,11 @@ def quantization(config: Config, compute_dtype: torch.dtype, zero_stage: int) ->
 
 
 def keep_differentiable(model: torch.nn.Module) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights for inference when the model is evaluated on a CPU with AVX512-BF16.
+    """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
 
-    It never packs them back, and its product with packed weights has no gradient: training behind an evaluation would go
-    on with gradients that are wrong by their own size, and with scales rounded to bfloat16.
+    On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its product
+    with repacked weights has no gradient: training after an evaluation would go on with gradients
+    that are wrong by their own size, and with scales rounded to bfloat16.
     """
     for module in model.modules():
         if isinstance(module, Linear4bit):

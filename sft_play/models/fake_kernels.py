@@ -1,13 +1,14 @@
-"""What the kernels of a GPU allocate and keep, without computing: for a trace where there is neither a GPU nor data.
+"""Fakes of GPU kernels for a trace: they allocate and save what the kernels do, and compute nothing.
 
-Each has the outputs, the tensors saved for backward and the buffers of the kernel that it stands for, and no number in them.
+Each has the outputs, the tensors saved for backward and the buffers of the kernel that it replaces.
 
-Legend: B rows, T tokens, H query heads, K key and value heads, D features of a head, N tokens, V vocabulary.
+Legend: B rows, T tokens, H query heads, K key and value heads, D features of a head, N tokens, V
+vocabulary.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -15,14 +16,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import masking_utils
 
-from sft_play.models.fast import attention, gated, install, lora, loss, mlp, norms, residual
+from sft_play.models.fast import (
+    attention,
+    glu,
+    install,
+    linear_cross_entropy,
+    lora,
+    mlp,
+    norms,
+    residual,
+)
 from sft_play.models.fast.norms import is_training
 
 
-class FlashAttention(torch.autograd.Function):
-    """Flash attention over (B, H, T, D), or flattened (N, H, D): keeps queries, keys, values, its output and a float32 a query.
+class FakeFlashAttention(torch.autograd.Function):
+    """Flash attention over (B, H, T, D), or flattened (N, H, D).
 
-    A mask is an additive one in the type of the queries, which the memory-efficient kernel keeps with them. Backward sums the
+    Saves queries, keys, values, its output and a float32 for each query. A mask is an additive one
+    in the type of the queries, which the memory-efficient kernel saves with them. Backward sums the
     gradient of the queries in float32, and those of grouped keys and values by query head.
     """
 
@@ -40,31 +51,31 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients of the layout of what they belong to."""
         query, key, value, *_ = ctx.saved_tensors
-        sums = [
+        # held while the gradients are allocated
+        buffers = [
             query.new_empty(query.shape, dtype=torch.float32),
             query.new_empty(query.shape[:-1], dtype=torch.float32),
         ]
         if key.numel() < query.numel():
-            sums += [torch.empty_like(query), torch.empty_like(query)]
+            buffers += [torch.empty_like(query), torch.empty_like(query)]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Torch's attention on a GPU, in the type that autocast says."""
-    return FlashAttention.apply(
-        *(lora.in_compute_type(tensor) for tensor in (query, key, value)), attn_mask
-    )
+    """Torch's attention on a GPU, in the type of autocast."""
+    cast = [lora.to_compute_dtype(tensor) for tensor in (query, key, value)]
+    return FakeFlashAttention.apply(*cast, attn_mask)
 
 
 def attend_by_document(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Torch's kernel for documents of any lengths: (N, H, D) of queries (N, H, D), keys and values (N, K, D)."""
-    return FlashAttention.apply(query, key, value, None)
+    """Torch's variable-length attention: (N, H, D) of queries (N, H, D), keys, values (N, K, D)."""
+    return FakeFlashAttention.apply(query, key, value, None)
 
 
-class RmsNorm(torch.autograd.Function):
-    """Liger's RMS norm: keeps its input and a float32 a token; backward may write over the gradient that it gets."""
+class FakeRmsNorm(torch.autograd.Function):
+    """Liger's RMSNorm: saves its input and a float32 a token; backward may overwrite `grad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
@@ -77,22 +88,20 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and, where it is trained, of the weight."""
         x, weight, _ = ctx.saved_tensors
-        return (
-            grad if ctx.in_place else torch.empty_like(x),
-            torch.empty_like(weight) if ctx.needs_input_grad[1] else None,
-            None,
-        )
+        grad_x = grad if ctx.in_place else torch.empty_like(x)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
 
 
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """`norms.norm_forward` over the norm here."""
+    """`norms.norm_forward`."""
     if not is_training(self):
         return type(self).forward(self, hidden_states)
-    return RmsNorm.apply(hidden_states, self.weight, self.norm_kind.in_place)
+    return FakeRmsNorm.apply(hidden_states, self.weight, self.norm_kind.in_place)
 
 
-class Rotation(torch.autograd.Function):
-    """Liger's rotary embedding: writes over queries and keys, and over their gradients; keeps cosines and sines."""
+class FakeRotary(torch.autograd.Function):
+    """Liger's rotary embedding: overwrites queries, keys and their gradients; saves cos and sin."""
 
     @staticmethod
     def forward(
@@ -108,17 +117,15 @@ class Rotation(torch.autograd.Function):
         return query, key, None, None
 
 
-class JoinedNorm:
-    """`residual_kernels`: a sum and its norm in one pass."""
+class FakeResidualKernels:
+    """`residual_kernels`: a residual add and its norm in one pass."""
 
     @staticmethod
     def forward(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y and s like x, and a float32 a token."""
-        return (
-            torch.empty_like(x),
-            x if residual is None else torch.empty_like(x),
-            x.new_empty(x.shape[:-1], dtype=torch.float32),
-        )
+        """Return y and s like x, and a float32 for each token."""
+        y = torch.empty_like(x)
+        s = x if residual is None else torch.empty_like(x)
+        return y, s, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
     @staticmethod
     def backward(dy: Tensor, ds: Tensor, s: Tensor, *_: Any) -> Tensor:
@@ -126,76 +133,80 @@ class JoinedNorm:
         return torch.empty_like(s)
 
 
-def gated_forward(gate: Tensor, *_: Any) -> Tensor:
-    """`gated_kernels.forward`: its output alone."""
+def glu_forward(gate: Tensor, *_: Any) -> Tensor:
+    """`glu_kernels.forward`: its output alone."""
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-def gated_backward(*_: Any, **__: Any) -> None:
-    """`gated_kernels.backward`, which writes into what it is given."""
+def glu_backward(*_: Any, **__: Any) -> None:
+    """`glu_kernels.backward`, which writes into what it is given."""
 
 
-def nll_to_gradient_(logits: Tensor, *_: Any) -> Tensor:
-    """`loss_kernel.nll_to_gradient_`: a float32 a token beside the logits."""
+def nll_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
+    """`cross_entropy_kernel.nll_and_gradient_`: a float32 a token beside the logits."""
     return logits.new_empty(len(logits), dtype=torch.float32).sum()
 
 
-def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`lora.dense`, which knows 4-bit weights by a class that tensors without data cannot have."""
+def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`lora.dequantize`, which knows 4-bit weights by a class that fake tensors cannot have."""
     state = getattr(weight, "quant_state", None)
-    return (
-        weight.to(dtype) if state is None else dequantize_4bit(weight.view(-1, 1), state).to(dtype)
-    )
+    if state is None:
+        return weight.to(dtype)
+    return dequantize_4bit(weight.view(-1, 1), state).to(dtype)
 
 
 _is_autocast_enabled = torch.is_autocast_enabled
 
 
 def is_autocast_enabled(device_type: str = "cpu") -> bool:
-    """`torch.is_autocast_enabled`, which asks for a GPU's where it is not told: PEFT keeps 16-bit inputs as they are under it."""
+    """`torch.is_autocast_enabled`, whose default device is the GPU.
+
+    PEFT asks without a device, and keeps 16-bit inputs as they are under autocast.
+    """
     return _is_autocast_enabled(device_type)
 
 
-Replacement = tuple[Any, str, Callable[..., Any]]
-# Where there is no data: nothing can be looked up in it.
-WITHOUT_DATA: tuple[Replacement, ...] = (
-    (lora, "dense", dense),
-    (
-        loss,
-        "_logits_are_the_heads",
-        lambda model, head: True,
-    ),  # as tests show for every model of plan.fast
-    (attention, "_by_document", attend_by_document),
-    (
-        masking_utils,
-        "find_packed_sequence_indices",
-        lambda position_ids: None,
-    ),  # a mask for packed rows is given
+class Replacement(NamedTuple):
+    """A function of a module, and its fake."""
+
+    module: Any
+    name: str
+    fake: Callable[..., Any]
+
+
+# What reads the values of tensors, which fake tensors do not have
+VALUE_READERS = (
+    Replacement(lora, "dequantize", dequantize),
+    # as tests show for every model of plan.fast
+    Replacement(linear_cross_entropy, "_logits_come_from_head", lambda model, head: True),
+    Replacement(attention, "_attend_by_document", attend_by_document),
+    # a mask for packed rows is given
+    Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
 )
-OF_A_GPU: tuple[Replacement, ...] = (
-    (functional, "scaled_dot_product_attention", scaled_dot_product_attention),
-    (torch, "is_autocast_enabled", is_autocast_enabled),
-    (attention, "rotate", Rotation.apply),
-    (gated, "gated_forward", gated_forward),
-    (gated, "gated_backward", gated_backward),
-    (mlp, "gated_forward", gated_forward),
-    (mlp, "gated_backward", gated_backward),
-    (norms, "norm_forward", norm_forward),
-    (residual, "_kernels", lambda x: JoinedNorm),
-    (loss, "nll_to_gradient_", nll_to_gradient_),
-    (torch.cuda, "get_device_capability", lambda device=None: install.FIRST_CAPABILITY),
+GPU_KERNELS = (
+    Replacement(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+    Replacement(torch, "is_autocast_enabled", is_autocast_enabled),
+    Replacement(attention, "apply_rotary", FakeRotary.apply),
+    Replacement(glu, "glu_forward", glu_forward),
+    Replacement(glu, "glu_backward", glu_backward),
+    Replacement(mlp, "glu_forward", glu_forward),
+    Replacement(mlp, "glu_backward", glu_backward),
+    Replacement(norms, "norm_forward", norm_forward),
+    Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
+    Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
+    Replacement(torch.cuda, "get_device_capability", lambda device=None: install.MIN_CAPABILITY),
 )
 
 
 @contextlib.contextmanager
 def fake_kernels(is_gpu: bool) -> Iterator[None]:
-    """Let the functions here stand in for kernels: those that read data and, for a GPU's run, those that only a GPU has."""
-    replacements = (*WITHOUT_DATA, *(OF_A_GPU if is_gpu else ()))
-    before = [getattr(module, name) for module, name, _ in replacements]
+    """Replace the functions that read values and, for a GPU's run, those that need a GPU."""
+    replacements = VALUE_READERS + GPU_KERNELS if is_gpu else VALUE_READERS
+    originals = [getattr(replaced.module, replaced.name) for replaced in replacements]
     try:
-        for module, name, function in replacements:
-            setattr(module, name, function)
+        for replaced in replacements:
+            setattr(replaced.module, replaced.name, replaced.fake)
         yield
     finally:
-        for (module, name, _), function in zip(replacements, before, strict=True):
-            setattr(module, name, function)
+        for replaced, original in zip(replacements, originals, strict=True):
+            setattr(replaced.module, replaced.name, original)

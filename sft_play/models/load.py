@@ -1,6 +1,6 @@
 """Base weights of a run: which backend loads them, in which type, on which device.
 
-The only room that knows a backend; everything behind it sees a transformers model.
+Everything after this module sees a transformers model and need not know the backend.
 """
 
 from typing import Any, Literal
@@ -12,23 +12,26 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
-from sft_play.models.fast.install import make_fast
+from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 
 
 def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrainedModel:
-    """Return the model to train: base weights, quantised where asked, with adapters unless mode is full, made fast.
+    """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
-    `zero_stage` is 0 without DeepSpeed. Raises: EnvironmentFault when the weights cannot be had; ConfigError when targets match no layer.
+    `zero_stage` is DeepSpeed's, 0 without it.
+
+    Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
+    layer.
     """
     if config.tuning.backend == "unsloth":
-        from sft_play.models import unsloth
+        from sft_play.models import unsloth  # imports and patches much
 
         return unsloth.load(config, process)
     model = load_base(config, process, zero_stage)
     if config.tuning.mode != "full":
         model = lora.add_adapters(model, config)
-    make_fast(model, config, process, zero_stage)
+    install_fused_kernels(model, config, process, zero_stage)
     return model
 
 
@@ -38,36 +41,39 @@ def load_base(
     zero_stage: int = 0,
     dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> PreTrainedModel:
-    """Return the base weights on this rank's device (ZeRO-3: partitioned), frozen nowhere yet.
+    """Return the base weights on this rank's device (ZeRO-3: partitioned), none frozen yet.
 
-    `dtype` is the type of unquantised weights: None is what training uses, "auto" is the one they are stored in.
-    Raises: EnvironmentFault when the weights cannot be had, or some of them are not in the file.
+    `dtype` is the type of unquantised weights: None means the type that training uses, "auto" the
+    type that they are stored in.
+
+    Raises: EnvironmentFault when the weights cannot be loaded or some are missing in the files.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype or weight_dtype(config, process.compute_dtype),
-        "output_loading_info": True,
-    }
+    model_config = config.model
+    options: dict[str, Any] = {"dtype": dtype or weight_dtype(config, process.compute_dtype)}
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = bnb.quantization(config, process.compute_dtype, zero_stage)
+        quantization = bnb.quantization_config(config, process.compute_dtype, zero_stage)
+        options["quantization_config"] = quantization
     if zero_stage < 3:
         options["device_map"] = {"": process.device}
-    if config.model.attn_implementation != "auto":
-        options["attn_implementation"] = config.model.attn_implementation
+    if model_config.attn_implementation != "auto":
+        options["attn_implementation"] = model_config.attn_implementation
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            config.model.name,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            model_config.name,
+            revision=model_config.revision,
+            trust_remote_code=model_config.trust_remote_code,
+            output_loading_info=True,
             **options,
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EnvironmentFault(
-            f"model.name={config.model.name}: the weights could not be loaded: {first_line(error)}"
+            f"model.name={model_config.name}: the weights could not be loaded: {first_line(error)}"
         ) from error
-    if loaded["missing_keys"]:  # transformers would fill them with random numbers and go on
-        missing = sorted(loaded["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
+    if missing:  # transformers would fill them with random numbers and go on
         raise EnvironmentFault(
-            f"model.name={config.model.name}: {len(missing)} tensors are not in its weight files, {missing[0]} first; get the model again"
+            f"model.name={model_config.name}: {len(missing)} tensors are not in its weight files, "
+            f"{missing[0]} first; get the model again"
         )
     if config.tuning.mode == "qlora":
         bnb.keep_differentiable(model)
@@ -75,8 +81,10 @@ def load_base(
 
 
 def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the type of unquantised base weights: `model.dtype`, or by `auto` what mode and device call for."""
+    """Return the type of unquantised base weights: `model.dtype`, or what auto means here."""
     if config.model.dtype != "auto":
         return getattr(torch, config.model.dtype)
-    # full: bfloat16 has 8 bits of mantissa, and an update of 1e-5 of a weight would be rounded away
-    return torch.float32 if config.tuning.mode == "full" else compute_dtype
+    if config.tuning.mode == "full":
+        # bfloat16 has 8 bits of mantissa: an update of 1e-5 of a weight would be rounded away
+        return torch.float32
+    return compute_dtype

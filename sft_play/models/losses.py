@@ -12,12 +12,12 @@ from sft_play.data.render import IGNORE_INDEX
 def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the sum of -log p(label) in nats over labelled tokens, a float32 scalar.
 
-    logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. A batch without labels gives 0 with a gradient.
+    logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. A batch without labels
+    gives 0, with a gradient.
     """
     predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
-    return functional.cross_entropy(
-        predicted, labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    targets = labels[:, 1:].flatten()
+    return functional.cross_entropy(predicted, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def labelled_tokens(labels: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from sft_play.data.order import fullest_step, padding
 from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import installed_on
+from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan import batch, next_command, probe_fit
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB, evaluation_rows, step_bytes
@@ -233,7 +233,7 @@ class Probe:
             strategy=plan.ranks.strategy,
             deepspeed=plan.deepspeed and plan.deepspeed.settings,
             ddp=config.train.model_dump(mode="json", include=ddp_settings),
-            fast_parts=sorted(installed_on(self.trainer.model).on),
+            fast_parts=sorted(fused_kernels_of(self.trainer.model).on),
             gpus=self.process.gather(gpu),
             versions=stamp.versions(),
             code=probe_fit.digest_of_code(),

@@ -26,9 +26,9 @@ from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import installed_on, takes_boundaries
+from sft_play.models.fast.install import fused_kernels_of, uses_varlen_attention
 from sft_play.models.load import load_model
-from sft_play.models.lora import trainable_parameters
+from sft_play.models.parameters import count_parameters
 from sft_play.models.tokenizer import load_tokenizer
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.packing import needs_boundaries
@@ -93,7 +93,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, report: Report
     with memory.phase("load"):
         model = load_model(config, process, plan.zero_stage)
     log_model(model, config, process, plan)
-    report.update(fast_path=dataclasses.asdict(installed_on(model)))
+    report.update(fast_path=dataclasses.asdict(fused_kernels_of(model)))
     clock.lap("load")
 
     trainer = explain.trainer = build_trainer(
@@ -205,7 +205,7 @@ def collator(
 ) -> PackCollator | PadCollator:
     """Return what makes a micro-batch of sequences: several documents in each where the run packs, else one."""
     if plan.packing:
-        varlen = needs_boundaries(config.model.attn_implementation, takes_boundaries(model))
+        varlen = needs_boundaries(config.model.attn_implementation, uses_varlen_attention(model))
         return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, varlen)
     return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
 
@@ -346,7 +346,7 @@ def log_model(model: torch.nn.Module, config: Config, process: Process, plan: Ru
     """Log what is trained, and once, truthfully, by how many ranks on what."""
     if not process.is_main:
         return
-    trainable, total = trainable_parameters(model)
+    trainable, total = count_parameters(model)
     share = (
         f"parameters={total / 1e6:.2f}M trainable={trainable / 1e6:.2f}M ({trainable / total:.2%})"
     )

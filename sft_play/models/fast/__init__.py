@@ -1,1 +1,4 @@
-"""Training on fewer bytes and fewer passes: fused functions that compute what PEFT's and transformers' modules compute."""
+"""Fused functions that compute what PEFT's and transformers' modules do, in less memory and time.
+
+Each module has the formula first, then a reference in torch, then the kernel where there is one.
+"""

@@ -1,26 +1,28 @@
-"""What of the fast path goes on a model, and putting it there: methods on the model's own modules, nothing on classes.
+"""Installs fused kernels on a model: forward methods on its own modules, nothing on classes.
 
-All of it is for training steps (training mode, gradients on) and for packed batches; evaluation and generation run the code of
-the model's classes, so that what they say of the weights does not hang on the kernels that trained them.
+They run in training steps (training mode, gradients on) and on packed batches. Evaluation and
+generation run the code of the model's classes, so that a score of the weights does not depend on
+the kernels that trained them.
 """
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.fast import attention, norms, residual
-from sft_play.models.fast.gated import activation_of
-from sft_play.models.fast.lora import can_fuse, fuse_linear
-from sft_play.models.fast.loss import can_fuse_loss, fuse_loss
+from sft_play.models.fast.activations import activation_of
+from sft_play.models.fast.linear_cross_entropy import fuse_loss, why_loss_not_fusable
+from sft_play.models.fast.lora import fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.mlp import lora_mlp
 from sft_play.models.fast.norms import is_training
 from sft_play.plan.fast import FAST_PARTS
@@ -34,20 +36,14 @@ NORMS = {
     "gemma3": norms.GEMMA_SANDWICH,
     "gemma3_text": norms.GEMMA_SANDWICH,
 }
-LIKE_LLAMA = {
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "phi3",
-}  # layers of h += attention(norm(h)), h += mlp(norm(h))
-FIRST_CAPABILITY = (8, 0)  # of a GPU that torch's flash attention runs on
+# Architectures with layers of h += attention(norm(h)), h += mlp(norm(h))
+LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"}
+MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 
 
 @dataclass(frozen=True)
-class Installed:
-    """What is on, with the number of modules of each part, and what is not, with the reason."""
+class FusedKernels:
+    """The parts of a model that are fused, with their numbers of modules; and why others are not."""
 
     on: dict[str, int]
     off: dict[str, str]
@@ -60,208 +56,236 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A model to make fast, and how it is to be trained."""
+class TrainingSetup:
+    """A model to install kernels on, and how it will be trained."""
 
     model: PreTrainedModel | PeftModel
     config: Config
-    device: torch.device
-    compute_dtype: torch.dtype
+    process: Process
     zero_stage: int
 
     @property
     def base(self) -> PreTrainedModel:
-        """transformers' model, which adapters wrap."""
-        return base_of(self.model)
+        """Return transformers' model, which adapters wrap."""
+        return base_model_of(self.model)
 
     @property
     def decoder(self) -> nn.Module:
-        """The stack of layers, without the head."""
+        """Return the stack of layers, without the head."""
         return self.base.get_decoder()
 
     @property
     def attentions(self) -> list[nn.Module]:
         return [layer.self_attn for layer in self.decoder.layers]
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.process.device.type == "cuda"
+
 
 class Unsupported(Exception):
-    """Why a part stays away from a model."""
+    """Says why a part of a model cannot be fused."""
 
 
-def make_fast(
+def install_fused_kernels(
     model: PreTrainedModel | PeftModel, config: Config, process: Process, zero_stage: int = 0
-) -> Installed:
-    """Put on a model, adapters included, every part that computes what its own code does, and log which.
+) -> FusedKernels:
+    """Fuse every part of a model, adapters included, that computes the same fused; log which.
 
-    Raises: ConfigError for train.fast_path=true where nothing fits.
+    Raises: ConfigError for train.fast_path=true where nothing can be fused.
     """
-    installed = _install(Target(model, config, process.device, process.compute_dtype, zero_stage))
-    if config.train.fast_path is True and not installed.on:
-        raise ConfigError(
-            f"train.fast_path=true: {next(iter(installed.off.values()))}; set TRAIN_FAST_PATH=auto"
-        )
-    base_of(model).fast_path = installed
-    logger.info("%s", installed.line())
-    return installed
+    kernels = _install(TrainingSetup(model, config, process, zero_stage))
+    if config.train.fast_path is True and not kernels.on:
+        reason = next(iter(kernels.off.values()))
+        raise ConfigError(f"train.fast_path=true: {reason}; set TRAIN_FAST_PATH=auto")
+    record_fused_kernels(model, kernels)
+    return kernels
 
 
-def installed_on(model: nn.Module) -> Installed:
-    """Return what `make_fast` put on a model; nothing where it was not called."""
-    return getattr(base_of(model), "fast_path", Installed({}, {}))
+def record_fused_kernels(model: nn.Module, kernels: FusedKernels) -> None:
+    """Log the fused parts of a model, and keep them for `fused_kernels_of`."""
+    base_model_of(model).fast_path = kernels
+    logger.info("%s", kernels.line())
 
 
-def takes_boundaries(model: nn.Module) -> bool:
-    """Return whether packed batches should name the boundaries of their documents."""
-    return "attention" in installed_on(model).on
+def fused_kernels_of(model: nn.Module) -> FusedKernels:
+    """Return the fused parts of a model; none where nothing was installed."""
+    return getattr(base_model_of(model), "fast_path", FusedKernels({}, {}))
 
 
-def base_of(model: nn.Module) -> nn.Module:
+def uses_varlen_attention(model: nn.Module) -> bool:
+    """Return whether packed batches should have the boundaries of their documents."""
+    return "attention" in fused_kernels_of(model).on
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
     """Return transformers' model without the adapters around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _install(target: Target) -> Installed:
-    model_type = target.base.config.model_type
-    known = FAST_PARTS.get(model_type, frozenset())
-    if target.config.train.fast_path is False:
-        return Installed({}, {"fused kernels": "train.fast_path=false"})
-    if not known:
-        return Installed({}, {"fused kernels": f"nobody has looked whether they fit {model_type}"})
+def _install(setup: TrainingSetup) -> FusedKernels:
+    model_type = setup.base.config.model_type
+    known_parts = FAST_PARTS.get(model_type, frozenset())
+    if setup.config.train.fast_path is False:
+        return FusedKernels({}, {"fused kernels": "train.fast_path=false"})
+    if not known_parts:
+        reason = f"nobody has looked whether they fit {model_type}"
+        return FusedKernels({}, {"fused kernels": reason})
     on: dict[str, int] = {}
     off: dict[str, str] = {}
     for part, install in INSTALLERS.items():
+        if part not in known_parts:
+            off[part] = f"{model_type} computes it in another way"
+            continue
         try:
-            if part not in known:
-                raise Unsupported(f"{model_type} computes it in another way")
-            on[part] = install(target)
+            on[part] = install(setup)
         except Unsupported as reason:
             off[part] = str(reason)
-    return Installed(on, off)
+    return FusedKernels(on, off)
 
 
-def _install_attention(target: Target) -> int:
-    """Attention without masks, with rotary embeddings and projections around it."""
-    _look_for_kernels_of_attention(target)
-    for module in target.attentions:
+def _install_attention(setup: TrainingSetup) -> int:
+    """Install attention without masks, with rotary embeddings and the projections around it."""
+    _check_attention_kernels(setup)
+    for module in setup.attentions:
         if module.attention_dropout:
             raise Unsupported(f"the model's attention has a dropout of {module.attention_dropout}")
         if not module.is_causal:
             raise Unsupported("the model's attention looks ahead")
         if module.head_dim > attention.LARGEST_HEAD:
             raise Unsupported(f"heads of {module.head_dim} features")
-    for module in target.attentions:
+    for module in setup.attentions:
         module.forward = MethodType(attention.attention_forward, module)
-    target.decoder.register_forward_pre_hook(attention.route, with_kwargs=True)
-    return len(target.attentions)
+    setup.decoder.register_forward_pre_hook(attention.remove_mask, with_kwargs=True)
+    return len(setup.attentions)
 
 
-def _look_for_kernels_of_attention(target: Target) -> None:
-    chosen = target.config.model.attn_implementation
-    if chosen not in ("auto", "sdpa"):
-        raise Unsupported(f"model.attn_implementation={chosen}")
-    if target.device.type != "cuda":
+def _check_attention_kernels(setup: TrainingSetup) -> None:
+    """Raise Unsupported unless the kernels of attention can run on this rank's device."""
+    implementation = setup.config.model.attn_implementation
+    if implementation not in ("auto", "sdpa"):
+        raise Unsupported(f"model.attn_implementation={implementation}")
+    if not setup.on_gpu:
         return
-    if target.compute_dtype.itemsize != 2:
+    if setup.process.compute_dtype.itemsize != 2:
         raise Unsupported("its kernels compute in 16 bits")
-    if torch.cuda.get_device_capability(target.device) < FIRST_CAPABILITY:
+    if torch.cuda.get_device_capability(setup.process.device) < MIN_CAPABILITY:
         raise Unsupported("its kernels need a GPU of capability 8.0")
-    if importlib.util.find_spec("liger_kernel") is None:
+    if not _has_liger():
         raise Unsupported("liger-kernel is not installed")
 
 
-def _install_linears(target: Target) -> int:
-    """The linears of attention: `attention_forward` calls them fused, and those of a model that keeps its own are fused one by one."""
-    linears = [
-        linear
-        for module in target.attentions
-        for linear in (*attention.projections(module), module.o_proj)
-    ]
-    adapted = _fusable(target, linears)
-    for linear in adapted if "forward" not in vars(target.attentions[0]) else ():
-        fuse_linear(linear)
+def _has_liger() -> bool:
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def _install_linears(setup: TrainingSetup) -> int:
+    """Fuse the LoRA linears of attention.
+
+    `attention_forward` calls them fused; those of a model with its own attention get fused forward
+    methods one by one.
+    """
+    linears: list[nn.Module] = []
+    for module in setup.attentions:
+        linears += [*attention.projections(module), module.o_proj]
+    adapted = _fusable(setup, linears)
+    if "forward" not in vars(setup.attentions[0]):
+        for linear in adapted:
+            fuse_lora_linear(linear)
     return len(adapted)
 
 
-def _fusable(target: Target, linears: list[nn.Module]) -> list[nn.Module]:
-    """Those with adapters. Raises: Unsupported with what keeps one from being fused, or when there is none."""
-    if target.config.tuning.mode == "full":
+def _fusable(setup: TrainingSetup, linears: list[nn.Module]) -> list[LoraLayer]:
+    """Return the linears with adapters. Raises: Unsupported if one cannot be fused, or for none."""
+    if setup.config.tuning.mode == "full":
         raise Unsupported("mode full trains the weights themselves")
-    obstacle = next(filter(None, map(can_fuse, linears)), None)
+    for linear in linears:
+        reason = why_not_fusable(linear)
+        if reason:
+            raise Unsupported(reason)
     adapted = [linear for linear in linears if isinstance(linear, LoraLayer)]
-    if obstacle or not adapted:
-        raise Unsupported(obstacle or "no adapters there")
+    if not adapted:
+        raise Unsupported("no adapters there")
     return adapted
 
 
-def _install_mlp(target: Target) -> int:
-    """Gated MLPs; where weights are trained or cannot be fused, their elementwise half."""
-    modules = [layer.mlp for layer in target.decoder.layers]
+def _install_mlp(setup: TrainingSetup) -> int:
+    """Fuse gated MLPs; of those whose linears cannot be fused, the elementwise half."""
+    modules = [layer.mlp for layer in setup.decoder.layers]
     for module in modules:
-        if activation_of(_gate(module)) is None:
-            raise Unsupported(f"its activation is {type(_gate(module)).__name__}")
+        activation = _activation_module(module)
+        if activation_of(activation) is None:
+            raise Unsupported(f"its activation is {type(activation).__name__}")
     for module in modules:
         module.forward = MethodType(mlp_forward, module)
     return len(modules)
 
 
-def mlp_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward method of a gated MLP while it trains, of its class else; (B, T, H) to (B, T, H)."""
+def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Forward method of a gated MLP: fused in training, its class's own otherwise.
+
+    Shapes: (B, T, H) to (B, T, H).
+    """
     if not is_training(self):
         return type(self).forward(self, hidden_states)
-    gate, up = (
-        (self.gate_up_proj, None)
-        if hasattr(self, "gate_up_proj")
-        else (self.gate_proj, self.up_proj)
-    )
-    return lora_mlp(hidden_states, gate, up, self.down_proj, activation_of(_gate(self)))
+    activation = activation_of(_activation_module(self))
+    if hasattr(self, "gate_up_proj"):  # Phi 3
+        return lora_mlp(hidden_states, self.gate_up_proj, None, self.down_proj, activation)
+    return lora_mlp(hidden_states, self.gate_proj, self.up_proj, self.down_proj, activation)
 
 
-def _gate(mlp: nn.Module) -> nn.Module:
+def _activation_module(mlp: nn.Module) -> nn.Module:
     return mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn  # Phi 3
 
 
-def _install_norms(target: Target) -> int:
-    """RMS norms: those of a layer together with the sums that they read, the others by Liger's kernels on a GPU."""
-    if target.zero_stage == 3:
+def _install_norms(setup: TrainingSetup) -> int:
+    """Fuse RMSNorms: with the residual adds before them, or by Liger's kernel on a GPU."""
+    if setup.zero_stage == 3:
         raise Unsupported("ZeRO-3 partitions the weights")
-    kind = NORMS.get(target.base.config.model_type, norms.LLAMA)
-    found = {
-        module for module in target.decoder.modules() if type(module).__name__.endswith("RMSNorm")
-    }
-    joined: set[nn.Module] = set()
-    for layer in target.decoder.layers if target.base.config.model_type in LIKE_LLAMA else ():
-        pair = {layer.input_layernorm, layer.post_attention_layernorm}
-        if any(norm.weight.requires_grad for norm in pair) or getattr(
-            target.base.config, "resid_pdrop", 0.0
-        ):
-            continue
-        layer.norm_kind = kind
-        layer.forward = MethodType(residual.layer_forward, layer)
-        joined |= pair
-    if target.device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
-        if not joined:
+    kind = NORMS.get(setup.base.config.model_type, norms.LLAMA)
+    fused_with_add = _install_residual_adds(setup, kind)
+    if not setup.on_gpu or not _has_liger():
+        if not fused_with_add:
             raise Unsupported(
-                "the kernels are for GPUs"
-                if target.device.type != "cuda"
-                else "liger-kernel is not installed"
+                "liger-kernel is not installed" if setup.on_gpu else "the kernels are for GPUs"
             )
-        return len(joined)
-    for module in found - joined:
+        return len(fused_with_add)
+    found = {
+        module for module in setup.decoder.modules() if type(module).__name__.endswith("RMSNorm")
+    }
+    for module in found - fused_with_add:
         module.norm_kind = kind
         module.forward = MethodType(norms.norm_forward, module)
     return len(found)
 
 
-def _install_loss(target: Target) -> int:
-    """The output head and the loss in one, over labelled tokens alone."""
-    if obstacle := can_fuse_loss(target.model, target.zero_stage):
-        raise Unsupported(obstacle)
-    fuse_loss(target.model)
+def _install_residual_adds(setup: TrainingSetup, kind: norms.NormKind) -> set[nn.Module]:
+    """Fuse the residual adds of layers like Llama's with the norms behind them; return the norms."""
+    config = setup.base.config
+    fused: set[nn.Module] = set()
+    if config.model_type not in LLAMA_LIKE or getattr(config, "resid_pdrop", 0.0):
+        return fused
+    for layer in setup.decoder.layers:
+        pair = {layer.input_layernorm, layer.post_attention_layernorm}
+        if any(norm.weight.requires_grad for norm in pair):
+            continue
+        layer.norm_kind = kind
+        layer.forward = MethodType(residual.layer_forward, layer)
+        fused |= pair
+    return fused
+
+
+def _install_loss(setup: TrainingSetup) -> int:
+    """Fuse the output head and the loss, over labelled tokens alone."""
+    reason = why_loss_not_fusable(setup.model, setup.zero_stage)
+    if reason:
+        raise Unsupported(reason)
+    fuse_loss(setup.model)
     return 1
 
 
 # In this order: attention decides how its linears are called.
-INSTALLERS = {
+INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "attention": _install_attention,
     "linears": _install_linears,
     "mlp": _install_mlp,

@@ -1,7 +1,10 @@
-"""A gated MLP over LoRA linears as one autograd function: y = down(act(gate(x)) * up(x)).
+"""A gated MLP over LoRA linears as one autograd function (Unsloth: LoRA_MLP).
 
-Kept for backward: x, gate's output and up's, and what the adapters read (rank features a token). Their product h, which the
-down projection reads, is computed again: it is elementwise, and costs I features a token to keep (28 KiB at 8B).
+    y = down(h),  h = act(gate(x)) * up(x)
+
+Kept for backward: x, the outputs of gate and up, and the rank features of the adapters. The product
+h is computed again: it is elementwise, and to keep it costs I features a token (28 KiB at 8B).
+The reference is the module's own forward over the references of `lora` and `glu`.
 
 Legend: N tokens, I intermediate features.
 """
@@ -10,23 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.gated import Activation, gated, gated_backward, gated_forward
+from sft_play.models.fast.activations import Activation
+from sft_play.models.fast.glu import glu, glu_backward, glu_forward
 from sft_play.models.fast.lora import (
     Adapters,
-    Weights,
+    FrozenLinear,
+    adapter_dtype,
     adapter_gradients,
-    adapter_inputs_gradient,
-    can_fuse,
     cast_adapters,
-    in_compute_type,
+    flatten_tokens,
     input_gradient,
-    is_decoding,
-    is_packed,
     lora_linears,
+    must_run_unfused,
     project,
-    rows,
-    type_of,
-    weights_of,
+    rank_gradient,
+    split_linears,
+    to_compute_dtype,
 )
 
 
@@ -35,48 +37,60 @@ def lora_mlp(
 ) -> Tensor:
     """Return down(act(gate(x)) * up(x)), (..., out) of x (..., in).
 
-    Without `up` the outputs of `gate` are both, gate's features before up's (Phi 3). Linears that cannot be fused, such as
-    those whose weights are trained, compute as they do, with the elementwise part alone fused.
+    Without `up`, `gate` computes both outputs, gate's features before up's (Phi 3). Linears that
+    cannot be fused, such as those with trained weights, run by themselves; then only the
+    elementwise part is fused.
     """
     inner = (gate,) if up is None else (gate, up)
     modules = (*inner, down)
-    if any(map(can_fuse, modules)) or (is_decoding(x) and any(map(is_packed, modules))):
-        return down(gated(*halves(lora_linears(x, inner)), activation))
-    linears, adapters = weights_of(modules)
-    return MlpFunction.apply(in_compute_type(x), linears, activation, *adapters)
+    if must_run_unfused(x, modules):
+        gate_output, up_output = split_halves(lora_linears(x, inner))
+        return down(glu(gate_output, up_output, activation))
+    linears, adapters = split_linears(modules)
+    return LoraMlpFunction.apply(to_compute_dtype(x), linears, activation, *adapters)
 
 
-def halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return gate's and up's outputs (..., I), of two linears or of one that computes both."""
+def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the outputs (..., I) of gate and up: two linears', or one's that computes both."""
     return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
 
 
-class MlpFunction(torch.autograd.Function):
-    """down(act(gate(x)) * up(x)); `linears` and their adapters are gate's, up's (unless gate's outputs are both) and down's."""
+class LoraMlpFunction(torch.autograd.Function):
+    """down(act(gate(x)) * up(x)).
+
+    `linears` and their adapters are gate's, up's (unless gate computes both) and down's.
+    """
 
     @staticmethod
     def forward(
         ctx,
         x: Tensor,
-        linears: tuple[Weights, ...],
+        linears: tuple[FrozenLinear, ...],
         activation: Activation,
         *parameters: Tensor | None,
     ) -> Tensor:
         """Return y (..., out) of x (..., in)."""
         *inner, down = linears
-        of_inner, of_down = (
-            cast_adapters(parameters[:-2], x.dtype),
-            cast_adapters(parameters[-2:], x.dtype),
+        inner_parameters = parameters[:-2]
+        down_parameters = parameters[-2:]
+        inner_adapters = cast_adapters(inner_parameters, x.dtype)
+        down_adapter = cast_adapters(down_parameters, x.dtype)
+        outputs, xa = project(flatten_tokens(x), inner, inner_adapters)
+        h = glu_forward(*split_halves(outputs), activation)
+        (y,), ha = project(h, (down,), down_adapter)
+        ctx.save_for_backward(
+            x,
+            xa,
+            ha,
+            inner_adapters.a,
+            *inner_adapters.b,
+            *(down_adapter.a, *down_adapter.b),
+            *outputs,
         )
-        outputs, xa = project(rows(x), inner, of_inner)
-        h = gated_forward(*halves(outputs), activation)
-        (y,), ha = project(h, (down,), of_down)
-        ctx.save_for_backward(x, xa, ha, of_inner.a, *of_inner.b, of_down.a, *of_down.b, *outputs)
-        ctx.linears, ctx.activation, ctx.types = (
-            linears,
-            activation,
-            (type_of(parameters[:-2]), type_of(parameters[-2:])),
-        )
+        ctx.linears = linears
+        ctx.activation = activation
+        ctx.inner_dtype = adapter_dtype(inner_parameters)
+        ctx.down_dtype = adapter_dtype(down_parameters)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -85,42 +99,42 @@ class MlpFunction(torch.autograd.Function):
         """Return the gradients of x and of the adapters."""
         *inner, down = ctx.linears
         count = len(inner)
-        x, xa, ha, a, *rest = ctx.saved_tensors
-        of_inner, of_down = (
-            Adapters(a, tuple(rest[:count])),
-            Adapters(rest[count], (rest[count + 1],)),
+        x, xa, ha, inner_a, *saved = ctx.saved_tensors
+        inner_adapters = Adapters(inner_a, tuple(saved[:count]))
+        down_a, down_b, *outputs = saved[count:]
+        down_adapter = Adapters(down_a, (down_b,))
+        grads, down_gradients = down_backward(
+            flatten_tokens(dy), ha, outputs, down, down_adapter, ctx.activation, ctx.down_dtype
         )
-        grads, of_h = down_backward(
-            rows(dy), ha, rest[count + 2 :], down, of_down, ctx.activation, ctx.types[1]
+        du = rank_gradient(grads, inner, inner_adapters)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(grads, du, inner, inner_adapters).view(x.shape)
+        inner_gradients = adapter_gradients(
+            flatten_tokens(x), xa, grads, du, inner, ctx.inner_dtype
         )
-        du = adapter_inputs_gradient(grads, inner, of_inner)
-        dx = (
-            input_gradient(grads, du, inner, of_inner).view(x.shape)
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        return (
-            dx,
-            None,
-            None,
-            *adapter_gradients(rows(x), xa, grads, du, inner, ctx.types[0]),
-            *of_h,
-        )
+        return dx, None, None, *inner_gradients, *down_gradients
 
 
 def down_backward(
     dy: Tensor,
     ha: Tensor | None,
     outputs: list[Tensor],
-    down: Weights,
+    down: FrozenLinear,
     adapters: Adapters,
     activation: Activation,
     dtype: torch.dtype | None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the gradients of gate's and up's outputs (N, I), or of both as one (N, 2 I), and those of down's adapter; dy (N, out)."""
-    du = adapter_inputs_gradient([dy], [down], adapters)
+    """Return the gradients of `outputs` and of down's adapter; dy (N, out).
+
+    `outputs` are gate's and up's (N, I), or both as one (N, 2 I).
+    """
+    du = rank_gradient([dy], [down], adapters)
     dh = input_gradient([dy], du, [down], adapters)
     grads = [torch.empty_like(output) for output in outputs]
-    # h takes the place of dh; gate's and up's outputs are not written over, since a second backward may need them
-    gated_backward(dh, *halves(tuple(outputs)), activation, *halves(tuple(grads)), h=dh)
+    gate, up = split_halves(tuple(outputs))
+    dgate, dup = split_halves(tuple(grads))
+    # h takes the place of dh. gate's and up's outputs are not overwritten, since a second backward
+    # may need them.
+    glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
     return grads, adapter_gradients(dh, ha, [dy], du, [down], dtype)

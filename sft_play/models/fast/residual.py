@@ -1,9 +1,11 @@
-"""A decoder layer's residual stream: its sums and the norms that read them, in one pass forward and one backward.
+"""Residual add and RMSNorm in one pass forward and one pass backward (Liger: fused add RMSNorm).
 
     forward    s = r + x,  n = s / rms(s),  y = n w
     backward   m = dy w,  dr = dx = ds + (m - n mean(m n)) / rms(s)
-Every norm reads the stream, and its gradient is added to the stream's: on a GPU both sums are part of the norm's kernels. For
-frozen weights alone; those that are trained need sums over all tokens.
+
+Every norm of a decoder layer reads the residual stream, and its gradient is added to the stream's:
+on a GPU both sums are part of the norm's kernels. For frozen weights alone: the gradient of a
+trained weight needs sums over all tokens.
 
 Legend: N tokens, H features.
 """
@@ -18,27 +20,31 @@ from sft_play.models.fast.norms import NormKind, epsilon, is_training
 
 
 def layer_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """Forward method of a decoder layer made like Llama's while it trains, of its class else; (B, T, H) to (B, T, H)."""
+    """Forward method of a decoder layer like Llama's: fused in training, its class's own otherwise.
+
+    Shapes: (B, T, H) to (B, T, H).
+    """
     if not is_training(self):
         return type(self).forward(self, hidden_states, **kwargs)
-    read, stream = add_norm(hidden_states, None, self.input_layernorm, self.norm_kind)
-    attended, _ = self.self_attn(hidden_states=read, **kwargs)
-    read, stream = add_norm(attended, stream, self.post_attention_layernorm, self.norm_kind)
-    return stream + self.mlp(read)
+    normed, stream = add_norm(hidden_states, None, self.input_layernorm, self.norm_kind)
+    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    normed, stream = add_norm(attended, stream, self.post_attention_layernorm, self.norm_kind)
+    return stream + self.mlp(normed)
 
 
 def add_norm(
     x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
 ) -> tuple[Tensor, Tensor]:
-    """Return norm(s) and s = residual + x, each (..., H) in the type of x; without a residual, s is x.
+    """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
 
-    Go on with this s instead of x: what flows back into it joins the norm's gradient in one pass.
+    Use this s instead of x from here on: the gradient that flows back into it joins the norm's in
+    one pass.
     """
     return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
 
 
 class AddNormFunction(torch.autograd.Function):
-    """(norm(s), s) of s = residual + x. Saves s, which others keep too, and 1 / rms of each token."""
+    """(norm(s), s) of s = residual + x. Saves s, which others save too, and 1 / rms of each token."""
 
     @staticmethod
     def forward(
@@ -46,22 +52,23 @@ class AddNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return y and s (..., H)."""
         assert not weight.requires_grad, "a norm whose weight is trained"
-        y, s, inverse = _kernels(x).forward(x, residual, weight, eps, kind)
-        ctx.save_for_backward(s, weight, inverse)
-        ctx.kind, ctx.adds = kind, residual is not None
+        y, s, inverse_rms = _kernels(x).forward(x, residual, weight, eps, kind)
+        ctx.save_for_backward(s, weight, inverse_rms)
+        ctx.kind = kind
+        ctx.has_residual = residual is not None
         return y, s
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of x, and the same one as residual's."""
-        s, weight, inverse = ctx.saved_tensors
-        dx = _kernels(s).backward(dy, ds, s, weight, inverse, ctx.kind)
-        return dx, dx if ctx.adds else None, None, None, None
+        """Return the gradient of x, and the same one for the residual."""
+        s, weight, inverse_rms = ctx.saved_tensors
+        dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
+        return dx, dx if ctx.has_residual else None, None, None, None
 
 
 class Reference:
-    """The formulas in torch, for where there is no GPU and for tests. Rounds where transformers' norms round."""
+    """The formulas in torch, without a GPU and for tests. Rounds where transformers' norms round."""
 
     @staticmethod
     def forward(
@@ -70,21 +77,26 @@ class Reference:
         """Return y and s (..., H), and 1 / rms(s) (..., 1) float32."""
         s = x if residual is None else residual + x
         wide = s.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         if kind.casting == "gemma":
-            return (wide * inverse * (kind.offset + weight.float())).to(x.dtype), s, inverse
-        return (kind.offset + weight) * (wide * inverse).to(x.dtype), s, inverse
+            y = (wide * inverse_rms * (kind.offset + weight.float())).to(x.dtype)
+        else:
+            y = (kind.offset + weight) * (wide * inverse_rms).to(x.dtype)
+        return y, s, inverse_rms
 
     @staticmethod
     def backward(
-        dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
+        dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse_rms: Tensor, kind: NormKind
     ) -> Tensor:
         """Return dx (..., H)."""
-        n, m = s.float() * inverse, dy.float() * (kind.offset + weight.float())
-        return (ds.float() + inverse * (m - n * (m * n).mean(-1, keepdim=True))).to(s.dtype)
+        n = s.float() * inverse_rms
+        m = dy.float() * (kind.offset + weight.float())
+        dx = ds.float() + inverse_rms * (m - n * (m * n).mean(-1, keepdim=True))
+        return dx.to(s.dtype)
 
 
 def _kernels(x: Tensor) -> Any:
+    """Return what computes on the device of x: the Triton kernels or the reference."""
     if not x.is_cuda:
         return Reference
     from sft_play.models.fast import residual_kernels  # Triton looks for a GPU when it is loaded

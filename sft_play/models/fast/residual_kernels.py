@@ -1,4 +1,4 @@
-"""Triton kernels of residual.py: a token's features in one program. Imported where there is a GPU."""
+"""Triton kernels of `residual`, a program for each token. Imported on a GPU only."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sft_play.models.fast.norms import NormKind
 
-FEATURES_PER_WARP = 512  # 16 a thread: two loads of 16 bytes of bfloat16
+FEATURES_PER_WARP = 512  # 16 of a thread: two loads of 16 bytes of bfloat16
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _forward(
     eps,
     offset,
     is_gemma: tl.constexpr,
-    adds: tl.constexpr,
+    has_residual: tl.constexpr,
     block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -30,10 +30,9 @@ def _forward(
     inside = columns < features
     at = row * features + columns
     stream = tl.load(x + at, inside, 0)
-    if adds:  # the norm reads the rounded sum, as it does apart
-        stream = (stream.to(tl.float32) + tl.load(residual + at, inside, 0).to(tl.float32)).to(
-            x.dtype.element_ty
-        )
+    if has_residual:  # the norm reads the rounded sum, as a norm by itself does
+        added = tl.load(residual + at, inside, 0).to(tl.float32)
+        stream = (stream.to(tl.float32) + added).to(x.dtype.element_ty)
         tl.store(s + at, stream, inside)
     wide = stream.to(tl.float32)
     factor = 1 / tl.sqrt(tl.sum(wide * wide, 0) / features + eps)
@@ -65,25 +64,18 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
     x = x.contiguous()
-    residual = None if residual is None else residual.to(x.dtype).contiguous()
-    y, s = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    y = torch.empty_like(x)
+    s = x
+    if residual is not None:
+        residual = residual.to(x.dtype).contiguous()
+        s = torch.empty_like(x)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     features, block, warps = _sizes(x)
     with torch.cuda.device(x.device):
+        tensors = (x, residual, weight, y, s, inverse)
+        flags = (kind.casting == "gemma", residual is not None)
         _forward[(inverse.numel(),)](
-            x,
-            residual,
-            weight,
-            y,
-            s,
-            inverse,
-            features,
-            eps,
-            kind.offset,
-            kind.casting == "gemma",
-            residual is not None,
-            block,
-            num_warps=warps,
+            *tensors, features, eps, kind.offset, *flags, block, num_warps=warps
         )
     return y, s, inverse
 
@@ -92,16 +84,16 @@ def backward(
     dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
 ) -> Tensor:
     """Return dx (..., H)."""
-    dy, ds, dx = dy.contiguous(), ds.contiguous(), torch.empty_like(s)
+    dx = torch.empty_like(s)
     features, block, warps = _sizes(s)
     with torch.cuda.device(s.device):
-        _backward[(inverse.numel(),)](
-            dy, ds, s, weight, inverse, dx, features, kind.offset, block, num_warps=warps
-        )
+        tensors = (dy.contiguous(), ds.contiguous(), s, weight, inverse, dx)
+        _backward[(inverse.numel(),)](*tensors, features, kind.offset, block, num_warps=warps)
     return dx
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Return the features of a token, the block that holds them, and its warps."""
     features = x.shape[-1]
     block = triton.next_power_of_2(features)
     return features, block, min(32, max(1, block // FEATURES_PER_WARP))

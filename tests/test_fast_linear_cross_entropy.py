@@ -15,15 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast import loss as fast_loss
-from sft_play.models.fast.loss import (
-    can_fuse_loss,
-    chunk_rows,
+from sft_play.models.fast import linear_cross_entropy
+from sft_play.models.fast.linear_cross_entropy import (
+    chunk_tokens,
     fuse_loss,
+    fused_linear_cross_entropy,
     fused_nll,
     is_loss_fused,
-    linear_nll,
-    nll_to_gradient_,
+    nll_and_gradient_,
+    why_loss_not_fusable,
 )
 from sft_play.models.losses import summed_nll
 
@@ -76,7 +76,7 @@ def gap(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 128 tokens: three of them, one shorter."""
-    monkeypatch.setattr(fast_loss, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 1)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     arguments = inputs()
     ours, theirs = (
         value_and_gradients(nll, *arguments, factor=factor, softcap=softcap)
-        for nll in (linear_nll, plain_nll)
+        for nll in (fused_linear_cross_entropy, plain_nll)
     )
     assert len(ours) == 3 and gap(ours, theirs) <= CLOSE
 
@@ -96,7 +96,11 @@ def test_gradients_agree_with_differences_of_the_loss() -> None:
     hidden, weight, targets = inputs(tokens=3)
     hidden, weight = hidden.detach().double(), weight.detach().double()
     gradient = value_and_gradients(
-        linear_nll, hidden.float().requires_grad_(), weight.float(), targets, softcap=3.0
+        fused_linear_cross_entropy,
+        hidden.float().requires_grad_(),
+        weight.float(),
+        targets,
+        softcap=3.0,
     )[1]
     for token, feature in ((0, 0), (1, 7), (2, 23)):
         nudge = torch.zeros_like(hidden)
@@ -116,8 +120,8 @@ def _nll64(
 
 def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
     hidden, weight, targets = inputs()
-    trained = value_and_gradients(linear_nll, hidden, weight, targets)
-    frozen = value_and_gradients(linear_nll, hidden, weight.detach(), targets)
+    trained = value_and_gradients(fused_linear_cross_entropy, hidden, weight, targets)
+    frozen = value_and_gradients(fused_linear_cross_entropy, hidden, weight.detach(), targets)
     assert (
         len(frozen) == 2
         and torch.equal(frozen[0], trained[0])
@@ -126,7 +130,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_none(small_chunks) -> None:
 
 
 def test_without_labels_the_loss_is_0_and_so_is_every_gradient() -> None:
-    value, *gradients = value_and_gradients(linear_nll, *inputs(tokens=0))
+    value, *gradients = value_and_gradients(fused_linear_cross_entropy, *inputs(tokens=0))
     assert value == 0 and gradients[0].shape == (0, HIDDEN) and not gradients[1].any()
 
 
@@ -147,7 +151,7 @@ def test_half_precision_loses_no_more_than_the_plain_loss_does(
     )
     ours, plain = (
         value_and_gradients(nll, hidden, weight, targets, factor=factor)
-        for nll in (linear_nll, plain_nll)
+        for nll in (fused_linear_cross_entropy, plain_nll)
     )
     assert gap(ours, exact) <= 1.5 * gap(plain, exact) < 0.02
 
@@ -233,7 +237,7 @@ def _stepped(model: PreTrainedModel, nll: torch.Tensor) -> list[torch.Tensor]:
 def test_a_models_step_is_the_plain_one(model_type: str, is_lora: bool) -> None:
     model = adapted(tiny(model_type)) if is_lora else tiny(model_type)
     plain = plain_step(model, *batch())
-    assert can_fuse_loss(model, zero_stage=0) is None and model.training
+    assert why_loss_not_fusable(model, zero_stage=0) is None and model.training
     fuse_loss(model)
     fused = fused_step(model, *batch())
     assert len(fused) == len(plain) > 10
@@ -325,29 +329,29 @@ def test_a_failed_pass_leaves_nothing_announced() -> None:
 def test_a_head_whose_product_is_not_the_logits_is_left_alone(
     model_type: str, changes: dict[str, object], why: str
 ) -> None:
-    assert why in can_fuse_loss(tiny(model_type, **changes), zero_stage=0)
+    assert why in why_loss_not_fusable(tiny(model_type, **changes), zero_stage=0)
 
 
 def test_a_head_with_adapters_a_partitioned_one_and_a_patched_one_are_left_alone() -> None:
     model = tiny("llama", tie_word_embeddings=False)
     assert (
-        "ZeRO-3" in can_fuse_loss(model, zero_stage=3)
-        and can_fuse_loss(model, zero_stage=2) is None
+        "ZeRO-3" in why_loss_not_fusable(model, zero_stage=3)
+        and why_loss_not_fusable(model, zero_stage=2) is None
     )
     fuse_loss(model)
-    assert "patched" in can_fuse_loss(model, zero_stage=0)
+    assert "patched" in why_loss_not_fusable(model, zero_stage=0)
     trained_head = peft.get_peft_model(
         tiny("llama"),
         peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head", "q_proj"]),
     )
-    assert "not a plain Linear" in can_fuse_loss(trained_head, zero_stage=0)
+    assert "not a plain Linear" in why_loss_not_fusable(trained_head, zero_stage=0)
 
 
 def test_weights_that_are_no_numbers_are_not_for_this_check() -> None:
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    assert can_fuse_loss(model, zero_stage=0) is None
+    assert why_loss_not_fusable(model, zero_stage=0) is None
 
 
 # What would break it shows
@@ -381,26 +385,27 @@ def test_labels_at_the_wrong_place_show(wrong: Callable) -> None:
 
 
 def no_target(logits, targets, softcap, scale):
-    nll = nll_to_gradient_(logits, targets, softcap, scale)
+    nll = nll_and_gradient_(logits, targets, softcap, scale)
     logits[torch.arange(len(targets)), targets] += 1
     return nll
 
 
 def no_cap_in_the_gradient(logits, targets, softcap, scale):
-    return nll_to_gradient_(
+    return nll_and_gradient_(
         logits.copy_(torch.tanh(logits / softcap) * softcap), targets, None, scale
     )
 
 
 def last_chunk_lost(logits, targets, softcap, scale):
-    return nll_to_gradient_(logits, targets, softcap, scale) * (len(logits) == 128)
+    return nll_and_gradient_(logits, targets, softcap, scale) * (len(logits) == 128)
 
 
 @pytest.mark.parametrize("broken", [no_target, no_cap_in_the_gradient, last_chunk_lost])
 def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> None:
-    monkeypatch.setattr(fast_loss, "nll_to_gradient_", broken)
+    monkeypatch.setattr(linear_cross_entropy, "nll_and_gradient_", broken)
     ours, theirs = (
-        value_and_gradients(nll, *inputs(), softcap=2.0) for nll in (linear_nll, plain_nll)
+        value_and_gradients(nll, *inputs(), softcap=2.0)
+        for nll in (fused_linear_cross_entropy, plain_nll)
     )
     assert gap(ours, theirs) > 1e-3
 
@@ -422,8 +427,10 @@ def test_a_wrong_kernel_shows(monkeypatch, small_chunks, broken: Callable) -> No
 def test_chunks_are_alike_and_within_their_bytes(
     tokens: int, vocabulary: int, itemsize: int
 ) -> None:
-    rows = chunk_rows(tokens, vocabulary, itemsize)
-    assert rows * vocabulary * itemsize <= max(fast_loss.CHUNK_BYTES, 128 * vocabulary * itemsize)
+    rows = chunk_tokens(tokens, vocabulary, itemsize)
+    assert rows * vocabulary * itemsize <= max(
+        linear_cross_entropy.CHUNK_BYTES, 128 * vocabulary * itemsize
+    )
     chunks = -(-tokens // rows)
     assert chunks <= 1 or rows % 128 == 0
     assert tokens - (chunks - 1) * rows > rows // 2 - 128 or chunks <= 1
@@ -444,15 +451,15 @@ def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
 
 INTERPRETED = """
 import torch
-from sft_play.models.fast import loss, loss_kernel
-loss_kernel.BLOCK = 64  # several blocks a row, the last one not full
+from sft_play.models.fast import cross_entropy_kernel, linear_cross_entropy
+cross_entropy_kernel.BLOCK = 64  # several blocks a row, the last one not full
 torch.manual_seed(0)
 for softcap in (None, 3.0):
     for scale in (1.0, 256.0):
         logits = (4 * torch.randn(5, 301)).to(torch.{dtype})
         targets = torch.tensor([0, 63, 64, 300, 7])
         ours, theirs = logits.clone(), logits.clone()
-        values = loss_kernel.nll_to_gradient_(ours, targets, softcap, scale), loss.nll_to_gradient_(theirs, targets, softcap, scale)
+        values = cross_entropy_kernel.nll_and_gradient_(ours, targets, softcap, scale), linear_cross_entropy.nll_and_gradient_(theirs, targets, softcap, scale)
         torch.testing.assert_close(*values, rtol=1e-5, atol=0)
         # float32: exponentials of two libraries; bfloat16: the last of 8 bits
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7 if logits.dtype == torch.bfloat16 else 1e-4, atol=1e-6 * scale)

@@ -1,4 +1,6 @@
-"""Logits to their loss and gradient on a GPU, in place. Imported only there: Triton is no part of torch for CPUs.
+"""Triton kernel of `linear_cross_entropy`: logits to their loss and gradient, in place.
+
+Imported on a GPU only: torch for CPUs comes without Triton.
 
 Legend: N tokens, V vocabulary.
 """
@@ -7,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192  # columns that a program holds at a time
+BLOCK = 8192  # columns of a row that a program holds at a time
 WARPS = 16
 
 
@@ -31,7 +33,7 @@ def _rows(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a token: the logarithm of its softmax's sum in one pass over the row, its gradient in a second."""
+    """A program for each token: log sum exp in one pass over the row, the gradient in a second."""
     row = tl.program_id(0).to(tl.int64)  # N * V passes 2^31
     logits += row * row_stride
     target = tl.load(targets + row)
@@ -63,12 +65,15 @@ def _rows(
         tl.store(logits + offsets, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
 
 
-def nll_to_gradient_(
+def nll_and_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0
 ) -> torch.Tensor:
-    """Return the summed nll (float32 scalar) of logits (N, V), uncapped, and overwrite them with its gradient times `scale`."""
+    """Return the summed nll of logits (N, V), overwritten with its gradient times `scale`.
+
+    The arguments are those of `linear_cross_entropy.nll_and_gradient_`.
+    """
     tokens, vocabulary = logits.shape
-    assert logits.stride(1) == 1 and targets.stride(0) == 1, "rows lie one behind the other"
+    assert logits.stride(1) == 1 and targets.stride(0) == 1, "a row's columns are adjacent"
     nll = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     arguments = (logits, logits.stride(0), targets, nll, vocabulary, softcap or 1.0, scale)

@@ -1,0 +1,119 @@
+"""A run's model without its weights: built from config.json, its tensors on the meta device or fake.
+
+Architecture, 4-bit packing and adapters come from the code that loads the real model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes import functional as bnb_functional
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from sft_play.config.schema import Config
+from sft_play.errors import EnvironmentFault, first_line
+from sft_play.models import bnb, lora
+from sft_play.models.load import weight_dtype
+from sft_play.plan.model_shape import known_config
+
+TEXT_MODEL_TYPES = {"gemma3": "gemma3_text"}  # known without the vision part
+
+
+def build_on_meta(
+    config: Config, compute_dtype: torch.dtype, zero_stage: int = 0
+) -> PreTrainedModel:
+    """Return the model that a run would load, on the meta device, quantised and with adapters.
+
+    Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
+    """
+    options = {}
+    attention = config.model.attn_implementation
+    if attention == "flash_attention_2":
+        attention = "sdpa"  # its package need not be installed here
+    if attention != "auto":
+        options["attn_implementation"] = attention
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            load_architecture(config),
+            dtype=weight_dtype(config, compute_dtype),
+            trust_remote_code=config.model.trust_remote_code,
+            **options,
+        )
+    if config.tuning.mode == "qlora":
+        quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage))
+    if config.tuning.mode != "full":
+        model = lora.add_adapters(model, config)
+    return model
+
+
+def load_architecture(config: Config) -> PretrainedConfig:
+    """Return a model's transformers config: from its folder, from the known names or from the hub.
+
+    Raises: EnvironmentFault when there is none.
+    """
+    name = config.model.name
+    sizes = None if Path(name).is_dir() else known_config(name)
+    if sizes is not None:
+        model_type = sizes["model_type"]
+        model_type = TEXT_MODEL_TYPES.get(model_type, model_type)
+        return AutoConfig.for_model(**{**sizes, "model_type": model_type})
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentFault(
+            f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
+        ) from None
+
+
+def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
+    """Pack the linear layers that transformers packs at loading, by bitsandbytes' own code."""
+    # bitsandbytes makes its table of 8-bit values once, and cannot make it without data
+    bnb_functional.quantize_blockwise(torch.zeros(1))
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map=None)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.weight._quantize(torch.device("meta"))
+    quantizer.postprocess_model(model)
+    bnb.keep_differentiable(model)
+
+
+def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace meta tensors by tensors on the CPU; in a FakeTensorMode these have no data.
+
+    Autocast and device checks then work as in a run. `dtype` casts floating-point parameters.
+    """
+    made: dict[Tensor, Tensor] = {}  # tied weights stay one
+    for module in model.modules():
+        for owned in (module._buffers, module._parameters):
+            for name, tensor in owned.items():
+                if tensor is not None and tensor not in made:
+                    made[tensor] = _materialized(tensor, dtype)
+                owned[name] = made.get(tensor)
+
+
+def _materialized(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty_like(tensor, device="cpu")
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    # not empty_like: torch 2.11 refuses it for bitsandbytes' class
+    data = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+    made = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    if isinstance(tensor, Params4bit):
+        made.quant_state = tensor.quant_state
+        _materialize_constants(made.quant_state)
+    return made
+
+
+def _materialize_constants(state: bnb_functional.QuantState) -> None:
+    if state.nested:
+        state.offset = torch.empty_like(state.offset, device="cpu")
+        _materialize_constants(state.state2)
+    state.absmax = torch.empty_like(state.absmax, device="cpu")
+    state.code = torch.empty_like(state.code, device="cpu")

@@ -1,0 +1,286 @@
+"""Bytes of one training step of a model, counted while its parts run, with data or without.
+
+What no process sees by itself comes from the closed form of `plan.memory`: the GPU's context,
+buffers of collectives and the evaluation.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from bitsandbytes import optim as bnb_optim
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PreTrainedModel
+
+from sft_play.config.schema import Config
+from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
+from sft_play.models.losses import summed_nll
+from sft_play.models.memory_tracker import MemoryTracker, storage_bytes
+from sft_play.models.parameters import adapter_parameters, base_tensors
+from sft_play.plan.memory import StepBytes
+from sft_play.plan.precision import precision
+from sft_play.process import DTYPES
+
+# What Trainer makes of train.optim. A paged state has as many bytes, which the driver may move to
+# the host.
+OPTIMIZERS: dict[str, Any] = {
+    "adamw_torch": torch.optim.AdamW,
+    "adamw_torch_fused": partial(torch.optim.AdamW, fused=True),
+    "adamw_8bit": partial(bnb_optim.AdamW, optim_bits=8),
+    "paged_adamw_8bit": partial(bnb_optim.AdamW, optim_bits=8),
+    "paged_adamw_32bit": bnb_optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """A step to measure: a resolved config, and what else of its plan changes the step's bytes."""
+
+    config: Config
+    device: str  # cpu, cuda
+    checkpointed_layers: int
+    zero_stage: int
+    accumulates: bool  # gradients stay through the forward passes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the type of matrix products."""
+        return DTYPES[precision(self.config)]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Bytes of a step on one device.
+
+    First what is held all the time, then what forward, backward and optimizer add to what is held
+    when they begin.
+    """
+
+    weights: int  # of the base, 4-bit weights with their constants
+    buffers: int
+    adapters: int
+    gradients: int  # when the step is complete
+    optimizer: int | None  # None under DeepSpeed, where the closed form knows what a rank holds
+    activations: int  # kept when the output head begins
+    activation_bytes_per_token: int
+    activation_bytes_fixed: int
+    logits: int  # the most that head and loss add to that
+    logits_kept: int  # what they leave for the backward pass
+    forward: int  # the most, with the logits or in a layer before them
+    backward: int  # the most, with activations and logits
+    optimizer_step: int
+    accumulates: bool
+
+    def as_json(self) -> dict[str, int | None]:
+        """Return the fields."""
+        return asdict(self)
+
+    def phases(self, closed_form: StepBytes) -> StepBytes:
+        """Return the bytes of each phase; what was not measured comes from the closed form."""
+        phases = dict(closed_form.phases)
+        if self.optimizer is not None:
+            held = {
+                "weights": self.weights + self.buffers,
+                "adapters": self.adapters,
+                "optimizer": self.optimizer,
+            }
+            phases = {name: replace(phase, **held) for name, phase in phases.items()}
+            phases["load"] = replace(phases["load"], optimizer=0)
+            accumulated = self.gradients if self.accumulates else 0
+            phases["forward"] = replace(phases["forward"], gradients=accumulated)
+            phases["backward"] = replace(phases["backward"], gradients=accumulated)
+            phases["optimizer"] = replace(phases["optimizer"], gradients=self.gradients)
+        phases["forward"] = replace(
+            phases["forward"], activations=self.forward - self.logits, logits=self.logits
+        )
+        logits = max(0, self.logits_kept)
+        phases["backward"] = replace(
+            phases["backward"], activations=self.backward - logits, logits=logits
+        )
+        phases["optimizer"] = replace(phases["optimizer"], activations=self.optimizer_step)
+        return StepBytes(phases)
+
+
+def measure_step(model: PreTrainedModel, setup: StepSetup) -> MeasuredStep:
+    """Return the bytes of a step of a model as `models.load` makes it, in training mode."""
+    meter = StepMeter(model, setup)
+    # first: it leaves the gradients that earlier micro-batches would
+    optimizer = meter.step_optimizer()
+    rows = setup.config.train.batch_size
+    tokens = setup.config.model.max_seq_len
+    one_row_more = meter.run_forward(rows + 1).activations
+    forward = meter.run_forward(rows)
+    backward_peak = meter.run_backward(forward)
+    per_token = (one_row_more - forward.activations) // tokens
+    return MeasuredStep(
+        weights=storage_bytes(base_tensors(model)),
+        buffers=storage_bytes(model.buffers()),
+        adapters=storage_bytes(adapter_parameters(model)),
+        gradients=sum(parameter.nbytes for parameter in meter.trained),
+        optimizer=optimizer.state,
+        activations=forward.activations,
+        activation_bytes_per_token=per_token,
+        activation_bytes_fixed=forward.activations - per_token * rows * tokens,
+        logits=forward.logits,
+        logits_kept=forward.logits_kept,
+        forward=forward.peak,
+        backward=backward_peak,
+        optimizer_step=optimizer.temporary,
+        accumulates=setup.accumulates,
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Bytes of an optimizer: its state, and the most that a step allocates beside it."""
+
+    state: int | None  # None where DeepSpeed steps
+    temporary: int
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The loss of a forward pass, and its bytes beyond those that were alive before it."""
+
+    loss: Tensor
+    before: int  # alive before it
+    activations: int  # kept when the head begins
+    logits: int  # the most that head and loss add to that
+    logits_kept: int  # what they leave
+    peak: int
+
+
+class StepMeter:
+    """Runs the parts of a step of one model and counts their bytes."""
+
+    def __init__(self, model: PreTrainedModel, setup: StepSetup):
+        self.model = model
+        self.setup = setup
+        self.device = next(model.parameters()).device
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.tracker = MemoryTracker()
+        self.tracker.track([*base_tensors(model), *adapter_parameters(model), *model.buffers()])
+        self._at_head = 0  # bytes alive when the head begins
+        self._peak_before_head = 0
+
+    def step_optimizer(self) -> OptimizerBytes:
+        """Take two optimizer steps, the first of which makes the state.
+
+        Gradients stay if the step accumulates.
+        """
+        state = None
+        temporary = 0
+        with self.tracker:
+            for parameter in self.trained:
+                parameter.grad = torch.zeros_like(parameter)
+            if not self.setup.zero_stage:
+                on_gpu = self.setup.on_gpu
+                optimizer = make_optimizer(self.trained, self.setup.config.train.optim, on_gpu)
+                optimizer.step()
+                state = state_bytes(optimizer, on_gpu)
+                before = self.tracker.reset_peak()
+                optimizer.step()
+                temporary = self.tracker.peak_bytes - before
+            if not self.setup.accumulates:
+                for parameter in self.trained:
+                    parameter.grad = None
+        return OptimizerBytes(state, temporary)
+
+    def run_forward(self, rows: int) -> ForwardPass:
+        """Run a forward pass over `rows` full rows."""
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(self._note_head_begins)
+        tracker = self.tracker
+        try:
+            with tracker:
+                before = tracker.reset_peak()
+                loss = self._loss(rows)
+                return ForwardPass(
+                    loss=loss,
+                    before=before,
+                    activations=self._at_head - before,
+                    logits=tracker.peak_bytes - self._at_head,
+                    logits_kept=tracker.live_bytes - self._at_head,
+                    peak=max(self._peak_before_head, tracker.peak_bytes) - before,
+                )
+        finally:
+            hook.remove()
+
+    def run_backward(self, forward: ForwardPass) -> int:
+        """Run the backward pass; return its peak beyond what was alive before the forward pass."""
+        with self.tracker:
+            self.tracker.reset_peak()
+            forward.loss.backward()
+        return self.tracker.peak_bytes - forward.before
+
+    def _note_head_begins(self, *_: Any) -> None:
+        self._peak_before_head = self.tracker.peak_bytes
+        self._at_head = self.tracker.reset_peak()
+
+    def _loss(self, rows: int) -> Tensor:
+        """Return the loss as the trainer computes it: under autocast, plain logits in float32."""
+        inputs = self._inputs(rows)
+        labels = torch.zeros_like(inputs["input_ids"])
+        if is_loss_fused(self.model):
+            targets = labels[:, 1:].flatten()  # a row's last token predicts nothing
+            return fused_nll(self.model, self._call_model, inputs, targets, targets)
+        return summed_nll(self._call_model(**inputs).logits.float(), labels)
+
+    def _call_model(self, **inputs: Any) -> Any:
+        dtype = self.setup.compute_dtype
+        # DeepSpeed casts the weights instead
+        is_on = dtype.itemsize == 2 and not self.setup.zero_stage
+        with torch.autocast(self.device.type, dtype, enabled=is_on):
+            return self.model(**inputs, use_cache=False)
+
+    def _inputs(self, rows: int) -> dict[str, Tensor]:
+        """Return full rows, with the (T, T) mask that transformers would make where one is needed.
+
+        It makes a whole mask for packed and for padded rows, unless attention needs none.
+        """
+        config = self.setup.config
+        tokens = config.model.max_seq_len
+        attention = config.model.attn_implementation
+        inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.int64, device=self.device)}
+        is_mask_made = config.train.packing or config.train.batch_size > 1
+        is_unmasked = "attention" in fused_kernels_of(self.model).on
+        if is_unmasked or attention == "flash_attention_2" or not is_mask_made:
+            return inputs
+        mask = torch.ones(rows, 1, tokens, tokens, dtype=torch.bool, device=self.device).tril()
+        if attention == "eager":
+            mask = torch.zeros_like(mask, dtype=self.setup.compute_dtype)
+        return {**inputs, "attention_mask": mask}
+
+
+def make_optimizer(
+    parameters: list[nn.Parameter], optim: str, on_gpu: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer that Trainer makes of `train.optim`."""
+    options = {}
+    if on_gpu and optim in ("adamw_torch", "sgd"):
+        options["foreach"] = True
+    with unset_fake_temporarily():  # bitsandbytes makes tables of 8-bit values
+        return OPTIMIZERS[optim](parameters, lr=0.0, **options)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, on_gpu: bool) -> int:
+    """Return the bytes of an optimizer's state on its device.
+
+    On a GPU plain AdamW keeps its step counters on the CPU.
+    """
+    is_plain_adamw = isinstance(optimizer, torch.optim.AdamW) and not optimizer.defaults["fused"]
+    skipped = {"step"} if on_gpu and is_plain_adamw else set()
+    tensors = []
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in skipped:
+                tensors.append(value)
+    return storage_bytes(tensors)
