@@ -1,8 +1,11 @@
-"""Inputs of a benchmark without a network: a model of a real shape with random weights, rows of one length, of ragged lengths, and like Alpaca's.
+"""Inputs of a benchmark without a network: a model of a real shape with random weights, and rows.
 
-python benchmarks/inputs.py --shape meta-llama/Llama-3.1-8B-Instruct --out /tmp/8b --tokens 2048
---rows 700
+Rows have one length, ragged lengths, or lengths like Alpaca's.
+
+python benchmarks/inputs.py --out /tmp/8b --tokens 2048 --rows 700
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -11,22 +14,46 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sft_play.plan.model_shape import known_models
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 CORPUS = TINY.parent / "corpus" / "town.txt"
-# (median, sigma of its logarithm, most) words of each field, as in Alpaca: two rows of five have an input, outputs have a long tail
-ALPACA_WORDS = {"instruction": (11, 0.4, 60), "input": (12, 0.9, 150), "output": (45, 0.9, 450)}
-ALPACA_INPUTS = 0.4
-MOST_TRIES = 1000  # of words for a row of an exact length; a few suffice
+ALPACA_INPUTS = 0.4  # share of Alpaca's rows that have an input
+MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
+
+
+class WordCount(NamedTuple):
+    """A log-normal distribution of words."""
+
+    median: int
+    sigma: float  # of the logarithm
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        """Return a number of words."""
+        return min(self.most, max(1, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+# as in Alpaca, whose outputs have a long tail
+ALPACA_WORDS = {
+    "instruction": WordCount(11, 0.4, 60),
+    "input": WordCount(12, 0.9, 150),
+    "output": WordCount(45, 0.9, 450),
+}
 
 
 def random_model(shape: str, folder: Path) -> None:
-    """Save a model of a known model's architecture and shape in bfloat16, weights drawn on the GPU where there is one, with the tiny model's tokenizer."""
+    """Save a known architecture with random bfloat16 weights and the tiny model's tokenizer.
+
+    The weights are drawn on the GPU where there is one.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -47,73 +74,88 @@ def random_model(shape: str, folder: Path) -> None:
 
 
 def fixed_rows(path: Path, tokens: int, rows: int) -> None:
-    """Write question/answer rows of exactly `tokens` tokens each, template included, a fifth of them in the answer."""
+    """Write question/answer rows of exactly `tokens` tokens each, template included.
+
+    A fifth of the words is in the answer.
+    """
     _write_rows(path, [tokens] * rows, answer_share=0.2)
 
 
 def ragged_rows(
     path: Path, rows: int, median: int = 300, sigma: float = 0.8, least: int = 32, most: int = 2048
 ) -> None:
-    """Write question/answer rows whose lengths are log-normal with a median of `median` tokens, three fifths of them in the answer."""
-    draw = random.Random(1)
-    lengths = [
-        min(most, max(least, round(draw.lognormvariate(math.log(median), sigma))))
-        for _ in range(rows)
-    ]
+    """Write question/answer rows whose tokens are log-normal with a median of `median`.
+
+    Three fifths of the words are in the answer.
+    """
+    rng = random.Random(1)
+    lengths = []
+    for _ in range(rows):
+        tokens = round(rng.lognormvariate(math.log(median), sigma))
+        lengths.append(min(most, max(least, tokens)))
     _write_rows(path, lengths, answer_share=0.6)
 
 
 def _write_rows(path: Path, lengths: Sequence[int], answer_share: float) -> None:
-    """Write a row for each length, drawn word by word; the first rows are the same however many follow."""
+    """Write a row for each length; the first rows do not depend on how many follow."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     words = [word for word in CORPUS.read_text(encoding="utf-8").split() if word.isalpha()]
-    draw = random.Random(0)
+    rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
-        for length in lengths:
-            question, answer = _row(tokenizer, words, length, answer_share, draw)
-            file.write(json.dumps({"question": question, "answer": answer}) + "\n")
+        for tokens in lengths:
+            row = _make_row(tokenizer, words, tokens, answer_share, rng)
+            file.write(json.dumps(row) + "\n")
 
 
-def _row(
-    tokenizer: Any, words: Sequence[str], tokens: int, answer_share: float, draw: random.Random
-) -> tuple[str, str]:
-    """Return question and answer that the template renders to exactly `tokens` tokens; a token may span words, so words are tried until it does."""
-    text: list[str] = draw.choices(words, k=max(2, tokens // 2))
-    for _ in range(MOST_TRIES):
+def _make_row(
+    tokenizer: PreTrainedTokenizerBase,
+    words: Sequence[str],
+    tokens: int,
+    answer_share: float,
+    rng: random.Random,
+) -> dict[str, str]:
+    """Return a question and an answer that the template renders to exactly `tokens` tokens.
+
+    A token may span words, so words are added and removed until the length is right.
+    """
+    text: list[str] = rng.choices(words, k=max(2, tokens // 2))
+    for _ in range(MAX_TRIES):
         cut = max(1, round(len(text) * (1 - answer_share)))
-        question, answer = " ".join(text[:cut]), " ".join(text[cut:])
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        excess = (
-            len(
-                tokenizer(
-                    tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False
-                )["input_ids"]
-            )
-            - tokens
-        )
+        row = {"question": " ".join(text[:cut]), "answer": " ".join(text[cut:])}
+        excess = _count_tokens(tokenizer, row) - tokens
         if excess == 0:
-            return question, answer
+            return row
         if excess < 0:
-            text += draw.choices(words, k=max(1, -excess * 3 // 4))
+            text += rng.choices(words, k=max(1, -excess * 3 // 4))
         else:
             for _ in range(min(max(1, excess * 3 // 4), len(text) - 2)):
-                text.pop(draw.randrange(len(text)))
-    raise AssertionError(f"no row of {tokens} tokens in {MOST_TRIES} tries")
+                text.pop(rng.randrange(len(text)))
+    raise AssertionError(f"no row of {tokens} tokens in {MAX_TRIES} tries")
+
+
+def _count_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> int:
+    messages = [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    return len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
-    """Write rows with the lengths of Alpaca's, cut from the corpus that ships, twice: as instruction, input and output, and as messages."""
-    words, draw = (
-        CORPUS.read_text(encoding="utf-8").split(" "),
-        random.Random(seed),
-    )  # line breaks stay
+    """Write rows with the lengths of Alpaca's, cut from the corpus that ships.
 
-    def cut(field: str) -> str:
-        median, sigma, most = ALPACA_WORDS[field]
-        length = min(most, max(1, round(draw.lognormvariate(math.log(median), sigma))))
-        start = draw.randrange(len(words) - most)
+    Each is written twice: as instruction, input and output, and as messages.
+    """
+    rng = random.Random(seed)
+    words = CORPUS.read_text(encoding="utf-8").split(" ")  # line breaks stay
+
+    def draw_text(field: str) -> str:
+        count = ALPACA_WORDS[field]
+        length = count.draw(rng)
+        start = rng.randrange(len(words) - count.most)
         return " ".join(words[start : start + length]).strip()
 
     with (
@@ -122,13 +164,13 @@ def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
     ):
         for _ in range(rows):
             row = {
-                "instruction": cut("instruction"),
-                "input": cut("input") if draw.random() < ALPACA_INPUTS else "",
-                "output": cut("output"),
+                "instruction": draw_text("instruction"),
+                "input": draw_text("input") if rng.random() < ALPACA_INPUTS else "",
+                "output": draw_text("output"),
             }
-            question = (
-                f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]
-            )
+            question = row["instruction"]
+            if row["input"]:
+                question += f"\n\n{row['input']}"
             turns = [
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": row["output"]},
@@ -137,7 +179,8 @@ def alpaca_rows(alpaca: Path, messages: Path, rows: int, seed: int = 0) -> None:
             conversations.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write a model and rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -150,5 +193,10 @@ if __name__ == "__main__":
     random_model(args.shape, args.out / "model")
     fixed_rows(args.out / "rows.jsonl", args.tokens, args.rows)
     print(
-        f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl ({args.rows} rows of {args.tokens} tokens)"
+        f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl "
+        f"({args.rows} rows of {args.tokens} tokens)"
     )
+
+
+if __name__ == "__main__":
+    main()

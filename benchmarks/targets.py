@@ -1,39 +1,56 @@
-"""The training targets on one workload, each as a user types it, and a table of what their run.json says.
+"""The training targets on one workload, each as a user types it, and a table of their run.json.
 
-python benchmarks/inputs.py --out /tmp/8b python benchmarks/targets.py --inputs /tmp/8b --steps 20
-bnb-lora bnb-qlora ddp-lora zero2-lora zero3-lora
+python benchmarks/inputs.py --out /tmp/8b
+python benchmarks/targets.py --inputs /tmp/8b --steps 20 bnb-lora ddp-lora zero2-lora zero3-lora
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-ARMS = {  # name: (target, variables)
-    "bnb-lora": ("train-bnb", {"TUNING_MODE": "lora"}),
-    "bnb-qlora": ("train-bnb", {"TUNING_MODE": "qlora"}),
-    "unsloth-lora": ("train-unsloth", {"TUNING_MODE": "lora"}),
-    "unsloth-qlora": ("train-unsloth", {"TUNING_MODE": "qlora"}),
-    "ddp-lora": ("train-distributed", {"TUNING_MODE": "lora"}),
-    "ddp-qlora": ("train-distributed", {"TUNING_MODE": "qlora"}),
-    "zero2-lora": ("train-deepspeed", {"TUNING_MODE": "lora"}),
-    "zero3-lora": (
-        "train-deepspeed",
-        {"TUNING_MODE": "lora", "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"},
-    ),
-    "zero3-qlora": (
-        "train-deepspeed",
-        {"TUNING_MODE": "qlora", "DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"},
-    ),
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import GIB, ROOT
+
+ZERO_3 = "configs/deepspeed_zero3.json"
+
+
+class Arm(NamedTuple):
+    """A make target and how it tunes."""
+
+    target: str
+    mode: str
+    deepspeed_config: str | None = None
+
+
+ARMS = {
+    "bnb-lora": Arm("train-bnb", "lora"),
+    "bnb-qlora": Arm("train-bnb", "qlora"),
+    "unsloth-lora": Arm("train-unsloth", "lora"),
+    "unsloth-qlora": Arm("train-unsloth", "qlora"),
+    "ddp-lora": Arm("train-distributed", "lora"),
+    "ddp-qlora": Arm("train-distributed", "qlora"),
+    "zero2-lora": Arm("train-deepspeed", "lora"),
+    "zero3-lora": Arm("train-deepspeed", "lora", ZERO_3),
+    "zero3-qlora": Arm("train-deepspeed", "qlora", ZERO_3),
 }
 
 
-def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> dict[str, object]:
-    """Run one target on the inputs; return its run.json, with the exit status of make under `make`."""
-    target, variables = ARMS[name]
+class ArmRun(NamedTuple):
+    """The exit status of make and what run.json says, {} where there is none."""
+
+    status: int
+    report: dict[str, Any]
+
+
+def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> ArmRun:
+    """Run one target on the inputs."""
+    arm = ARMS[name]
     settings = {
         "MODEL_NAME": inputs / "model",
         "DATA_TRAIN_PATH": inputs / "rows.jsonl",
@@ -46,39 +63,38 @@ def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> dic
         "MODEL_MAX_SEQ_LEN": 2048,
         "CONFIG": "configs/base.yaml",
         "PY": sys.executable,
-        **variables,
+        "TUNING_MODE": arm.mode,
     }
+    if arm.deepspeed_config:
+        settings["DEEPSPEED_CONFIG"] = arm.deepspeed_config
+    command = ["timeout", "-k", "20", str(seconds), "make", arm.target]
+    command += [f"{variable}={value}" for variable, value in settings.items()]
     with (out / f"{name}.log").open("w") as log:
-        command = [
-            "timeout",
-            "-k",
-            "20",
-            str(seconds),
-            "make",
-            target,
-            *(f"{key}={value}" for key, value in settings.items()),
-        ]
-        status = subprocess.run(
-            command, cwd=ROOT, env=os.environ, stdout=log, stderr=subprocess.STDOUT, check=False
-        ).returncode
+        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
     report = out / name / "run.json"
-    return {**(json.loads(report.read_text()) if report.exists() else {}), "make": status}
+    return ArmRun(done.returncode, json.loads(report.read_text()) if report.exists() else {})
 
 
-def line(name: str, report: dict) -> str:
+def line(name: str, run: ArmRun) -> str:
     """Return an arm's row of the table."""
+    report = run.report
     losses = [entry["loss"] for entry in report.get("loss", [])]
     peak = report.get("peak_bytes", {})
-    gib = "/".join(f"{(peak.get(kind) or 0) / 2**30:.1f}" for kind in ("measured", "predicted"))
+    measured = (peak.get("measured") or 0) / GIB
+    predicted = (peak.get("predicted") or 0) / GIB
+    gib = f"{measured:.1f}/{predicted:.1f}"
     speed = report.get("tokens_per_second") or 0
     trend = f"{losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "-"
     return (
-        f"{name:<14} make={report['make']} {report.get('status', '-'):<7} steps={report.get('global_step', 0):<3} world={report.get('world_size', '-')} "
-        f"engine={report.get('engine', '-'):<23} tokens/s={speed:>8.0f} peak/predicted GiB={gib:<12} loss {trend}"
+        f"{name:<14} make={run.status} {report.get('status', '-'):<7} "
+        f"steps={report.get('global_step', 0):<3} world={report.get('world_size', '-')} "
+        f"engine={report.get('engine', '-'):<23} tokens/s={speed:>8.0f} "
+        f"peak/predicted GiB={gib:<12} loss {trend}"
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the arms and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,3 +110,7 @@ if __name__ == "__main__":
         rows.append(line(arm, run_arm(arm, args.inputs, args.steps, args.out, args.seconds)))
         print(rows[-1], flush=True)
     print("\n".join(["", *rows]))
+
+
+if __name__ == "__main__":
+    main()

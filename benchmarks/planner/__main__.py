@@ -1,4 +1,4 @@
-"""What the planner predicts beside what runs measure, and its choice beside every other, on one GPU.
+"""What the planner predicts beside what runs measure, and its choice beside all others, on one GPU.
 
 make bench-plan                              runs, sweeps and the long run: 20 minutes on an H100
 make bench-plan WORKS="8b-lora 8b-lora-ckpt" SECONDS=120
