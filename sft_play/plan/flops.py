@@ -1,6 +1,7 @@
 """Floating-point operations that a training step cannot do without. Pure: no torch, no I/O.
 
-What is recomputed, padded or masked counts nothing: two programs that train the same rows have done the same work.
+What is recomputed, padded or masked does not count: two programs that train the same rows have done
+the same work.
 """
 
 from collections.abc import Sequence
@@ -9,27 +10,27 @@ from sft_play.plan.model_shape import ModelShape
 
 
 def step_flops(
-    shape: ModelShape, adapters: int | None, lengths: Sequence[int], labelled: int
+    model: ModelShape, adapters: int | None, lengths: Sequence[int], labelled: int
 ) -> float:
-    """Return the operations of forward and backward passes over documents of `lengths` tokens, `labelled` of them with loss.
+    """Return the operations of forward and backward passes over documents of `lengths` tokens.
 
-    `adapters` is the number of LoRA weights over a frozen base, None where every weight is trained. A weight costs a token
-    2 operations forward, 2 for the gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one
-    (Kaplan et al. 2020, section 2.1). The head works where there is a label. Attention is 2 products forward (QK', PV) and
-    4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads and each pair of tokens, of which causality
-    leaves T (T + 1) / 2 in a document; sliding windows, which leave fewer, are not looked at.
+    `labelled` of the tokens have loss. `adapters` is the number of LoRA weights over a frozen base,
+    None where every weight is trained. A weight costs a token 2 operations forward, 2 for the
+    gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
+    et al. 2020, section 2.1). The head is computed where there is a label. Attention is 2 products
+    forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads and
+    each pair of tokens, of which causality leaves T (T + 1) / 2 in a document. Sliding windows,
+    which leave fewer, are not considered.
 
-    >>> one = ModelShape(vocab=10, hidden=4, intermediate=8, layers=1, heads=2, kv_heads=2, head_dim=2, is_tied=True)
+    >>> one = ModelShape(
+    ...     vocab=10, hidden=4, intermediate=8, layers=1, heads=2, kv_heads=2, head_dim=2, is_tied=True
+    ... )
     >>> step_flops(one, None, [1], labelled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
     1008.0
     """
-    frozen_or_trained = 6 if adapters is None else 4
-    weights = frozen_or_trained * (
-        shape.block_weights * sum(lengths) + shape.vocab * shape.hidden * labelled
-    )
+    tokens = sum(lengths)
+    flops_per_weight = 6 if adapters is None else 4
+    weights = model.block_weights * tokens + model.vocab * model.hidden * labelled
     pairs = sum(length * (length + 1) / 2 for length in lengths)
-    return (
-        weights
-        + 6 * (adapters or 0) * sum(lengths)
-        + 12 * shape.layers * shape.heads * shape.head_dim * pairs
-    )
+    attention = 12 * model.layers * model.heads * model.head_dim * pairs
+    return flops_per_weight * weights + 6 * (adapters or 0) * tokens + attention

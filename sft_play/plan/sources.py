@@ -1,4 +1,7 @@
-"""Where a run's rows are: what the data settings name, on this disk or on the hub. Opens no file; loads no torch."""
+"""Where a run's rows are: what the data settings name, on this disk or on the hub.
+
+Opens no file; loads no torch.
+"""
 
 import re
 from pathlib import Path
@@ -10,50 +13,67 @@ from sft_play.errors import DataError
 SHIPPED = PROJECT_ROOT / "data" / "desk"
 SETTINGS = ("train_path", "val_path", "test_path")
 HUB_ID = re.compile(
-    r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.tsv)(?<!\.parquet)(?<!\.arrow)(?<!\.gz)(?<!\.txt)"
+    r"[\w-][\w.-]*/[\w.-]+"
+    r"(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.tsv)(?<!\.parquet)(?<!\.arrow)(?<!\.gz)(?<!\.txt)"
 )
 
 Value = str | list[str | SourceSection] | None
 
 
 def resolved(data: DataSection) -> DataSection:
-    """Return the section with the set that ships in place of a null train_path, and every path absolute."""
+    """Return the section with every path absolute, and a null train_path filled.
+
+    The rows that ship take its place.
+    """
     if data.train_path is None:
-        shipped = {
-            f"{split}_path": str(SHIPPED / f"{split}.jsonl") for split in ("train", "val", "test")
-        }
-        data = data.model_copy(
-            update={name: getattr(data, name) or path for name, path in shipped.items()}
-        )
+        shipped = {}
+        for split in ("train", "val", "test"):
+            given = getattr(data, f"{split}_path")
+            shipped[f"{split}_path"] = given or str(SHIPPED / f"{split}.jsonl")
+        data = data.model_copy(update=shipped)
     return data.model_copy(update={name: _absolute(getattr(data, name)) for name in SETTINGS})
 
 
 def require(loaded: LoadedConfig) -> None:
-    """Refuse rows that are not there before a run folder is made; a name that may be a hub data set's passes. Raises DataError."""
+    """Refuse rows that are not there before a run folder is made.
+
+    A name that may be a hub data set's passes. Raises: DataError.
+    """
     data = resolved(loaded.config.data)
     for setting in SETTINGS:
         for path in paths_of(getattr(data, setting)):
             if not Path(path).exists() and not HUB_ID.fullmatch(path):
                 name = f"data.{setting}"
                 raise DataError(
-                    f"{name}={path} ({loaded.origin[name]}): no such file; set {env_name(name)} to a data file, a folder of them, or a hub data set id"
+                    f"{name}={path} ({loaded.origin[name]}): no such file; set {env_name(name)} "
+                    "to a data file, a folder of them, or a hub data set id"
                 )
 
 
 def paths_of(value: Value) -> list[str]:
     """Return the path of every source that a setting names."""
-    parts = value if isinstance(value, list) else [value] if value else []
-    return [part if isinstance(part, str) else part.path for part in parts]
+    if not value:
+        return []
+    if isinstance(value, str):
+        return [value]
+    return [part if isinstance(part, str) else part.path for part in value]
 
 
 def _absolute(value: Value) -> Value:
-    if isinstance(value, list):
-        return [
-            _absolute(part)
-            if isinstance(part, str)
-            else part.model_copy(update={"path": _absolute(part.path)})
-            for part in value
-        ]
-    if value is None or (not Path(value).exists() and HUB_ID.fullmatch(value)):
-        return value
-    return str(Path(value).resolve())
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _absolute_path(value)
+    parts = []
+    for part in value:
+        if isinstance(part, str):
+            parts.append(_absolute_path(part))
+        else:
+            parts.append(part.model_copy(update={"path": _absolute_path(part.path)}))
+    return parts
+
+
+def _absolute_path(path: str) -> str:
+    if not Path(path).exists() and HUB_ID.fullmatch(path):
+        return path
+    return str(Path(path).resolve())

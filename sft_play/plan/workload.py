@@ -1,4 +1,4 @@
-"""How much a run trains: rows, steps, tokens, hours. Pure: no torch, no I/O; the caller brings what was counted."""
+"""How much a run trains: rows, steps, tokens, hours. Pure: no torch, no I/O."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,13 +8,15 @@ from sft_play.config.schema import Config
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, predict
 
-CHARACTERS_PER_TOKEN = (
-    4  # of English under vocabularies of 32,000 words and more; others take fewer
-)
-# What ragged rows cost, by the real sampler on log-normal lengths (median 300, at most 2,048), steps of 32 rows
+# Of English under vocabularies of 32,000 words and more; others take fewer
+CHARACTERS_PER_TOKEN = 4
+# What ragged rows cost, by the real sampler on log-normal lengths (median 300, at most 2,048) and
+# steps of 32 rows
 PACKED = 1.07  # tokens computed for each real one
 PADDED = 2.4  # the same, unpacked, is 1 + PADDED x (batch size / rows of a step)
-FULLEST = 1.4  # micro-batches that the fullest packed step takes, which all of them take, against those that the mean would
+FULLEST = (
+    1.4  # micro-batches of the fullest packed step, which all steps take, over those of the mean
+)
 
 
 @dataclass(frozen=True)

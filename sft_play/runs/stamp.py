@@ -1,6 +1,7 @@
-"""The stamp on every checkpoint and adapter: what it was made of, and who may go on from it. Loads no torch.
+"""The stamp on every checkpoint and adapter: what it was made of, and who may go on from it.
 
-A stamp is read before a weight is loaded; a difference that would train or load something else silently is refused.
+Loads no torch. A stamp is read before a weight is loaded; a difference that would silently train or
+load something else is refused.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from sft_play.runs.files import read_json, write_json
 NAME = "stamp.json"
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
+Stamp = dict[str, Any]  # facts by name, as in stamp.json
 PACKAGES = (
     "torch",
     "transformers",
@@ -26,7 +28,7 @@ PACKAGES = (
     "liger-kernel",
     "unsloth",
 )
-# What a resume must agree on. World size and strategy may change: optimizer state is checked by the trainer.
+# What a resume must agree on. World size and strategy may change: the trainer checks the optimizer.
 BINDING = (
     "backend",
     "mode",
@@ -50,32 +52,33 @@ def versions() -> dict[str, str]:
     return found
 
 
-def wanted(config: Config) -> dict[str, Any]:
+def wanted(config: Config) -> Stamp:
     """Return the part of a stamp that follows from the config and the base model's files alone."""
-    lora, quantised = config.tuning.lora, config.tuning.mode == "qlora"
+    tuning = config.tuning
+    quantisation = "none"
+    if tuning.mode == "qlora":
+        double = tuning.bnb_4bit_use_double_quant
+        quantisation = f"{tuning.bnb_4bit_quant_type}, double {double}"
+    base = Path(config.model.name)
     return {
-        "backend": config.tuning.backend,
-        "mode": config.tuning.mode,
-        "quantisation": f"{config.tuning.bnb_4bit_quant_type}, double {config.tuning.bnb_4bit_use_double_quant}"
-        if quantised
-        else "none",
+        "backend": tuning.backend,
+        "mode": tuning.mode,
+        "quantisation": quantisation,
         "base_model": config.model.name,
         "base_revision": config.model.revision,
-        "base_digest": digest_of_model(Path(config.model.name))
-        if Path(config.model.name).is_dir()
-        else None,
-        "adapter": None if config.tuning.mode == "full" else lora.model_dump(),
+        "base_digest": digest_of_model(base) if base.is_dir() else None,
+        "adapter": None if tuning.mode == "full" else tuning.lora.model_dump(),
         "seed": config.train.seed,
         "data_seed": config.train.data_seed,
     }
 
 
-def write(folder: Path, stamp: dict[str, Any]) -> None:
-    """Stamp a folder of weights. Written last: its presence says that the files before it are whole."""
+def write(folder: Path, stamp: Stamp) -> None:
+    """Stamp a folder of weights, last: its presence says that the files before it are whole."""
     write_json(folder / NAME, stamp)
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Stamp:
     """Return a folder's stamp. Raises CheckpointError where there is none or it cannot be read."""
     try:
         return read_json(folder / NAME)
@@ -89,27 +92,26 @@ def read(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def differences(stamp: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return a sentence for each binding fact in which two stamps differ; facts that either side lacks are skipped.
+def differences(stamp: Stamp, other: Stamp) -> list[str]:
+    """Return a sentence for each binding fact in which two stamps differ.
 
-    Two local bases of one digest are the same base, wherever they lie.
+    Facts that either side lacks are skipped. Two local bases of one digest are the same base,
+    wherever they lie.
     """
-    is_moved = stamp.get("base_digest") is not None and stamp.get("base_digest") == other.get(
-        "base_digest"
-    )
-    return [
-        f"{name}: the checkpoint has {_short(stamp[name])}, this run {_short(other[name])}"
-        for name in BINDING
-        if name in stamp
-        and name in other
-        and stamp[name] != other[name]
-        and not (name == "base_model" and is_moved)
-    ]
+    digest = stamp.get("base_digest")
+    is_moved = digest is not None and digest == other.get("base_digest")
+    found = []
+    for name in BINDING:
+        if name not in stamp or name not in other or stamp[name] == other[name]:
+            continue
+        if name == "base_model" and is_moved:
+            continue
+        saved = _short(stamp[name])
+        found.append(f"{name}: the checkpoint has {saved}, this run {_short(other[name])}")
+    return found
 
 
-def refuse_mismatch(
-    folder: Path, other: dict[str, Any], allow_backend_change: bool = False
-) -> dict[str, Any]:
+def refuse_mismatch(folder: Path, other: Stamp, allow_backend_change: bool = False) -> Stamp:
     """Return the stamp of `folder` when a run that is stamped `other` may go on from it.
 
     Raises: CheckpointError that lists what differs and what to type instead.
@@ -117,23 +119,24 @@ def refuse_mismatch(
     stamp = read(folder)
     differing = differences(stamp, other)
     if allow_backend_change:
-        differing = [
-            line for line in differing if not line.startswith(("backend:", "quantisation:"))
-        ]
+        allowed = ("backend:", "quantisation:")
+        differing = [line for line in differing if not line.startswith(allowed)]
     if not differing:
         return stamp
     same = f"TUNING_BACKEND={stamp.get('backend')} TUNING_MODE={stamp.get('mode')}"
+    facts = "\n  ".join(differing)
     raise CheckpointError(
-        f"{folder} cannot be resumed by this run:\n  "
-        + "\n  ".join(differing)
-        + f"\nResume it with what it was trained with ({same}), or start anew "
-        "without train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend go on with it at your own risk."
+        f"{folder} cannot be resumed by this run:\n  {facts}\n"
+        f"Resume it with what it was trained with ({same}), or start anew without "
+        "train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend go on with it at "
+        "your own risk."
     )
 
 
 def latest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `train.resume_from` means: the folder itself, or the newest stamped one of a run.
+    """Return the checkpoint that `train.resume_from` means.
 
+    That is the folder itself, or the newest stamped one of a run.
     Raises: CheckpointError when there is none.
     """
     if not path.is_dir():
@@ -143,16 +146,17 @@ def latest_checkpoint(path: Path) -> Path:
     if (path / "trainer_state.json").exists():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [
-        child
-        for child in folder.glob("checkpoint-*")
-        if (child / NAME).exists() and child.name.rpartition("-")[2].isdigit()
-    ]
-    if not found:
+    by_step = {}
+    for child in folder.glob("checkpoint-*"):
+        step = child.name.rpartition("-")[2]
+        if step.isdigit() and (child / NAME).exists():
+            by_step[int(step)] = child
+    if not by_step:
         raise CheckpointError(
-            f"train.resume_from={path}: holds no complete checkpoint (checkpoint-N/{NAME}); choose another run or start anew"
+            f"train.resume_from={path}: holds no complete checkpoint (checkpoint-N/{NAME}); "
+            "choose another run or start anew"
         )
-    return max(found, key=lambda child: int(child.name.rpartition("-")[2]))
+    return by_step[max(by_step)]
 
 
 def digest_of_text(*texts: str) -> str:
@@ -165,22 +169,22 @@ def digest_of_text(*texts: str) -> str:
 
 
 def digest_of_model(folder: Path) -> str:
-    """Return a short SHA-256 of a model folder: config.json, and size, head, tail and 64 samples of each weight file.
+    """Return a short SHA-256 of a model folder.
 
-    Hashing all of 140 GB takes minutes; training changes every block, so that samples tell two sets of weights apart.
+    It covers config.json, and size, head, tail and 64 samples of each weight file. Hashing all of
+    140 GB takes minutes; training changes every block, so samples tell two sets of weights apart.
     """
     total = hashlib.sha256()
-    for path in sorted(
-        [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    ):
+    paths = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    for path in sorted(paths):
         if not path.is_file() or path.name == "training_args.bin":
             continue
         size = path.stat().st_size
         total.update(f"{path.name}:{size}".encode())
+        last = max(size - SAMPLE_BYTES, 0)
+        starts = {min(number * size // SAMPLES, last) for number in range(SAMPLES + 1)}
         with path.open("rb") as file:
-            for start in sorted(
-                {min(i * size // SAMPLES, max(size - SAMPLE_BYTES, 0)) for i in range(SAMPLES + 1)}
-            ):
+            for start in sorted(starts):
                 file.seek(start)
                 total.update(file.read(SAMPLE_BYTES))
     return total.hexdigest()[:16]
