@@ -30,6 +30,7 @@ from sft_play.runs import folder as run_folders
 from sft_play.runs import stamp
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
 ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 LAUNCH_VARIABLES = (
@@ -187,9 +188,9 @@ def train(
     launch.execute(command, call.environ)
 
 
-def planned_report(folder: RunFolder) -> dict[str, Any]:
+def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started."""
-    return {"status": "planned", "exit_class": None, "cause": None, "run": folder.name}
+    return RunReport(run=folder.name, status="planned")
 
 
 def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
@@ -231,8 +232,10 @@ def failure_recorded(folder: RunFolder) -> Iterator[None]:
 
 
 def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: str) -> None:
-    facts = {"status": status, "exit_class": int(exit_class), "cause": cause}
-    folder.write_report({**folder.read_report(), **facts})
+    before = folder.read_report()
+    folder.write_report(
+        dataclasses.replace(before, status=status, exit_class=int(exit_class), cause=cause)
+    )
 
 
 def with_project_ranks(call: Call, distributed: bool) -> Call:
@@ -329,16 +332,16 @@ def run_lines(call: Call) -> list[str]:
 def run_line(folder: RunFolder, width: int) -> str:
     """Return name, status, steps and scores of a run."""
     report = folder.read_report()
-    after = report.get("metrics", {}).get("after", {})
+    after = (report.metrics or {}).get("after", {})
     scores = " ".join(
         f"{name}={after[name]:.4f}" for name in ("eval_loss", "rougeL") if name in after
     )
-    status = report.get("status", "unknown")
-    if status == "running" and not run_folders.is_alive(report):
+    status = report.status
+    if status == "running" and not report.is_alive():
         status = "died"  # killed before it could say so
-    mode = f"{report.get('mode', '-')}/{report.get('backend', '-')}"
-    cause = str(report.get("cause") or "").splitlines()
-    facts = f"world={report.get('world_size', '-')} step={report.get('global_step', 0)} {scores} {cause[0] if cause else ''}"
+    mode = f"{report.mode or '-'}/{report.backend or '-'}"
+    cause = (report.cause or "").partition("\n")[0]
+    facts = f"world={report.world_size or '-'} step={report.global_step or 0} {scores} {cause}"
     return f"{folder.name:<{width}}  {status:<8} {mode:<13} {facts}".rstrip()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import plant  # noqa: F401 (a fixture)
+from run_files import run_json
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
@@ -217,7 +218,7 @@ def finished(plan_run, run_worker) -> Callable:
             runs[mode] = plan_run(
                 {"tuning.mode": mode, "train.save_strategy": "steps", "train.save_steps": 2}
             )
-            assert run_worker(runs[mode]) == 0, runs[mode].read_report()["cause"]
+            assert run_worker(runs[mode]) == 0, run_json(runs[mode])["cause"]
         return runs[mode]
 
     return run
@@ -226,7 +227,7 @@ def finished(plan_run, run_worker) -> Callable:
 @pytest.fixture(scope="session")
 def losses_of() -> Callable:
     """A function that returns the logged losses of a run."""
-    return lambda folder: [entry["loss"] for entry in folder.read_report()["loss"]]
+    return lambda folder: [entry["loss"] for entry in run_json(folder)["loss"]]
 
 
 @pytest.fixture(scope="session")
@@ -240,28 +241,23 @@ def build_trainer() -> Callable:
     from sft_play.models.tokenizer import load_tokenizer
     from sft_play.plan.run_plan import PlannedRun
     from sft_play.process import Process
-    from sft_play.training import runtime, worker
+    from sft_play.training import runtime
     from sft_play.training.arguments import training_arguments
+    from sft_play.training.build import build_trainer
+    from sft_play.training.context import RunContext
+    from sft_play.training.memory import MemoryMeter
+    from sft_play.training.resume import make_stamp
 
     def build(folder):
-        planned = PlannedRun.read(folder)
-        config, plan = planned.config, planned.plan
         process = Process.alone(torch.device("cpu"))
+        context = RunContext(PlannedRun.read(folder), folder, process, MemoryMeter(process))
+        config = context.config
         tokenizer = load_tokenizer(config)
         data = assemble(config, from_json(folder.read_data()["sources"]))
         runtime.seed_everything(config.train.seed)
-        arguments = training_arguments(config, plan, folder)
+        arguments = training_arguments(context.planned, folder)
         model = load_model(config, process)
-        run_stamp = worker.make_stamp(config, plan, data, tokenizer)
-        return worker.build_trainer(
-            config,
-            plan,
-            process,
-            tokenizer,
-            data,
-            model,
-            arguments,
-            run_stamp,
-        ), data
+        run_stamp = make_stamp(context, data, tokenizer)
+        return build_trainer(context, arguments, tokenizer, data, model, run_stamp), data
 
     return build

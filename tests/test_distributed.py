@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_files import run_json
 from safetensors.torch import load_file
 
 from sft_play.runs.folder import RunFolder
@@ -151,7 +152,7 @@ def alone(plan_run, run_worker, taught_base) -> Callable[[str], RunFolder]:
 
 def differences(one: RunFolder, two: RunFolder, mode: str) -> dict[str, float]:
     """Return the largest absolute difference in logged losses, scores, and saved weights."""
-    a, b = one.read_report(), two.read_report()
+    a, b = run_json(one), run_json(two)
     steps = [entry["step"] for entry in a["loss"]]
     assert steps == [entry["step"] for entry in b["loss"]] == [1, 2, 3, 4]
     before, after = (
@@ -189,7 +190,7 @@ def test_two_processes_train_as_one(pair, alone, engine, mode):
     assert (launched.folder.evaluation / "after.jsonl").read_text() == (
         one.evaluation / "after.jsonl"
     ).read_text()
-    assert one.read_report()["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
+    assert run_json(one)["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
     # the ranks' sums are added in another order, and Adam divides by the root of tiny second moments, four times; ZeRO-3 has
     # the plain loss besides, where one process has the fused one
     assert max(found.values()) <= (5e-5 if engine == 3 else 1e-5)
@@ -198,7 +199,7 @@ def test_two_processes_train_as_one(pair, alone, engine, mode):
 @pytest.mark.parametrize("engine", ["ddp", 2])
 def test_two_processes_are_two_and_say_so_once(pair, engine):
     launched = pair(engine, "lora")
-    report = launched.folder.read_report()
+    report = run_json(launched.folder)
     assert (report["status"], report["world_size"], report["exit_class"]) == ("done", 2, 0)
     assert (report["engine"], report["strategy"]) == (
         ("DistributedDataParallel", "ddp") if engine == "ddp" else ("DeepSpeedEngine", "deepspeed")
@@ -222,7 +223,7 @@ def test_two_processes_are_two_and_say_so_once(pair, engine):
 def test_plain_torchrun_starts_a_planned_run(plan_run, taught_base, alone):
     folder = plan_run({**STEPS, "model.name": taught_base, "train.grad_accum": 2}, num_gpus=2)
     torchrun(str(ROOT / "scripts" / "train.py"), str(folder.path))
-    assert folder.read_report()["world_size"] == 2
+    assert run_json(folder)["world_size"] == 2
     assert max(differences(alone("lora"), folder, "lora").values()) <= 1e-5
 
 
@@ -297,7 +298,7 @@ def check_gone(launched: Launched) -> None:
 def check_stopped(launched: Launched) -> int:
     """Assert that a run stopped on request with a checkpoint and left no process; return its step."""
     check_gone(launched)
-    report = launched.folder.read_report()
+    report = run_json(launched.folder)
     assert (report["status"], report["exit_class"]) == ("stopped", 75), launched.log.read_text()[
         -3000:
     ]
@@ -325,9 +326,9 @@ def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_
         {**LONG, "train.max_steps": step + 2, "train.resume_from": launched.folder.path},
     )
     again.finish()
-    curve = [entry["loss"] for entry in again.folder.read_report()["loss"]]
+    curve = [entry["loss"] for entry in run_json(again.folder)["loss"]]
     assert len(curve) == step + 2 and curve[:step] == [
-        entry["loss"] for entry in launched.folder.read_report()["loss"]
+        entry["loss"] for entry in run_json(launched.folder)["loss"]
     ]
 
 
@@ -336,7 +337,7 @@ def test_a_killed_rank_takes_the_others_with_it(launch):
     launched.wait_for("step 2/")
     launched.ranks()[1].kill()
     check_gone(launched)
-    report = launched.folder.read_report()
+    report = run_json(launched.folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
     assert report["cause"].startswith("another rank is gone or hangs: ")
 

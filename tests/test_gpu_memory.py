@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NO_CONFIG
+from run_files import plan_json, run_json
 from test_gpu_stalls import GPU, Watch, trainer_on_gpu, watch  # noqa: F401 (a fixture)
 from test_out_of_memory import FAULTY, check_both_ended
 
@@ -148,7 +149,7 @@ def test_a_run_measures_all_of_its_phases(plan):
     folder, command = plan(launch.WORKER, {"train.save_strategy": "steps", "train.save_steps": 2})
     code, output = ended(command)
     assert code == 0, output[-3000:]
-    report, planned = folder.read_report(), folder.read_plan()
+    report, planned = run_json(folder), plan_json(folder)
     measured, predicted = (report["memory"][name] for name in ("measured", "predicted"))
     assert measured.keys() == predicted.keys() == set(PHASES)
     assert max(measured.values()) <= report["peak_bytes"]["measured"]
@@ -169,7 +170,7 @@ def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_co
 ):
     folder, command = plan(script_of(tmp_path, 0), {"train.packing": False})
     code, output = ended(command)
-    report = folder.read_report()
+    report = run_json(folder)
     assert (code, report["exit_class"], report["status"]) == (15, 15, "failed"), output[-3000:]
     found = report["out_of_memory"]
     assert (found["rank"], found["device"], found["step"], found["phase"]) == (

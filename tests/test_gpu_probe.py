@@ -204,6 +204,7 @@ def test_less_memory_means_smaller_steps_and_the_same_losses(
 def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
     base: Path, plan_run, build_trainer
 ) -> None:
+    from sft_play.plan.layout import Layout
     from sft_play.process import Process
     from sft_play.training.dry_run import DryRun, digest
     from sft_play.training.memory import MemoryMeter
@@ -221,13 +222,13 @@ def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(
     )
     before, held = digest(trainer.model), torch.cuda.memory_allocated(device)
     with DryRun(trainer, MemoryMeter(Process.alone(device)), steps_optimizer=True) as dry_run:
-        point = dry_run.measure(2, LONGEST, 0, accumulates=True)
+        point = dry_run.measure(Layout(2, 2, 1, LONGEST))
         assert min(point.phases.values()) > held
         torch.cuda.set_per_process_memory_fraction(
             (held + 2**28) / torch.cuda.mem_get_info(device)[1], device
         )
         try:
-            assert dry_run.measure(8, LONGEST, 0, accumulates=True) is None
+            assert dry_run.measure(Layout(8, 2, 1, LONGEST)) is None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     assert digest(trainer.model) == before and not trainer.optimizer.optimizer.state

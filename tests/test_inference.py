@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_files import run_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -64,7 +65,7 @@ def fake_kernels(*lines: str):
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
 def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     folder = finished(mode)
-    after = folder.read_report()["metrics"]["after"]
+    after = run_json(folder)["metrics"]["after"]
     (line,) = evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())
     assert again["eval_loss"] == pytest.approx(
@@ -78,7 +79,7 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
 
 
 def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
-    after = answering.read_report()["metrics"]["after"]
+    after = run_json(answering)["metrics"]["after"]
     evaluate_run(answering, "cpu")
     again = json.loads((answering.evaluation / "again.json").read_text())
     assert again["rougeL"] == after["rougeL"] > 0.9
@@ -99,7 +100,7 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
     }
     folder = plan_run(half_taught_away)
     assert run_worker(folder) == 0
-    after = folder.read_report()["metrics"]["after"]
+    after = run_json(folder)["metrics"]["after"]
     lines = (folder.evaluation / "after.jsonl").read_text().splitlines()
     evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())

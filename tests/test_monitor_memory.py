@@ -14,6 +14,7 @@ from sft_play.monitor.memory import memory_check_lines
 from sft_play.plan.devices import GIB
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
 
 def test_memory_check_names_who_holds_gpu_memory(plant, tmp_path):
@@ -68,9 +69,8 @@ def running(tmp_path):
             "world_size": 1,
             "device": device,
         }
-        folder.write_report(
-            {"status": "running", "peak_bytes": {"predicted": 43 * GIB}, **own, **facts}
-        )
+        report = {"status": "running", "peak_bytes": {"predicted": 43 * GIB}, **own, **facts}
+        folder.write_report(RunReport.from_json(report))
         return tmp_path
 
     return write

@@ -5,24 +5,29 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from sft_play.plan.next_step import next_command, smaller
+from run_files import run_json
 
 from sft_play import commands
 from sft_play.config import invocation
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.plan import launch
-from sft_play.plan.batch import pack_into
 from sft_play.plan.launch import Ranks, free_port
+from sft_play.plan.memory import StepBytes
+from sft_play.plan.next_command import after_out_of_memory, smaller_settings
+from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import ComponentBytes
+from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.out_of_memory import ASKED, FREE, Explanation, amount, table
+from sft_play.training.out_of_memory import ASKED, FREE, OutOfMemoryExplainer, parse_bytes, table
 from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,30 +45,21 @@ TOO_MUCH = 2**50  # bytes, which no host has
 
 
 @pytest.fixture(scope="module")
-def planned(plan_run):
-    """The resolved config and the plan of a run, and its folder."""
+def planned(plan_run) -> tuple[PlannedRun, RunFolder]:
+    """A run as it is planned, and its folder."""
     folder = plan_run({"train.batch_size": 4, "train.grad_accum": 3, "train.packing": False})
-    return folder.read_config(), folder.read_plan(), folder.path
+    return PlannedRun.read(folder), folder
 
 
-def changed(planned, **changes):
-    config, plan, _ = planned
-    mode, rows, fullest = (
-        changes.pop("mode", "lora"),
-        changes.pop("eval_rows", 4),
-        changes.pop("fullest_step", None),
-    )
-    batch = changes.get("per_device_batch_size", plan["per_device_batch_size"])
-    changes["sequences"] = pack_into(fullest, batch, 1)[1] if fullest else batch
-    changes["choice"] = {
-        **plan["choice"],
-        "wanted": {**plan["choice"]["wanted"], "fullest_step": fullest},
-    }
-    train, tuning = (
-        config.train.model_copy(update={"eval_batch_size": rows}),
-        config.tuning.model_copy(update={"mode": mode}),
-    )
-    return config.model_copy(update={"train": train, "tuning": tuning}), {**plan, **changes}
+def changed(
+    run: PlannedRun, mode: str = "lora", eval_rows: int = 4, **layout: int | None
+) -> PlannedRun:
+    """Return a run with another mode, evaluation batch and layout."""
+    train = run.config.train.model_copy(update={"eval_batch_size": eval_rows})
+    tuning = run.config.tuning.model_copy(update={"mode": mode})
+    config = run.config.model_copy(update={"train": train, "tuning": tuning})
+    plan = replace(run.plan, layout=replace(run.plan.layout, **layout))
+    return PlannedRun(config, plan)
 
 
 @pytest.mark.parametrize(
@@ -71,38 +67,38 @@ def changed(planned, **changes):
     [
         (
             "backward",
-            {"per_device_batch_size": 4, "grad_accum": 3},
+            {"batch_size": 4, "grad_accum": 3},
             {"train.batch_size": 2, "train.grad_accum": 6},
         ),
         (
             "forward",
-            {"per_device_batch_size": 3, "grad_accum": 4},
+            {"batch_size": 3, "grad_accum": 4},
             {"train.batch_size": 1, "train.grad_accum": 12},
         ),
         (
             "forward",
-            {"per_device_batch_size": 15, "grad_accum": 1},
+            {"batch_size": 15, "grad_accum": 1},
             {"train.batch_size": 5, "train.grad_accum": 3},
         ),
         (
             "forward",
-            {"per_device_batch_size": 32, "grad_accum": 1, "fullest_step": 9},
+            {"batch_size": 32, "grad_accum": 1, "fullest_step": 9},
             {"train.batch_size": 4, "train.grad_accum": 8},
         ),  # 9 sequences, then 3
-        ("forward", {"per_device_batch_size": 1}, {"train.gradient_checkpointing": True}),
+        ("forward", {"batch_size": 1}, {"train.gradient_checkpointing": True}),
         (
             "forward",
-            {"per_device_batch_size": 32, "fullest_step": 1},
+            {"batch_size": 32, "fullest_step": 1},
             {"train.gradient_checkpointing": True},
         ),
         (
             "backward",
-            {"per_device_batch_size": 1, "checkpointing": "selective"},
+            {"batch_size": 1, "checkpointed_layers": 1},
             {"train.gradient_checkpointing": True},
         ),
         (
             "backward",
-            {"per_device_batch_size": 1, "checkpointing": "full"},
+            {"batch_size": 1, "checkpointed_layers": 2},
             {"model.max_seq_len": 128},
         ),
         ("evaluation", {"eval_rows": 4}, {"train.eval_batch_size": 2}),
@@ -113,25 +109,25 @@ def changed(planned, **changes):
     ],
 )
 def test_the_setting_that_gives_way_is_that_of_the_phase(planned, phase, changes, expected):
-    assert smaller(*changed(planned, **changes), phase) == expected
+    run = changed(planned[0], **changes)
+    assert smaller_settings(run.config, run.plan, phase) == expected
 
 
 def test_the_next_command_keeps_every_setting_and_the_effective_batch(planned):
-    config, plan, path = planned
-    command = next_command(config, plan, path, "backward", has_checkpoint=False)
+    run, folder = planned
+    config, plan, path = run.config, run.plan, folder.path
+    command = after_out_of_memory(config, plan, path, "backward", has_checkpoint=False)
     assert (
         command
         == f"make train CONFIG={path}/config.yaml DEVICE=cpu TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=6"
     )
     environ = {**os.environ, **dict(word.split("=", 1) for word in command.split()[2:])}
-    again, following = commands.make_plan(
-        commands.Call(invocation.read(environ), environ, ()), distributed=False, use_deepspeed=False
-    )
-    assert (
-        following.chosen.batch_size,
-        following.chosen.grad_accum,
-        following.chosen.effective_batch,
-    ) == (2, 6, plan["effective_batch"])
+    call = commands.Call(invocation.read(environ), environ, ())
+    again = commands.load_config(call)
+    following = commands.plan_run(call, again, distributed=False, use_deepspeed=False)
+    layout = following.plan.layout
+    assert (layout.batch_size, layout.grad_accum) == (2, 6)
+    assert layout.rows_per_step == plan.layout.rows_per_step
     differing = {
         name
         for name in config.train.model_fields
@@ -146,36 +142,31 @@ def test_the_next_command_keeps_every_setting_and_the_effective_batch(planned):
 
 
 def test_the_next_command_starts_as_many_ranks_in_the_same_way(planned):
-    config, plan, path = planned
-    several = {
-        **plan,
-        "strategy": "ddp",
-        "device": "cuda",
-        "world_size": 8,
-        "used_before_bytes": [0] * 4,
-    }
-    words = next_command(config, several, path, "backward", has_checkpoint=True)
+    run, folder = planned
+    path = folder.path
+    ranks = replace(run.plan.ranks, strategy="ddp", device="cuda", per_node=4, nodes=2)
+    several = replace(run.plan, ranks=ranks)
+    words = after_out_of_memory(run.config, several, path, "backward", has_checkpoint=True)
     assert words.startswith(
         f"make train-distributed CONFIG={path}/config.yaml NUM_GPUS=4 NNODES=2 TRAIN_BATCH_SIZE=2"
     )
     assert words.endswith(f"TRAIN_RESUME_FROM={path}")
-    zero = {
-        **several,
-        "strategy": "deepspeed",
-        "deepspeed_source": str(ROOT / "configs" / "deepspeed_zero2.json"),
-        "world_size": 4,
-    }
-    assert "make train-deepspeed" in (
-        words := next_command(config, zero, path, "load", has_checkpoint=True)
+    zero = replace(
+        several,
+        ranks=replace(ranks, strategy="deepspeed", nodes=1),
+        deepspeed=DeepSpeedPlan({}, str(ROOT / "configs" / "deepspeed_zero2.json")),
     )
+    words = after_out_of_memory(run.config, zero, path, "load", has_checkpoint=True)
+    assert "make train-deepspeed" in words
     assert words.endswith(
         "NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero2.json TUNING_MODE=qlora"
     ), "a checkpoint of another mode is no start"
 
 
 def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned):
-    config, plan = changed(planned, mode="full")
-    words = next_command(config, plan, planned[2], "optimizer", has_checkpoint=True)
+    run = changed(planned[0], mode="full")
+    path = planned[1].path
+    words = after_out_of_memory(run.config, run.plan, path, "optimizer", has_checkpoint=True)
     assert (
         "make train-deepspeed " in words
         and "NUM_GPUS=2 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json" in words
@@ -196,14 +187,14 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
 )
 def test_the_amounts_are_read_from_the_librarys_words(words, asked, free):
     error = RuntimeError(words)
-    assert (amount(ASKED, error), amount(FREE, error)) == (asked, free)
+    assert (parse_bytes(ASKED, error), parse_bytes(FREE, error)) == (asked, free)
 
 
 def test_the_table_has_a_line_a_component():
     lines = table(
         {
-            "weights": {"predicted": 16 * GIB, "measured": 15 * GIB},
-            "context": {"predicted": GIB // 2, "measured": None},
+            "weights": ComponentBytes(predicted=16 * GIB, measured=15 * GIB),
+            "context": ComponentBytes(predicted=GIB // 2, measured=None),
         }
     )
     assert lines == [
@@ -214,34 +205,26 @@ def test_the_table_has_a_line_a_component():
 
 
 def test_what_a_probe_measured_beyond_the_plan_is_told_with_the_activations(planned):
-    config, plan, path = planned
-    process = Process(0, 0, 1, torch.device("cpu"))
-    phase = plan["phases"]["backward"]
-    probed = {
-        **plan,
-        "phases": {
-            **plan["phases"],
-            "backward": {**phase, "measured_beyond": -GIB, "total": phase["total"] - GIB},
-        },
-    }
+    process = Process.alone(torch.device("cpu"))
     memory = MemoryMeter(process)
     memory.enter("backward")
-    told = [
-        Explanation(config, each, RunFolder(path), process, memory)(MemoryError("no"))[1][
-            "components"
-        ]
-        for each in (plan, probed)
-    ]
-    assert (
-        told[0].keys()
-        == told[1].keys()
-        == {"weights", "adapters", "gradients", "optimizer", "activations", "context"}
-    )
-    assert told[1]["activations"]["predicted"] == told[0]["activations"]["predicted"] - GIB
-    assert [sum(size["predicted"] for size in sizes.values()) for sizes in told] == [
-        phase["total"],
-        phase["total"] - GIB,
-    ]
+
+    def explained(run: PlannedRun) -> dict[str, int]:
+        explainer = OutOfMemoryExplainer(RunContext(run, folder, process, memory))
+        components = explainer(MemoryError("no")).report.components
+        return {name: size.predicted for name, size in components.items()}
+
+    run, folder = planned
+    plan = run.plan
+    phase = plan.memory.phases["backward"]
+    beyond = {**plan.memory.phases, "backward": replace(phase, measured_beyond=-GIB)}
+    probed = replace(run, plan=replace(plan, memory=StepBytes(beyond)))
+    before, after = explained(run), explained(probed)
+    names = {"weights", "adapters", "gradients", "optimizer", "activations", "context"}
+    assert before.keys() == after.keys() == names
+    assert after["activations"] == before["activations"] - GIB
+    assert sum(before.values()) == phase.total
+    assert sum(after.values()) == phase.total - GIB
 
 
 def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoint_with_what_it_says(
@@ -267,7 +250,7 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
     with monkeypatch.context() as patched:
         patched.setattr(SftTrainer, "compute_loss", fail_in_step_4)
         assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
-    report = folder.read_report()
+    report = run_json(folder)
     found = report["out_of_memory"]
     assert (
         found["rank"],
@@ -310,12 +293,12 @@ def test_a_rank_that_runs_out_of_memory_while_it_loads_says_so(plan_run, run_wor
     folder = plan_run({})
     monkeypatch.setattr(worker, "load_model", lambda *_: torch.empty(TOO_MUCH, dtype=torch.uint8))
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
-    found = folder.read_report()["out_of_memory"]
+    found = run_json(folder)["out_of_memory"]
     assert (found["phase"], found["step"]) == ("load", 0) and found["next"].endswith(
         "TUNING_MODE=qlora"
     )
     assert found["components"]["weights"]["measured"] is None
-    assert " in load before the first step; " in folder.read_report()["cause"]
+    assert " in load before the first step; " in run_json(folder)["cause"]
 
 
 def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, monkeypatch):
@@ -327,7 +310,7 @@ def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, m
     folder = plan_run({})
     monkeypatch.setattr(worker, "load_model", refuse)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
-    report = folder.read_report()
+    report = run_json(folder)
     assert (
         report["cause"] == "nothing fits; try TUNING_MODE=qlora" and "out_of_memory" not in report
     )
@@ -420,7 +403,7 @@ def launched(folder, launcher: str, script: Path) -> str:
 
 def check_both_ended(folder, rank: int, output: str, place: str = "the host") -> None:
     """Assert that both ranks gave one cause, of `rank`, and ended with it."""
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 15), output[-3000:]
     assert report["out_of_memory"]["rank"] == rank and report["out_of_memory"]["step"] == 3
     assert (
@@ -491,7 +474,7 @@ def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(p
     folders, script, port = [plan_run(LONG, num_gpus=2) for _ in range(2)], faulty(1), free_port()
     both = [alone(folder, script, number, port) for number, folder in enumerate(folders)]
     assert [process.wait(SECONDS) for process in both] == [15, 15]
-    first, second = (folder.read_report() for folder in folders)
+    first, second = (run_json(folder) for folder in folders)
     assert first["cause"] == second["cause"] and first["cause"].startswith(
         "rank 1 ran out of memory"
     )
@@ -504,4 +487,4 @@ def test_another_error_ends_both_ranks_with_its_class_too(plan_run, faulty):
     script = faulty(1, "from sft_play.errors import DataError; raise DataError('row 7 is no row')")
     both = [alone(folder, script, number, port) for number in (0, 1)]
     assert [process.wait(SECONDS) for process in both] == [11, 11]
-    assert folder.read_report()["cause"] == "row 7 is no row"
+    assert run_json(folder)["cause"] == "row 7 is no row"

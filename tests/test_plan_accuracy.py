@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from run_files import run_json
 
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
@@ -12,6 +13,7 @@ from sft_play.plan.devices import GIB, Hardware, parse
 from sft_play.plan.resolve import resolve
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
 H200 = "NVIDIA H200"
 
@@ -45,7 +47,7 @@ def add(tmp_path):
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
         write_json(folder.path / "plan.json", plan)
-        folder.write_report(report)
+        folder.write_report(RunReport.from_json(report))
         return tmp_path
 
     return write
@@ -94,19 +96,15 @@ def test_a_run_that_was_planned_and_never_began_does_not_count(add):
     folder.path.mkdir()
     write_json(folder.path / "plan.json", {"device": "cuda", "gpu": H200})
     assert of_runs(output, "cuda", H200).runs == 1
-    folder.write_report(
-        {
-            "status": "stopped",
-            "cause": "stopped on request while rows were tokenised; nothing was trained",
-        }
-    )
+    cause = "stopped on request while rows were tokenised; nothing was trained"
+    folder.write_report(RunReport(status="stopped", cause=cause))
     assert of_runs(output, "cuda", H200).peak == Spread(1, 1.0, 1.0, 1.0)
 
 
 def test_a_real_run_is_found_again(finished):
     folder = finished("lora")
     found = of_runs(folder.path.parent, "cpu", None)
-    report = folder.read_report()["peak_bytes"]
+    report = run_json(folder)["peak_bytes"]
     assert found.runs == 1 and found.peak.median == report["measured"] / report["predicted"]
 
 

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGpu
+from run_files import plan_json, run_json
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.errors import EnvironmentFault, ExitClass
+from sft_play.plan.layout import Layout
+from sft_play.plan.run_plan import read_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training import worker
 from sft_play.training.dry_run import DryRun, digest, step_without_change
@@ -47,12 +50,12 @@ SECONDS = 240
 
 def trained(folder: RunFolder) -> dict[str, torch.Tensor]:
     """The tensors that a run has saved."""
-    return load_file(next(folder.weights(folder.read_report()["mode"]).glob("*.safetensors")))
+    return load_file(next(folder.weights(run_json(folder)["mode"]).glob("*.safetensors")))
 
 
 def check_same(one: RunFolder, other: RunFolder) -> None:
     """Assert that two runs logged the same losses and scores and saved the same weights, to the bit."""
-    reports = one.read_report(), other.read_report()
+    reports = run_json(one), run_json(other)
     assert len(reports[0]["loss"]) == 4 and reports[0]["loss"] == reports[1]["loss"]
     assert [report["metrics"]["after"]["eval_loss"] for report in reports] == [
         reports[0]["metrics"]["after"]["eval_loss"]
@@ -71,12 +74,12 @@ def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, mode: str) -
     )
     assert run_worker(probed) == run_worker(plain) == 0
     check_same(probed, plain)
-    facts = probed.read_report()["probe"]
+    facts = run_json(probed)["probe"]
     assert (
         facts["points"][0]["phases"].keys() == {"forward", "backward", "optimizer"}
         and not facts["changed"]
     )
-    assert probed.read_plan()["probe"] == facts and "probe" not in plain.read_report()
+    assert plan_json(probed)["probe"] == facts and "probe" not in run_json(plain)
 
 
 def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker) -> None:
@@ -91,7 +94,7 @@ def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker) -> 
     resumed = plan_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
     assert run_worker(resumed) == 0
     check_same(whole, resumed)
-    assert resumed.read_report()["probe"]["points"][0]["phases"].keys() == {"forward", "backward"}
+    assert run_json(resumed)["probe"]["points"][0]["phases"].keys() == {"forward", "backward"}
 
 
 # What a dry_run leaves
@@ -120,7 +123,7 @@ def test_a_rehearsal_leaves_nothing_behind(trainer) -> None:
         for group in optimizer.param_groups
     ]
     with DryRun(trainer, FakeGpu(9), steps_optimizer=True) as dry_run:
-        point = dry_run.measure(2, 64, 0, accumulates=True)
+        point = dry_run.measure(Layout(2, 2, 1, 64))
         assert point.tokens == 2 * 64
     assert digest(trainer.model) == before and torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state and all(
@@ -154,8 +157,8 @@ def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer) 
     handle = gpu.count_forward_passes()
     try:
         with DryRun(trainer, gpu, steps_optimizer=True) as dry_run:
-            assert dry_run.measure(1, 32, 0, accumulates=True) is not None
-            assert dry_run.measure(1, 256, 0, accumulates=True) is None
+            assert dry_run.measure(Layout(1, 2, 1, 32)) is not None
+            assert dry_run.measure(Layout(1, 2, 1, 256)) is None
     finally:
         handle.remove()
     assert (
@@ -235,16 +238,13 @@ def on_fake(monkeypatch) -> Iterator[Callable[..., FakeGpu]]:
 
 def step_of(folder: RunFolder) -> tuple[int, int, int]:
     """Micro-batch, accumulation and checkpointed layers as plan.json and config.yaml say; they must agree, and nothing may be auto."""
-    plan, train = folder.read_plan(), folder.read_config().train
-    assert (train.batch_size, train.grad_accum, train.gradient_checkpointing) == (
-        plan["per_device_batch_size"],
-        plan["grad_accum"],
-        plan["checkpointed_layers"] > 0,
-    )
-    assert plan["checkpointing"] == folder.read_report()["checkpointing"] and isinstance(
-        train.eval_batch_size, int
-    )
-    return plan["per_device_batch_size"], plan["grad_accum"], plan["checkpointed_layers"]
+    plan, train = read_plan(folder), folder.read_config().train
+    step = step_of_plan(folder)
+    assert (train.batch_size, train.grad_accum) == step[:2]
+    assert train.gradient_checkpointing == (step[2] > 0)
+    assert plan.checkpointing == run_json(folder)["checkpointing"]
+    assert isinstance(train.eval_batch_size, int)
+    return step
 
 
 def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
@@ -256,7 +256,7 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
     assert run_worker(folder) == 0
     # 0.5 GiB and 0.25 a row and layer: 2 rows take 1.5, 4 with a layer checkpointed 1.6, 8 with both 0.9
     assert step_of(folder) == (2, 4, 0) and gpu.failures == 0
-    report, other = folder.read_report(), plain.read_report()
+    report, other = run_json(folder), run_json(plain)
     assert [entry["loss"] for entry in report["loss"]] == pytest.approx(
         [entry["loss"] for entry in other["loss"]], abs=1e-5
     )
@@ -265,14 +265,14 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
     assert facts["verified_bytes"] == pytest.approx(facts["predicted_after"]["forward"], rel=1e-3)
     assert (
         report["peak_bytes"]["predicted"]
-        == folder.read_plan()["memory"]["predicted_peak"]
+        == read_plan(folder).memory.predicted_peak
         == max(facts["predicted_after"].values())
     )
 
 
 def step_of_plan(folder: RunFolder) -> tuple[int, int, int]:
-    plan = folder.read_plan()
-    return plan["per_device_batch_size"], plan["grad_accum"], plan["checkpointed_layers"]
+    layout = read_plan(folder).layout
+    return layout.batch_size, layout.grad_accum, layout.checkpointed_layers
 
 
 def test_the_second_run_measures_nothing_and_chooses_the_same(
@@ -283,11 +283,11 @@ def test_the_second_run_measures_nothing_and_chooses_the_same(
     for folder in folders:
         assert run_worker(folder) == 0
     assert step_of(folders[0]) == step_of(folders[1]) == (2, 4, 0)
-    facts = [folder.read_report()["probe"] for folder in folders]
+    facts = [run_json(folder)["probe"] for folder in folders]
     assert [fact["cached"] for fact in facts] == [False, True] and facts[0]["points"] == facts[1][
         "points"
     ]
-    assert folders[0].read_report()["loss"] == folders[1].read_report()["loss"]
+    assert run_json(folders[0])["loss"] == run_json(folders[1])["loss"]
     on_fake(1.2)  # less memory than then: what is remembered holds, the choice does not
     folder = plan_run({**FREE, "data.cache_dir": tmp_path})
     assert run_worker(folder) == 0 and step_of(folder) == (1, 8, 0)
@@ -311,13 +311,13 @@ def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake) 
     assert run_worker(plain) == 0
     on_fake(0.7)
     assert run_worker(folder) == 0
-    plan = folder.read_plan()
+    layout = read_plan(folder).layout
     assert (
         step_of(folder) != step_of_plan(plain)
-        and plan["micro_batches"] > plain.read_plan()["micro_batches"]
+        and layout.micro_batches > read_plan(plain).layout.micro_batches
     )
-    assert folder.read_data()["padding"] == folder.read_report()["padding"]
-    losses = [[entry["loss"] for entry in run.read_report()["loss"]] for run in (folder, plain)]
+    assert folder.read_data()["padding"] == run_json(folder)["padding"]
+    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (folder, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
@@ -325,14 +325,14 @@ def test_a_packed_run_needs_room_for_what_its_fullest_step_takes_and_no_more(
     plan_run, run_worker, on_fake
 ) -> None:
     folder = plan_run({**FREE, "train.packing": True})
-    before = folder.read_plan()
-    assert (before["sequences"], before["micro_batches"]) == (1, 1), (
+    before = read_plan(folder).layout
+    assert (before.sequences, before.micro_batches) == (1, 1), (
         "all 8 short rows of a step share one sequence"
     )
     on_fake(1.7)  # where 8 sequences would not fit, nor 4
     assert run_worker(folder) == 0 and step_of(folder) == (8, 1, 0)
-    assert max(point["tokens"] for point in folder.read_report()["probe"]["points"]) == 256
-    assert folder.read_plan()["sequences"] == 1
+    assert max(point["tokens"] for point in run_json(folder)["probe"]["points"]) == 256
+    assert read_plan(folder).layout.sequences == 1
 
 
 def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker, on_fake) -> None:
@@ -344,7 +344,7 @@ def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker
     folder = plan_run(settings)
     on_fake(2.4)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["global_step"], report["exit_class"]) == (0, 15)
     cause = "train.batch_size=4 does not fit: a step takes about 3.3 GiB by what was measured before training, "
     assert report["cause"].startswith(cause) and "TRAIN_BATCH_SIZE=" in report["cause"]
@@ -356,7 +356,7 @@ def test_where_one_row_does_not_fit_the_run_ends_before_training(
     folder = plan_run(FREE)
     on_fake(0.51)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
-    assert folder.read_report()["cause"].startswith(
+    assert run_json(folder)["cause"].startswith(
         "model.max_seq_len=256: out of memory when one row was tried before training"
     )
 
@@ -376,7 +376,7 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
         "2",
         *script,
     ]
-    uses_deepspeed = folder.read_plan()["deepspeed"] is not None
+    uses_deepspeed = read_plan(folder).deepspeed is not None
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -391,7 +391,7 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS
     )
-    report = folder.read_report()
+    report = run_json(folder)
     assert report["exit_class"] is not None, done.stdout[-2000:] + done.stderr[-3000:]
     return report["exit_class"]
 
@@ -412,7 +412,7 @@ def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> Non
     ]
     assert [run_on(folder) for folder in folders] == [0, 0]
     check_same(*folders)
-    assert folders[0].read_report()["probe"]["points"]
+    assert run_json(folders[0])["probe"]["points"]
 
 
 @pytest.mark.slow

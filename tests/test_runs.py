@@ -15,6 +15,7 @@ from sft_play.runs import folder as folders
 from sft_play.runs import stamp
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -180,7 +181,7 @@ def test_weights_lie_by_mode(tmp_path: Path) -> None:
 
 
 def test_a_report_is_empty_before_there_is_one(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).read_report() == {}
+    assert RunFolder(tmp_path).read_report() == RunReport()
 
 
 @pytest.mark.parametrize("read", [RunFolder.read_config, read_plan])

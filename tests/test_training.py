@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from run_files import run_json
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -105,7 +106,7 @@ def test_padding_and_fillers_are_not_counted_as_tokens_of_the_throughput(plan_ru
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
 def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     folder = finished(mode)
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"], report["cause"], report["global_step"]) == (
         "done",
         0,
@@ -175,7 +176,7 @@ def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
 def test_a_loss_that_is_no_number_ends_the_run_as_diverged(plan_run, run_worker):
     folder = plan_run({"train.learning_rate": 1e30})
     assert run_worker(folder) == ExitClass.DIVERGED
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 14)
     assert report["cause"].startswith(
         "loss=nan at step 2: the run has diverged; try TRAIN_LEARNING_RATE=1e+29"
@@ -197,7 +198,7 @@ def test_divergence_between_two_logs_writes_no_checkpoint_and_no_weights_that_pa
         }
     )
     assert run_worker(folder) == ExitClass.DIVERGED
-    assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 14)
+    assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 14)
     for stamped in folder.path.rglob("stamp.json"):
         tensors = [
             tensor
@@ -216,7 +217,4 @@ def test_a_base_model_with_nan_in_it_ends_the_run_before_the_first_step(
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     folder = plan_run({"model.name": broken})
     assert run_worker(folder) == ExitClass.DIVERGED
-    assert (
-        "eval_loss=nan" in folder.read_report()["cause"]
-        and folder.read_report()["global_step"] == 0
-    )
+    assert "eval_loss=nan" in run_json(folder)["cause"] and run_json(folder)["global_step"] == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_files import run_json
 from torch import distributed
 
 from sft_play.config.schema import Config
@@ -17,6 +18,7 @@ from sft_play.models.load import load_model
 from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import PHASES
+from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.training.memory import MemoryMeter, Peaks, components
 
@@ -78,10 +80,11 @@ def test_a_cpu_has_a_peak_and_no_phases():
 
 def test_run_json_has_what_was_predicted_of_each_phase(finished):
     folder = finished("lora")
-    report, plan = folder.read_report(), folder.read_plan()
-    assert report["memory"]["predicted"] == {name: plan["phases"][name]["total"] for name in PHASES}
+    report, planned = run_json(folder), read_plan(folder).memory
+    assert report["memory"]["predicted"] == planned.totals()
+    assert planned.totals().keys() == set(PHASES)
     assert report["memory"]["measured"] == {}, "a CPU's allocator counts nothing"
-    assert report["peak_bytes"]["predicted"] == plan["memory"]["predicted_peak"]
+    assert report["peak_bytes"]["predicted"] == planned.predicted_peak
     assert report["peak_bytes"]["measured"] == report["peak_bytes"]["reserved"] > 2**28, (
         "resident memory"
     )
@@ -260,7 +263,8 @@ def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     found = [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-    predicted, micro_step = folder.read_plan()["phases"]["optimizer"], ["forward", "backward"]
+    predicted = vars(read_plan(folder).memory.phases["optimizer"])
+    micro_step = ["forward", "backward"]
     for one in found:
         # DeepSpeed steps a group of parameters at a time
         phases = [

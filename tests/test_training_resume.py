@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_files import run_json
 from safetensors.torch import load_file
 
 from sft_play import commands
 from sft_play.errors import CheckpointError, ExitClass
 from sft_play.runs.folder import RunFolder
-from sft_play.training import check
+from sft_play.training.resume import check_resumable
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
@@ -97,8 +98,8 @@ def test_a_resumed_run_takes_the_steps_that_were_left(whole, resumed, run_worker
     assert losses_of(folder) == pytest.approx(
         losses_of(whole), abs=1e-6
     )  # dropout too: the random state is in the checkpoint
-    assert folder.read_report()["metrics"]["after"]["eval_loss"] == pytest.approx(
-        whole.read_report()["metrics"]["after"]["eval_loss"], abs=1e-6
+    assert run_json(folder)["metrics"]["after"]["eval_loss"] == pytest.approx(
+        run_json(whole)["metrics"]["after"]["eval_loss"], abs=1e-6
     )
     before, after = (
         load_file(whole.weights("lora") / "adapter_model.safetensors"),
@@ -117,16 +118,16 @@ def test_a_resumed_run_logs_and_saves_as_its_own_settings_say(whole, resumed, ru
         "checkpoint-3",
         "checkpoint-6",
     ]
-    assert [entry["step"] for entry in folder.read_report()["loss"]] == [1, 2, 4]
+    assert [entry["step"] for entry in run_json(folder)["loss"]] == [1, 2, 4]
 
 
 def test_a_run_that_had_finished_resumes_to_nothing_left_to_do(whole, resumed, run_worker):
     folder = resumed(whole.path)
     assert run_worker(folder) == 0
-    assert (folder.read_report()["status"], folder.read_report()["global_step"]) == ("done", 6)
+    assert (run_json(folder)["status"], run_json(folder)["global_step"]) == ("done", 6)
     assert (
-        folder.read_report()["metrics"]["after"]["eval_loss"]
-        == whole.read_report()["metrics"]["after"]["eval_loss"]
+        run_json(folder)["metrics"]["after"]["eval_loss"]
+        == run_json(whole)["metrics"]["after"]["eval_loss"]
     )
 
 
@@ -138,7 +139,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
     (copy / name).unlink()
     folder = resumed(copy)
     assert run_worker(folder) == ExitClass.CHECKPOINT
-    assert f"has no {name}" in folder.read_report()["cause"]
+    assert f"has no {name}" in run_json(folder)["cause"]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +152,13 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
 )
 def test_an_optimizer_that_was_split_otherwise_is_refused(whole, was, now, advice):
     with pytest.raises(CheckpointError, match=advice):
-        check.check_resumable(
+        check_resumable(
             whole.checkpoints / "checkpoint-2", {"strategy": was[0], "world_size": was[1]}, *now
         )
 
 
 def test_one_process_may_go_on_with_a_ddp_run_of_two(whole):
-    check.check_resumable(
+    check_resumable(
         whole.checkpoints / "checkpoint-2", {"strategy": "ddp", "world_size": 2}, "single", 1
     )
 
@@ -182,7 +183,7 @@ def of_unsloth(whole, tmp_path):
 def test_the_worker_refuses_a_checkpoint_of_another_backend(resumed, run_worker, of_unsloth):
     folder = resumed(of_unsloth)
     assert run_worker(folder) == ExitClass.CHECKPOINT
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 12)
     assert "backend: the checkpoint has unsloth, this run bnb" in report["cause"]
 

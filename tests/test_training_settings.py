@@ -1,8 +1,11 @@
 """Every train setting ends somewhere: in transformers' arguments, in the data loader, or where the list here says."""
 
+from dataclasses import replace
+
 import pytest
 
 from sft_play.config.schema import TrainSection
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.training.arguments import training_arguments
 
 
@@ -12,16 +15,16 @@ def arguments_of(plan_run):
 
     def arguments(device="cpu", **changes):
         folder = plan_run({})
-        planned = {
-            "device": device,
-            "micro_batches": changes.get("grad_accum", 2),
-        }  # equal to it where nothing is packed
-        config, plan = folder.read_config(), {**folder.read_plan(), **planned}
-        return training_arguments(
-            config.model_copy(update={"train": config.train.model_copy(update=changes)}),
-            plan,
-            folder,
+        planned = PlannedRun.read(folder)
+        train = planned.config.train.model_copy(update=changes)
+        layout = replace(planned.plan.layout, fullest_step=None)  # not packed
+        layout = replace(layout, grad_accum=changes.get("grad_accum", 2))
+        ranks = replace(planned.plan.ranks, device=device)
+        changed = PlannedRun(
+            planned.config.model_copy(update={"train": train}),
+            replace(planned.plan, layout=layout, ranks=ranks),
         )
+        return training_arguments(changed, folder)
 
     return arguments
 
@@ -70,12 +73,12 @@ ELSEWHERE = {
     "generation_num_beams": "evaluation",
     "generation_max_new_tokens": "evaluation",
     "generation_max_rows": "evaluation",
-    "packing": "worker.build_trainer",
+    "packing": "build.build_trainer",
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "fast_path": "models.load",
-    "resume_from": "worker.checkpoint_to_resume",
-    "allow_backend_change": "worker.checkpoint_to_resume",
+    "resume_from": "resume.checkpoint_to_resume",
+    "allow_backend_change": "resume.checkpoint_to_resume",
 }
 
 

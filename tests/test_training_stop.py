@@ -7,18 +7,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from run_files import run_json
 from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import DataError, DivergedError, ExitClass
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import GRACE_SECONDS, StopOnSignal
+from sft_play.training.classify import classify
 from sft_play.training.entry import main
-from sft_play.training.report import Report, classify
+from sft_play.training.recorder import RunRecorder
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = Process(0, 0, 1, torch.device("cpu"))
@@ -98,7 +102,7 @@ def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy
     thread = send_at(folder, "step 2/", signal.SIGTERM)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
-    report, step = folder.read_report(), folder.read_report()["global_step"]
+    report, step = run_json(folder), run_json(folder)["global_step"]
     assert (report["status"], report["exit_class"]) == ("stopped", 75) and 2 <= step < 300
     assert (
         report["cause"]
@@ -121,7 +125,7 @@ def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged
     thread = send_at(folder, "step 1/", signal.SIGINT)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
-    assert folder.read_report()["status"] == "stopped"
+    assert run_json(folder)["status"] == "stopped"
 
 
 def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_worker):
@@ -129,7 +133,7 @@ def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_w
     thread = send_at(folder, "data train rows=10", signal.SIGTERM)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"], report["global_step"]) == ("stopped", 75, 0)
     assert report["cause"] == "stopped on request before the first step; nothing was trained"
     assert not list(folder.checkpoints.glob("*"))
@@ -137,18 +141,23 @@ def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_w
 
 STUCK = """
 import os, signal, sys, threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 import torch
 from sft_play.runs.folder import RunFolder
 from sft_play.training import callbacks
-from sft_play.training.report import Report
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.training.recorder import RunRecorder
 from sft_play.process import Process
 
 callbacks.STUCK_SECONDS = 0.5
 folder = RunFolder(Path(sys.argv[1]))
-with Report(folder, {**folder.read_plan(), "world_size": 2}, "lora", "bnb", 0) as report:
-    callbacks.StopOnSignal(Process(0, 0, 2, torch.device("cpu")), report.abandon)
+planned = PlannedRun.read(folder)
+ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
+planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
+with RunRecorder(folder, planned, 0) as recorder:
+    callbacks.StopOnSignal(Process(0, 0, 2, torch.device("cpu")), recorder.abandon)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()  # once it waits in C++, which sees no signal
     store.wait(["a key that no rank sets"], timedelta(seconds=60))
@@ -160,7 +169,7 @@ def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so
     folder = plan_run({})
     rank = subprocess.run([sys.executable, "-c", STUCK, str(folder.path)], cwd=ROOT, timeout=60)
     assert rank.returncode == ExitClass.PEER_LOST
-    assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 17)
+    assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 17)
 
 
 @pytest.mark.slow
@@ -199,7 +208,7 @@ def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_o
         if line.startswith("step 2/"):
             make.terminate()
     assert make.wait(60) != 0
-    report = RunFolder(tmp_path / "run").read_report()
+    report = run_json(RunFolder(tmp_path / "run"))
     assert (report["status"], report["exit_class"]) == ("stopped", 75), "".join(shown)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 15
@@ -214,7 +223,7 @@ def test_a_model_that_is_removed_behind_the_plan_is_class_13(
     folder = plan_run({"model.name": copy})
     shutil.rmtree(copy)
     assert run_worker(folder) == ExitClass.ENVIRONMENT
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"]) == (
         "failed",
         13,
@@ -236,13 +245,13 @@ def test_tokenised_rows_that_are_removed_behind_the_plan_are_class_11(
     folder = plan_run({"data.cache_dir": tmp_path / "samples"})
     shutil.rmtree(tmp_path / "samples")
     assert run_worker(folder) == ExitClass.DATA
-    assert (folder.read_report()["status"], folder.read_report()["exit_class"]) == ("failed", 11)
+    assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 11)
 
 
 def test_a_run_of_two_that_is_started_as_one_is_class_13(plan_run, run_worker):
     folder = plan_run({"train.effective_batch_size": 8, "train.grad_accum": "auto"}, num_gpus=2)
     assert run_worker(folder) == ExitClass.ENVIRONMENT
-    report = folder.read_report()
+    report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 13)
     assert (
         report["cause"]
@@ -296,23 +305,25 @@ def test_an_error_has_an_exit_class(error, expected):
 
 
 @pytest.fixture
-def reports(plan_run):
-    """The reports of two ranks of one launch on one folder."""
+def recorders(plan_run):
+    """The recorders of two ranks of one launch on one folder."""
     folder = plan_run({})
-    plan = {**folder.read_plan(), "world_size": 2, "strategy": "ddp"}
-    return folder, [Report(folder, plan, "lora", "bnb", rank) for rank in (0, 1)]
+    planned = PlannedRun.read(folder)
+    ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
+    planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
+    return folder, [RunRecorder(folder, planned, rank) for rank in (0, 1)]
 
 
-def test_the_cause_is_that_of_the_rank_that_failed_first(reports, capsys):
-    folder, (main_rank, other) = reports
+def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):
+    folder, (main_rank, other) = recorders
     seen = []
     with main_rank:
         with other:
             raise DataError("rank 1 read a bad row")
         main_rank.update(data={})  # it goes on until it misses the other
-        seen.append(folder.read_report()["status"])
+        seen.append(run_json(folder)["status"])
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
-    report = folder.read_report()
+    report = run_json(folder)
     assert seen == ["failed"]
     assert (report["status"], report["exit_class"], report["cause"]) == (
         "failed",
@@ -323,18 +334,18 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(reports, capsys):
     assert capsys.readouterr().err == "rank 1: rank 1 read a bad row\n"
 
 
-def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(reports):
-    folder, (main_rank, other) = reports
+def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(recorders):
+    folder, (main_rank, other) = recorders
     with other:
         raise DataError("the launch before")
-    main_rank.facts["launcher_pid"] += 1
+    main_rank.note(launcher_pid=main_rank.report.launcher_pid + 1)
     main_rank.__enter__()
-    assert folder.read_report()["status"] == "running"
+    assert run_json(folder)["status"] == "running"
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_cause(plan_run, caplog):
     folder = plan_run({})
-    with Report(folder, folder.read_plan(), "lora", "bnb", 0):
+    with RunRecorder(folder, PlannedRun.read(folder), 0):
         (folder.path / "run.json").unlink()
         (folder.path / "run.json").mkdir()
         raise DivergedError("the loss is no number")

@@ -30,11 +30,12 @@ from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
+from sft_play.training.build import build_trainer
+from sft_play.training.classify import classify
+from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
-from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, for_a_step
-from sft_play.training.worker import build_trainer
 
 TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
 T = TypeVar("T")
@@ -109,10 +110,13 @@ class Harness:
         runtime.allow_tf32(self.process)
         tokenizer = load_tokenizer(config)
         data = preparation.prepared(config)
-        arguments = training_arguments(config, plan, RunFolder(folder))
+        arguments = training_arguments(planned, RunFolder(folder))
         self.model = load_model(config, self.process)
+        self.context = RunContext(
+            planned, RunFolder(folder), self.process, MemoryMeter(self.process)
+        )
         self.trainer = build_trainer(
-            config, plan, self.process, tokenizer, data, self.model, arguments, {}
+            self.context, arguments, tokenizer, data, self.model, run_stamp={}
         )
         self.trainer.create_optimizer()
         self.trainer.model_wrapped, self.trainer.optimizer = self.trainer.accelerator.prepare(
@@ -130,7 +134,7 @@ class Harness:
         if limit_bytes is not None:
             self.card.limit(limit_bytes)
         try:
-            return Probe(self.trainer, planned, self.process).run()
+            return Probe(replace(self.context, planned=planned), self.trainer).run()
         except OutOfMemory:
             return None
         finally:

@@ -40,7 +40,7 @@ def load_run(folder: RunFolder, device: str) -> TrainedModel:
     config = folder.read_config()
     weights = folder.weights(config.tuning.mode)
     if not weights.is_dir():
-        status = folder.read_report().get("status", "unknown")
+        status = folder.read_report().status
         raise CheckpointError(
             f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a finished one with RUN=, make runs lists them"
         )

@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.monitor.gpus import gib
 from sft_play.monitor.links import answer
 from sft_play.plan.devices import Gpu, NvmlUnavailable, host_memory, nvml_gpus, nvml_session
-from sft_play.runs.folder import RunFolder, is_alive, listing
+from sft_play.runs.folder import RunFolder, listing
 
 PROCESSES_SHOWN = 5
 
@@ -76,13 +76,13 @@ def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
 def _active_run(folder: RunFolder) -> ActiveRun | None:
     """Return the run of a folder, None where it does not train now."""
     report = folder.read_report()
-    if report.get("status") != "running" or not is_alive(report):
+    if report.status != "running" or not report.is_alive():
         return None
     return ActiveRun(
         name=folder.name,
-        device=report["device"],
-        predicted_bytes=report["peak_bytes"]["predicted"],
-        pids=_rank_pids(report["world_size"], report["pid"], report["launcher_pid"]),
+        device=report.device,
+        predicted_bytes=report.peak_bytes.predicted,
+        pids=_rank_pids(report.world_size, report.pid, report.launcher_pid),
     )
 
 

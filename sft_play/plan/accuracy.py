@@ -9,6 +9,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs.folder import listing
+from sft_play.runs.report import PhasePeaks
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,20 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
     count = 0
     for folder in listing(output_dir):
         report = folder.read_report()
-        peak = report.get("peak_bytes", {})
+        peak = report.peak_bytes
+        memory = report.memory or PhasePeaks()
         try:
             plan = read_plan(folder)
         except EnvironmentFault:  # written by another version
             continue
-        if (plan.ranks.device, plan.gpu) != (device, gpu) or not peak.get("measured"):
+        if (plan.ranks.device, plan.gpu) != (device, gpu) or not (peak and peak.measured):
             continue
         count += 1
-        peaks += _ratio(peak["measured"], peak["predicted"])
+        peaks += _ratio(peak.measured, peak.predicted)
         if plan.speed:
-            speeds += _ratio(report["tokens_per_second"], plan.speed.tokens_per_second)
-        memory = report.get("memory", {})
+            speeds += _ratio(report.tokens_per_second, plan.speed.tokens_per_second)
         for name, ratios in phases.items():
-            measured = memory.get("measured", {}).get(name)
-            ratios += _ratio(measured, memory.get("predicted", {}).get(name))
+            ratios += _ratio(memory.measured.get(name), memory.predicted.get(name))
     spreads = {name: Spread.of(ratios) for name, ratios in phases.items()}
     return Accuracy(
         gpu=gpu,

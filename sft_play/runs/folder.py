@@ -5,7 +5,6 @@ It is the only path between the front end and the worker.
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.report import RunReport
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class RunFolder:
         """Write data.json."""
         write_json(self.path / "data.json", facts)
 
-    def read_report(self) -> dict[str, Any]:
-        """Return run.json, or {} where the worker has not written one."""
+    def read_report(self) -> RunReport:
+        """Return run.json, or a report that knows nothing where there is none."""
         path = self.path / "run.json"
-        return read_json(path) if path.exists() else {}
+        return RunReport.from_json(read_json(path)) if path.exists() else RunReport()
 
-    def write_report(self, report: dict[str, Any]) -> None:
+    def write_report(self, report: RunReport) -> None:
         """Replace run.json."""
-        write_json(self.path / "run.json", report)
+        write_json(self.path / "run.json", report.to_json())
 
 
 def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
@@ -162,20 +162,6 @@ def listing(output_dir: Path) -> list[RunFolder]:
     """Return all runs, oldest first."""
     plans = sorted(output_dir.glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime)
     return [RunFolder(plan.parent) for plan in plans]
-
-
-def is_alive(report: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote a report still runs on this host.
-
-    It must have started no later than the report says.
-    """
-    import psutil
-
-    try:
-        started = psutil.Process(report["pid"]).create_time()
-    except (psutil.NoSuchProcess, KeyError):
-        return False
-    return started <= time.mktime(time.strptime(report["started_at"][:19], "%Y-%m-%dT%H:%M:%S")) + 1
 
 
 def _refuse_bad_name(run_name: str) -> None:

@@ -1,74 +1,104 @@
-"""Our settings to transformers.TrainingArguments: the one place that knows that library's names."""
+"""Our settings as transformers.TrainingArguments."""
+
+from typing import Any
 
 from transformers import TrainingArguments
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import TrainSection
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.folder import RunFolder
 
 NEVER = 10**9  # steps: an interval that no run reaches
 
 
-def training_arguments(config: Config, plan: RunPlan, folder: RunFolder) -> TrainingArguments:
-    """Return the arguments of transformers' Trainer for a resolved config; the process group runs already.
+def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArguments:
+    """Return the arguments of transformers' Trainer; the process group runs already.
 
-    `plan` adds what depends on the machine. Raises: EnvironmentFault when the group is not what was planned.
+    Raises: EnvironmentFault when the group is not what was planned.
     """
-    train, on_cpu, uses_deepspeed = (
-        config.train,
-        plan.ranks.device == "cpu",
-        plan.deepspeed is not None,
-    )
+    train, plan = planned.config.train, planned.plan
     arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
-        per_device_train_batch_size=train.batch_size,
-        gradient_accumulation_steps=plan.layout.micro_batches,
-        per_device_eval_batch_size=train.eval_batch_size,
-        learning_rate=train.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
-        warmup_steps=train.warmup_steps,  # under 1 a fraction, there too
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        optim={"adamw_8bit": "adamw_bnb_8bit"}.get(train.optim, train.optim),
-        adam_beta1=train.adam_beta1,
-        adam_beta2=train.adam_beta2,
-        adam_epsilon=train.adam_epsilon,
-        num_train_epochs=train.epochs,
-        max_steps=train.max_steps or -1,
-        seed=train.seed,
-        data_seed=train.data_seed,
-        bf16=train.bf16,
-        fp16=train.fp16,
-        use_cpu=on_cpu
-        and not uses_deepspeed,  # with it Trainer would wrap the model in DDP, and DeepSpeed never start
-        gradient_checkpointing=False,  # models.checkpointing has chosen the layers; Trainer would take all of them
-        ddp_find_unused_parameters=train.ddp_find_unused_parameters,
-        ddp_broadcast_buffers=train.ddp_broadcast_buffers,
-        ddp_bucket_cap_mb=train.ddp_bucket_cap_mb,
-        ddp_timeout=train.ddp_timeout,
-        deepspeed=plan.deepspeed.settings if plan.deepspeed else None,
-        dataloader_num_workers=train.dataloader_num_workers,
-        dataloader_pin_memory=train.dataloader_pin_memory,
-        accelerator_config={
-            "non_blocking": train.dataloader_pin_memory,
-            "use_configured_state": plan.ranks.strategy != "single",
-        },
-        eval_strategy=train.eval_strategy,
-        eval_steps=train.eval_steps if train.eval_strategy == "steps" else None,
-        eval_do_concat_batches=train.eval_do_concat_batches,
-        eval_accumulation_steps=train.eval_accumulation_steps,
-        save_strategy=train.save_strategy,
-        save_steps=train.save_steps if train.save_strategy == "steps" else NEVER,
-        save_total_limit=train.save_total_limit,
-        logging_steps=train.logging_steps,
-        logging_nan_inf_filter=False,  # it hides NaN behind 0.0 and waits for the GPU in every micro-step
+        **_optimization(train),
+        **_batches(train, plan),
+        **_engine(train, plan),
+        **_evaluation_and_saving(train),
         report_to="none",  # our callbacks write TensorBoard and the terminal
         disable_tqdm=True,
-        remove_unused_columns=False,
     )
     if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
             f"the process group has {arguments.world_size} ranks, planned were {plan.ranks.world_size}; try make doctor"
         )
     return arguments
+
+
+def _optimization(train: TrainSection) -> dict[str, Any]:
+    """Optimizer, schedule and how long."""
+    return {
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "warmup_steps": train.warmup_steps,  # under 1 a fraction, there too
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm,
+        "optim": "adamw_bnb_8bit" if train.optim == "adamw_8bit" else train.optim,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
+        "num_train_epochs": train.epochs,
+        "max_steps": train.max_steps or -1,
+        "seed": train.seed,
+        "data_seed": train.data_seed,
+        "logging_steps": train.logging_steps,
+        # it hides NaN behind 0.0 and waits for the GPU in every micro-step
+        "logging_nan_inf_filter": False,
+    }
+
+
+def _batches(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
+    """Micro-batches and how they are loaded."""
+    return {
+        "per_device_train_batch_size": train.batch_size,
+        "per_device_eval_batch_size": train.eval_batch_size,
+        "gradient_accumulation_steps": plan.layout.micro_batches,
+        # models.checkpointing has chosen the layers; Trainer would take all of them
+        "gradient_checkpointing": False,
+        "dataloader_num_workers": train.dataloader_num_workers,
+        "dataloader_pin_memory": train.dataloader_pin_memory,
+        "remove_unused_columns": False,
+    }
+
+
+def _engine(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
+    """Device, precision, DDP and DeepSpeed."""
+    is_cpu = plan.ranks.device == "cpu"
+    uses_deepspeed = plan.deepspeed is not None
+    return {
+        "bf16": train.bf16,
+        "fp16": train.fp16,
+        # with use_cpu Trainer would wrap the model in DDP, and DeepSpeed never start
+        "use_cpu": is_cpu and not uses_deepspeed,
+        "ddp_find_unused_parameters": train.ddp_find_unused_parameters,
+        "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
+        "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
+        "ddp_timeout": train.ddp_timeout,
+        "deepspeed": plan.deepspeed.settings if uses_deepspeed else None,
+        "accelerator_config": {
+            "non_blocking": train.dataloader_pin_memory,
+            "use_configured_state": plan.ranks.strategy != "single",
+        },
+    }
+
+
+def _evaluation_and_saving(train: TrainSection) -> dict[str, Any]:
+    """What happens between steps, and when."""
+    return {
+        "eval_strategy": train.eval_strategy,
+        "eval_steps": train.eval_steps if train.eval_strategy == "steps" else None,
+        "eval_do_concat_batches": train.eval_do_concat_batches,
+        "eval_accumulation_steps": train.eval_accumulation_steps,
+        "save_strategy": train.save_strategy,
+        "save_steps": train.save_steps if train.save_strategy == "steps" else NEVER,
+        "save_total_limit": train.save_total_limit,
+    }

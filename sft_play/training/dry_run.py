@@ -20,8 +20,8 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
+from sft_play.training.classify import classify
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.report import classify
 from sft_play.training.trainer import REAL_TOKENS, TARGETS, SftTrainer, for_a_step
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class DryRun:
         except (MemoryError, RuntimeError) as error:
             if (
                 self.trainer.is_deepspeed_enabled
-                or classify(error)[0] is not ExitClass.OUT_OF_MEMORY
+                or classify(error).exit_class is not ExitClass.OUT_OF_MEMORY
             ):
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))

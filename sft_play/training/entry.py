@@ -7,7 +7,7 @@ from sft_play.errors import SftPlayError
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
-from sft_play.training.report import Report
+from sft_play.training.recorder import RunRecorder
 
 
 def main(path: Path) -> int:
@@ -16,20 +16,17 @@ def main(path: Path) -> int:
     try:
         planned = PlannedRun.read(folder)
     except SftPlayError as error:  # no run folder, so nowhere to record it
-        sys.stderr.write(
-            f"{error}\nexit class {int(error.exit_class)} ({error.exit_class.name.lower()})\n"
-        )
+        name = error.exit_class.name.lower()
+        sys.stderr.write(f"{error}\nexit class {int(error.exit_class)} ({name})\n")
         return int(error.exit_class)
-    config = planned.config
-    plan = planned.plan
-    report = Report(folder, plan, config.tuning.mode, config.tuning.backend, runtime.rank())
-    with report:
-        process = runtime.start(config, plan, folder)
-        if config.tuning.backend == "unsloth":
+    recorder = RunRecorder(folder, planned, runtime.rank())
+    with recorder:
+        process = runtime.start(planned, folder)
+        if planned.config.tuning.backend == "unsloth":
             from sft_play.models import unsloth
 
-            unsloth.import_first()  # it patches transformers, so it comes before the worker's imports
+            unsloth.import_first()  # before the worker's imports: it patches transformers
         from sft_play.training import worker
 
-        worker.run(planned, folder, process, report)
-    return int(report.exit_class)
+        worker.run(planned, folder, process, recorder)
+    return int(recorder.exit_class)

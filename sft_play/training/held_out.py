@@ -2,63 +2,55 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from sft_play.evaluation.evaluator import Evaluator, Question, Scores
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
-from sft_play.training.report import Report
+from sft_play.training.recorder import RunRecorder
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class HeldOutEvaluation:
-    """Scores the test rows and keeps what it found: in run.json, and answer by answer in eval/<when>.jsonl."""
+    """Scores the test rows and writes the scores to run.json, and the answers to eval/<when>.jsonl."""
 
-    def __init__(
-        self, trainer: SftTrainer, evaluator: Evaluator, folder: RunFolder, report: Report
-    ):
-        self.trainer, self.evaluator, self.folder, self.report = trainer, evaluator, folder, report
-        self.found: dict[str, Scores] = {}
+    trainer: SftTrainer
+    evaluator: Evaluator
+    folder: RunFolder
+    recorder: RunRecorder
+    scores: dict[str, Scores] = field(default_factory=dict)  # by when
 
-    def score(self, when: str) -> Scores:
+    def score(self, when: str) -> None:
         """Score the model as it is now under the name `when`. Every rank must call it."""
-        scores = self.found[when] = self.trainer.scores(self.evaluator)
-        self.report.facts["metrics"][when] = scores.as_metrics()
-        self.report.update(global_step=self.trainer.state.global_step)
-        if self.report.rank == 0:
-            write_text(
-                self.folder.evaluation / f"{when}.jsonl",
-                "".join(_records(self.evaluator.questions, scores.answers)),
-            )
-            rouge = (
-                ""
-                if scores.rouge_l is None
-                else f" rougeL={scores.rouge_l:.3f} answers={len(scores.answers)}"
-            )
-            logger.info(
-                "%s eval_loss=%.4f%s rows=%d",
-                when,
-                scores.eval_loss,
-                rouge,
-                len(self.evaluator.split),
-            )
-        return scores
-
-
-def _records(questions: Sequence[Question], answers: Sequence[str]) -> list[str]:
-    """Return a JSON line for each question that was answered; none where nothing was generated."""
-    return [
-        json.dumps(
-            {
-                "origin": question.origin,
-                "prompt": question.prompt,
-                "expected": question.expected,
-                "answer": answer,
-            },
-            ensure_ascii=False,
+        scores = self.trainer.score(self.evaluator)
+        self.scores[when] = scores
+        self.recorder.update(
+            metrics={**self.recorder.report.metrics, when: scores.as_metrics()},
+            global_step=self.trainer.state.global_step,
         )
-        + "\n"
-        for question, answer in zip(questions, answers, strict=False)
-    ]
+        if self.recorder.rank != 0:
+            return
+        write_text(self.folder.evaluation / f"{when}.jsonl", self._answers_jsonl(scores))
+        rouge = ""
+        if scores.rouge_l is not None:
+            rouge = f" rougeL={scores.rouge_l:.3f} answers={len(scores.answers)}"
+        rows = len(self.evaluator.split)
+        logger.info("%s eval_loss=%.4f%s rows=%d", when, scores.eval_loss, rouge, rows)
+
+    def _answers_jsonl(self, scores: Scores) -> str:
+        """Return a line for each question that was answered; none where nothing was generated."""
+        pairs = zip(self.evaluator.questions, scores.answers, strict=False)
+        return "".join(_answer_line(question, answer) for question, answer in pairs)
+
+
+def _answer_line(question: Question, answer: str) -> str:
+    values = {
+        "origin": question.origin,
+        "prompt": question.prompt,
+        "expected": question.expected,
+        "answer": answer,
+    }
+    return json.dumps(values, ensure_ascii=False) + "\n"

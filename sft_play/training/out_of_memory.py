@@ -1,17 +1,17 @@
-"""What a run that ran out of memory says: who held it beside what was predicted, and what to type next."""
+"""What a run that ran out of memory says: what held it beside what was predicted, and what to type next."""
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.errors import CheckpointError
 from sft_play.plan.next_command import after_out_of_memory
-from sft_play.plan.run_plan import PlannedRun
-from sft_play.process import Process
 from sft_play.runs import stamp
-from sft_play.runs.folder import RunFolder
-from sft_play.training.memory import MemoryMeter, components
+from sft_play.runs.report import ComponentBytes, OutOfMemoryReport
+from sft_play.training.context import RunContext
+from sft_play.training.memory import components
+from sft_play.training.recorder import OutOfMemoryExplanation
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -21,119 +21,113 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 # "Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79.10 GiB of which 416.00 MiB is free", "you tried to allocate 4096 bytes"
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
-STEPPING = ("forward", "backward", "optimizer")
-TRANSIENT = (
-    "activations",
-    "logits",
-    "buckets",
-    "measured_beyond",
-)  # what the plan tells apart, the last where it was probed, and a measurement does not
+STEP_PHASES = ("forward", "backward", "optimizer")
+# The plan tells these apart and a measurement does not; `measured_beyond` is there where it was probed.
+TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")
 
 
 @dataclass
-class Explanation:
-    """Says of an error for want of memory where it happened, what was held, and what fits. `trainer` is None before there is one."""
+class OutOfMemoryExplainer:
+    """Explains an error for want of memory. `trainer` is None before there is one."""
 
-    planned: PlannedRun
-    folder: RunFolder
-    process: Process
-    memory: MemoryMeter
+    context: RunContext
     trainer: SftTrainer | None = None
 
-    def __call__(self, error: BaseException) -> tuple[str, dict[str, Any]]:
-        """Return the cause in one line, and run.json's `out_of_memory`; log the table of the two."""
-        phase, step = self.memory.current_phase, self._step()
-        place = str(self.process.device) if self.process.device.type == "cuda" else "the host"
-        asked, free = amount(ASKED, error), amount(FREE, error)
+    def __call__(self, error: BaseException) -> OutOfMemoryExplanation:
+        """Return where it happened, what was held and what fits; log the table of components."""
+        report = self._report(error)
+        for line in table(report.components):
+            logger.warning("%s", line)
+        return OutOfMemoryExplanation(_cause(report), report)
+
+    def _report(self, error: BaseException) -> OutOfMemoryReport:
+        context = self.context
+        device = context.process.device
+        phase = context.memory.current_phase
         command = after_out_of_memory(
-            self.planned.config,
-            self.planned.plan,
-            self.folder.path,
+            context.config,
+            context.plan,
+            context.folder.path,
             phase or "forward",
             self._has_checkpoint(),
         )
-        held = self._components(phase)
-        for line in table(held):
-            logger.warning("%s", line)
-        where = (
-            f"in {phase or 'training'}{f' at step {step}' if step else ' before the first step'}"
-        )
-        wanted = (
-            f"; {_gib(asked)} GiB more were asked for{f', {_gib(free)} were free' if free is not None else ''}"
-            if asked is not None
-            else ""
-        )
-        facts = {
-            "rank": self.process.rank,
-            "device": place,
-            "step": step,
-            "phase": phase,
-            "asked_bytes": asked,
-            "free_bytes": free,
-        }
-        return (
-            f"rank {self.process.rank} ran out of memory on {place} {where}{wanted}; try {command}",
-            {**facts, "components": held, "next": command},
+        return OutOfMemoryReport(
+            rank=context.process.rank,
+            device=str(device) if device.type == "cuda" else "the host",
+            step=self._step(),
+            phase=phase,
+            asked_bytes=parse_bytes(ASKED, error),
+            free_bytes=parse_bytes(FREE, error),
+            components=self._components(phase),
+            next=command,
         )
 
     def _step(self) -> int:
-        """Return the step that runs or was the last, 0 before the first: while the model loads, while the plan is tried."""
-        return (
-            self.trainer.state.global_step + (self.memory.current_phase in STEPPING)
-            if self.trainer
-            else 0
-        )
+        """Return the step that runs or was the last, 0 before the first."""
+        if self.trainer is None:
+            return 0
+        is_in_step = self.context.memory.current_phase in STEP_PHASES
+        return self.trainer.state.global_step + is_in_step
 
-    def _components(self, phase: str | None) -> dict[str, dict[str, int | None]]:
-        """Return predicted and measured bytes by component; a CPU's activations and context cannot be told apart."""
-        memory = self.planned.plan.memory
-        plan = (memory.phases[phase] if phase else memory.peak).components()
-        predicted = {
-            name: size
-            for name, size in plan.items()
-            if name not in (*TRANSIENT, "total", "predicted_peak")
-        }
-        predicted["activations"] = sum(plan.get(name, 0) for name in TRANSIENT)
-        measured: dict[str, int | None] = {}
+    def _components(self, phase: str | None) -> dict[str, ComponentBytes]:
+        """Return the bytes of each component; a CPU's activations and context cannot be told apart."""
+        memory = self.context.plan.memory
+        planned = (memory.phases[phase] if phase else memory.peak).components()
+        predicted = {name: size for name, size in planned.items() if name not in TRANSIENT}
+        predicted["activations"] = sum(planned.get(name, 0) for name in TRANSIENT)
+        measured = self._measured()
+        return {name: ComponentBytes(size, measured.get(name)) for name, size in predicted.items()}
+
+    def _measured(self) -> dict[str, int]:
+        device, memory = self.context.process.device, self.context.memory
+        measured: dict[str, int] = {}
         if self.trainer is not None:
-            measured |= components(self.trainer.model, self.trainer.optimizer, self.process.device)
-        if self.process.device.type == "cuda":
-            measured["activations"] = max(0, self.memory.peak_bytes() - sum(measured.values()))
-            measured["context"] = self.memory.context_bytes()
-        return {
-            name: {"predicted": predicted[name], "measured": measured.get(name)}
-            for name in predicted
-        }
+            measured = components(self.trainer.model, self.trainer.optimizer, device)
+        if device.type == "cuda":
+            lasting = sum(measured.values())
+            measured["activations"] = max(0, memory.peak_bytes() - lasting)
+            measured["context"] = memory.context_bytes()
+        return measured
 
     def _has_checkpoint(self) -> bool:
         try:
-            stamp.latest_checkpoint(self.folder.path)
+            stamp.latest_checkpoint(self.context.folder.path)
         except CheckpointError:
             return False
         return True
 
 
-def table(held: dict[str, dict[str, int | None]]) -> list[str]:
+def _cause(report: OutOfMemoryReport) -> str:
+    where = f"in {report.phase or 'training'}"
+    when = f" at step {report.step}" if report.step else " before the first step"
+    asked = ""
+    if report.asked_bytes is not None:
+        asked = f"; {_gib(report.asked_bytes)} GiB more were asked for"
+        if report.free_bytes is not None:
+            asked += f", {_gib(report.free_bytes)} were free"
+    return (
+        f"rank {report.rank} ran out of memory on {report.device} {where}{when}{asked}; "
+        f"try {report.next}"
+    )
+
+
+def table(held: Mapping[str, ComponentBytes]) -> list[str]:
     """Return a line a component: what was predicted, what was held."""
-    rows = [
-        (
-            name,
-            _gib(sizes["predicted"]),
-            "-" if sizes["measured"] is None else _gib(sizes["measured"]),
-        )
-        for name, sizes in held.items()
-    ]
-    return [
-        f"{name:<12}{predicted:>12}{measured:>12}"
-        for name, predicted, measured in [("GiB", "predicted", "measured"), *rows]
-    ]
+    lines = [f"{'GiB':<12}{'predicted':>12}{'measured':>12}"]
+    for name, size in held.items():
+        measured = "-" if size.measured is None else _gib(size.measured)
+        lines.append(f"{name:<12}{_gib(size.predicted):>12}{measured:>12}")
+    return lines
 
 
-def amount(words: re.Pattern[str], error: BaseException) -> int | None:
+def parse_bytes(pattern: re.Pattern[str], error: BaseException) -> int | None:
     """Return the bytes that a library's error names, None where it does not."""
-    found = words.search(str(error))
-    return int(float(found[1]) * UNITS[found[2]]) if found else None
+    found = pattern.search(str(error))
+    if found is None:
+        return None
+    number, unit = found.groups()
+    return int(float(number) * UNITS[unit])
 
 
-def _gib(size_bytes: int | None) -> str:
+def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.2f}"

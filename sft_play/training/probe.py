@@ -23,15 +23,14 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan import batch, next_command, probe_fit
 from sft_play.plan.layout import Layout
-from sft_play.plan.memory import GIB, evaluation_rows, step_bytes
+from sft_play.plan.memory import GIB, StepBytes, evaluation_rows, step_bytes
 from sft_play.plan.precision import precision
 from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.process import Process
 from sft_play.runs import stamp
-from sft_play.runs.folder import RunFolder
+from sft_play.training.context import RunContext
 from sft_play.training.dry_run import DryRun
-from sft_play.training.report import Report
+from sft_play.training.recorder import RunRecorder
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -54,16 +53,16 @@ class Probe:
     Every rank makes one and calls `run`, once, before the first step.
     """
 
-    def __init__(self, trainer: SftTrainer, planned: PlannedRun, process: Process):
+    def __init__(self, context: RunContext, trainer: SftTrainer):
+        self.context = context
         self.trainer = trainer
-        self.planned = planned
-        self.process = process
-        self.memory = trainer.memory
-        plan = planned.plan
+        self.process = context.process
+        self.memory = context.memory
+        plan = context.plan
         self.step = plan.step
         self.layout = plan.layout
         self.request = probe_fit.request_of_started_run(plan.request, plan.layout)
-        self.is_resumed = planned.config.train.resume_from is not None
+        self.is_resumed = context.config.train.resume_from is not None
         is_free = plan.ranks.strategy != "deepspeed" and not self.is_resumed
         self.chooses = self.memory.is_exact and is_free
         self.device = "a GPU" if plan.ranks.device == "cuda" else "this host"
@@ -73,7 +72,7 @@ class Probe:
 
         Raises: OutOfMemory on every rank when none fits, or a batch that the user set does not.
         """
-        folder = root_of(self.planned.config) / "probes"
+        folder = root_of(self.context.config) / "probes"
         fingerprint = self._fingerprint()
         cached: tuple[Point, ...] = ()
         if self.chooses and self.process.is_main:
@@ -106,7 +105,7 @@ class Probe:
 
     @property
     def _may_step_optimizer(self) -> bool:
-        is_paged = self.planned.config.train.optim.startswith("paged")
+        is_paged = self.context.config.train.optim.startswith("paged")
         return not (self.is_resumed or self.trainer.is_deepspeed_enabled or is_paged)
 
     def _try_as_planned(self, dry_run: DryRun, budget: int) -> Point:
@@ -214,8 +213,8 @@ class Probe:
 
     def _fingerprint(self) -> str:
         """Return the digest of all that a step's bytes follow from, beside its layout."""
-        config = self.planned.config
-        plan = self.planned.plan
+        config = self.context.config
+        plan = self.context.plan
         device = self.process.device
         gpu = ("cpu", 0)
         if device.type == "cuda":
@@ -240,30 +239,27 @@ class Probe:
         )
 
 
-def apply_probe(
-    probe: Probe, evaluators: Sequence[Evaluator], folder: RunFolder, report: Report
-) -> PlannedRun:
-    """Try the plan, let the run follow what was found, write it down, and return it.
+def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunRecorder) -> None:
+    """Try the plan and write down what was found; the run then follows the chosen layout.
 
     Every rank must call it, with the model wrapped and no step taken.
     Raises: OutOfMemory, on every rank.
     """
     started = time.perf_counter()
-    planned = probe.planned
+    context = probe.context
     result = probe.run()
+    planned = context.planned
     if result.fit is not None:
         planned = _follow(probe, result, evaluators)
-        report.facts["peak_bytes"]["predicted"] = planned.plan.memory.predicted_peak
-        report.facts["memory"]["predicted"] = planned.plan.memory.totals()
+        _note_prediction(recorder, planned.plan.memory)
     facts = _probe_report(probe, result, time.perf_counter() - started)
-    planned = replace(planned, plan=replace(planned.plan, probe=facts))
-    if probe.process.is_main:
-        planned.write(folder)
+    context.planned = replace(planned, plan=replace(planned.plan, probe=facts))
+    if context.process.is_main:
+        context.planned.write(context.folder)
         if facts.changed:
-            report.facts["padding"] = _note_padding(probe, result.layout, folder)
+            recorder.note(padding=_note_padding(probe, result.layout))
         logger.info("%s", _line(probe, result, facts))
-    report.update(probe=asdict(facts), checkpointing=planned.plan.checkpointing)
-    return planned
+    recorder.update(probe=asdict(facts), checkpointing=context.plan.checkpointing)
 
 
 def _follow(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) -> PlannedRun:
@@ -274,12 +270,22 @@ def _follow(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) 
         probe.trainer.set_micro_batch(layout)
     for evaluator in evaluators:
         evaluator.batch_size = evaluation_rows(probe.step, layout)
-    planned = probe.planned.with_layout(layout, result.fit.memory(layout))
+    planned = probe.context.planned.with_layout(layout, result.fit.memory(layout))
     return replace(planned, plan=replace(planned.plan, budget_bytes=result.budget_bytes))
 
 
-def _note_padding(probe: Probe, layout: Layout, folder: RunFolder) -> dict[str, int]:
+def _note_prediction(recorder: RunRecorder, memory: StepBytes) -> None:
+    """Note the peaks that are expected since the probe has measured."""
+    report = recorder.report
+    recorder.note(
+        peak_bytes=replace(report.peak_bytes, predicted=memory.predicted_peak),
+        memory=replace(report.memory, predicted=memory.totals()),
+    )
+
+
+def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:
     """Write the padding of a layout that a probe chose to data.json, and return it."""
+    folder = probe.context.folder
     order = probe.trainer.order
     packed = layout
     if not layout.is_packed:
@@ -322,7 +328,7 @@ def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
     changed = ""
     if facts.changed:
         was = probe.layout
-        checkpointing = replace(probe.planned.plan, layout=layout).checkpointing
+        checkpointing = replace(probe.context.plan, layout=layout).checkpointing
         changed = (
             f" (was {was.batch_size} x {was.world_size} x {was.grad_accum}) "
             f"checkpointing={checkpointing}:"

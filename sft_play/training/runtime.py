@@ -12,10 +12,9 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 
-from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.precision import precision
-from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 
@@ -27,11 +26,12 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def start(config: Config, plan: RunPlan, folder: RunFolder) -> Process:
+def start(planned: PlannedRun, folder: RunFolder) -> Process:
     """Return this process's place in the run, with logging set up.
 
     Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or a GPU is missing.
     """
+    plan = planned.plan
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _log_to(folder, rank())
@@ -46,8 +46,8 @@ def start(config: Config, plan: RunPlan, folder: RunFolder) -> Process:
         local_rank,
         world_size,
         _device(plan.ranks.device, local_rank),
-        compute_dtype=DTYPES[precision(config)],
-        timeout=timedelta(seconds=config.train.ddp_timeout),
+        compute_dtype=DTYPES[precision(planned.config)],
+        timeout=timedelta(seconds=planned.config.train.ddp_timeout),
     )
 
 

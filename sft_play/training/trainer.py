@@ -27,7 +27,7 @@ from sft_play.models.losses import summed_nll
 from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.check import check_finite
+from sft_play.training.checks import check_finite
 from sft_play.training.memory import MemoryMeter
 
 # What goes beside a micro-batch's inputs, up to the step
@@ -174,7 +174,7 @@ class SftTrainer(Trainer):
                 )
         return arguments
 
-    def scores(self, evaluator: Evaluator) -> Scores:
+    def score(self, evaluator: Evaluator) -> Scores:
         """Return the scores of the model as it is now; the model is as before afterwards."""
         with self.memory.phase("evaluation"), self.speed.evaluating(self.model):
             return evaluator.score(self.model)
@@ -183,7 +183,7 @@ class SftTrainer(Trainer):
         """Evaluate on the validation rows, log and return `eval_…` metrics."""
         metrics = {
             name if name.startswith("eval_") else f"eval_{name}": value
-            for name, value in self.scores(self.evaluator).as_metrics().items()
+            for name, value in self.score(self.evaluator).as_metrics().items()
         }
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(

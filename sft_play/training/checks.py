@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict
@@ -28,38 +27,6 @@ def check_finite(model: torch.nn.Module, step: int) -> None:
             raise DivergedError(
                 f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower TRAIN_LEARNING_RATE"
             )
-
-
-def check_resumable(
-    checkpoint: Path, run_stamp: Mapping[str, Any], strategy: str, world_size: int
-) -> None:
-    """Raise CheckpointError unless this run can go on with the checkpoint's optimizer; Trainer would start a new one without a word.
-
-    DeepSpeed keeps a part of it for each process; `run_stamp` is the checkpoint's stamp.
-    """
-    was_deepspeed, is_deepspeed = run_stamp.get("strategy") == "deepspeed", strategy == "deepspeed"
-    if was_deepspeed != is_deepspeed or (
-        is_deepspeed and run_stamp.get("world_size") != world_size
-    ):
-        saved_by = f"strategy={run_stamp.get('strategy')} world={run_stamp.get('world_size')}"
-        then = (
-            f"make train-deepspeed NUM_GPUS={run_stamp.get('world_size')}"
-            if was_deepspeed
-            else "make train or make train-distributed"
-        )
-        raise CheckpointError(
-            f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is strategy={strategy} world={world_size}; go on with {then}"
-        )
-    lacking = [name for name in ("latest",) if is_deepspeed and not (checkpoint / name).is_file()]
-    lacking += [
-        name
-        for name in ("optimizer.pt", "scheduler.pt")
-        if not is_deepspeed and not (checkpoint / name).is_file()
-    ]
-    if lacking:
-        raise CheckpointError(
-            f"{checkpoint}: has no {', '.join(lacking)}, so the run would start its optimizer anew; choose another checkpoint"
-        )
 
 
 def check_saved_adapter(

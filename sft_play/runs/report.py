@@ -1,0 +1,137 @@
+"""run.json: what became of a run, also while it runs. Loads no torch."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """The peak of a run on its fullest rank; None until it was measured."""
+
+    predicted: int
+    measured: int | None = None  # reserved, and what lies outside torch's allocator
+    reserved: int | None = None  # by torch's allocator; on a CPU the resident memory
+
+
+@dataclass(frozen=True)
+class PhasePeaks:
+    """The peak bytes of each of plan.memory.PHASES."""
+
+    predicted: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, int] = field(default_factory=dict)  # {} on a CPU
+
+
+@dataclass(frozen=True)
+class LoggedLoss:
+    """The mean loss since the log before, in nats per labelled token."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class ComponentBytes:
+    """What one component took; `measured` is None where it cannot be told from others."""
+
+    predicted: int
+    measured: int | None
+
+
+@dataclass(frozen=True)
+class OutOfMemoryReport:
+    """Where a run ran out of memory, what held it, and the command that fits."""
+
+    rank: int
+    device: str
+    step: int  # 0 before the first one
+    phase: str | None
+    asked_bytes: int | None  # None where the library does not say
+    free_bytes: int | None
+    components: dict[str, ComponentBytes]
+    next: str
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "OutOfMemoryReport":
+        """Return the report in run.json."""
+        components = {
+            name: _known(ComponentBytes, sizes) for name, sizes in values["components"].items()
+        }
+        return _known(cls, {**values, "components": components})
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What run.json says. A field that is None is not known yet, and not in the file."""
+
+    run: str | None = None
+    status: str = "unknown"  # planned, running, done, stopped or failed
+    exit_class: int | None = None  # of errors.ExitClass; None while the run goes on
+    cause: str | None = None  # of its end, where it is not done
+    world_size: int | None = None
+    strategy: str | None = None
+    device: str | None = None
+    backend: str | None = None
+    mode: str | None = None
+    checkpointing: str | None = None
+    engine: str | None = None  # the class that wraps the model
+    global_step: int | None = None
+    pid: int | None = None  # of the main rank; None until the worker has begun
+    launcher_pid: int | None = None
+    started_at: str | None = None
+    versions: dict[str, str] | None = None
+    seconds: dict[str, float] | None = None  # of each part of the run
+    tokens_per_second: float | None = None  # of all ranks; None for a run of one step
+    peak_bytes: PeakBytes | None = None
+    memory: PhasePeaks | None = None
+    metrics: dict[str, dict[str, float]] | None = None  # by before and after
+    loss: list[LoggedLoss] | None = None
+    data: dict[str, Any] | None = None  # the ledger of each split
+    padding: dict[str, int] | None = None  # tokens of an epoch
+    fast_path: dict[str, dict[str, Any]] | None = None  # fused kernels that are on, and off
+    probe: dict[str, Any] | None = None  # None without train.probe
+    out_of_memory: OutOfMemoryReport | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of run.json."""
+        nullable = {"exit_class", "cause"}
+        if self.pid is not None:
+            nullable.add("tokens_per_second")
+        values = asdict(self).items()
+        return {name: value for name, value in values if value is not None or name in nullable}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunReport":
+        """Return the report in a run.json; keys of other versions are ignored."""
+        typed = dict(values)
+        if "peak_bytes" in values:
+            typed["peak_bytes"] = _known(PeakBytes, values["peak_bytes"])
+        if "memory" in values:
+            typed["memory"] = _known(PhasePeaks, values["memory"])
+        if "loss" in values:
+            typed["loss"] = [_known(LoggedLoss, entry) for entry in values["loss"]]
+        if "out_of_memory" in values:
+            typed["out_of_memory"] = OutOfMemoryReport.from_json(values["out_of_memory"])
+        return _known(cls, typed)
+
+    def is_alive(self) -> bool:
+        """Return whether the main rank still runs (on this host, started no later than it says)."""
+        import psutil
+
+        if self.pid is None or self.started_at is None:
+            return False
+        try:
+            started = psutil.Process(self.pid).create_time()
+        except psutil.NoSuchProcess:
+            return False
+        reported = time.strptime(self.started_at[:19], "%Y-%m-%dT%H:%M:%S")
+        return started <= time.mktime(reported) + 1
+
+
+def _known(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return a dataclass of those values that have a field."""
+    names = [field.name for field in fields(kind)]
+    return kind(**{name: values[name] for name in names if name in values})

@@ -1,0 +1,70 @@
+"""Build the trainer of a run: rows, order, collator, evaluator and callbacks from config and plan."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+
+from sft_play.data.assemble import PreparedData
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
+from sft_play.data.order import StepSampler
+from sft_play.data.store import Split
+from sft_play.evaluation.evaluator import Evaluator
+from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.install import uses_varlen_attention
+from sft_play.plan.packing import needs_boundaries
+from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.context import RunContext
+from sft_play.training.trainer import SftTrainer
+
+
+def build_trainer(
+    context: RunContext,
+    arguments: TrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreparedData,
+    model: torch.nn.Module,
+    run_stamp: dict[str, Any],
+) -> SftTrainer:
+    """Return the trainer of a run. Its rows come in an order that no number of ranks changes."""
+    config = context.config
+    layout = context.plan.layout
+    if config.tuning.backend != "unsloth":  # which has checkpointing of its own
+        checkpoint_layers(model, layout.checkpointed_layers)
+    speed = EvalSpeedCallback()
+    trainer = SftTrainer(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        train_dataset=TrainRows(data.train),
+        eval_dataset=TrainRows(data.validation),  # Trainer demands one; `evaluator` evaluates
+        data_collator=build_collator(context, tokenizer, model),
+        order=StepSampler(data.train.lengths, layout, config.train.order_seed),
+        evaluator=build_evaluator(context, data.validation, tokenizer),
+        speed=speed,
+        throughput=Throughput(context.process, speed),
+        stamp=run_stamp,
+        memory=context.memory,
+        callbacks=[speed],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def build_collator(
+    context: RunContext, tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
+) -> PackCollator | PadCollator:
+    """Return the collator: several documents in a sequence where the run packs, else one."""
+    config = context.config
+    if not context.plan.packing:
+        return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
+    varlen = needs_boundaries(config.model.attn_implementation, uses_varlen_attention(model))
+    return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, varlen)
+
+
+def build_evaluator(
+    context: RunContext, split: Split, tokenizer: PreTrainedTokenizerBase
+) -> Evaluator:
+    """Return an evaluator whose work is shared by all ranks."""
+    is_zero3 = context.plan.zero_stage == 3
+    return Evaluator(split, tokenizer, context.config.train, context.process, synced_gpus=is_zero3)

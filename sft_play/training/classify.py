@@ -1,0 +1,72 @@
+"""The exit class of an error, and the sentence that run.json and the terminal give for it."""
+
+import errno
+import re
+from typing import NamedTuple
+
+import torch
+
+from sft_play.errors import ExitClass, SftPlayError, first_line
+
+# What gloo and NCCL say when a peer is gone or a collective took too long; gloo's errors are plain RuntimeErrors.
+PEER_LOST = re.compile(
+    r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting",
+    re.IGNORECASE,
+)
+# What safetensors and torch.save say of a full disk, where Python would raise an OSError.
+DISK_FULL = re.compile(
+    r"No space left on device|os error 28|Disk quota exceeded|PytorchStreamWriter failed|iostream error|unexpected pos"
+)
+# What torch's CPU allocator says, and CUDA outside torch's allocator.
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+
+
+class Failure(NamedTuple):
+    """Why a run ends."""
+
+    exit_class: ExitClass
+    cause: str
+
+
+def classify(error: BaseException) -> Failure:
+    """Return the exit class of an error and the sentence for run.json and the terminal."""
+    first = first_line(error)
+    if isinstance(error, SftPlayError):
+        return Failure(error.exit_class, str(error))
+    if _is_out_of_memory(error):
+        return Failure(
+            ExitClass.OUT_OF_MEMORY,
+            f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        file = error.filename or "a file of the run"
+        return Failure(
+            ExitClass.DISK_FULL, f"{error.strerror}: {file}; free some space, then resume"
+        )
+    if DISK_FULL.search(str(error)):
+        return Failure(
+            ExitClass.DISK_FULL,
+            f"a file of the run could not be written: {first}; free some space, then resume",
+        )
+    if _is_peer_lost(error):
+        return Failure(
+            ExitClass.PEER_LOST,
+            f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which",
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(
+            ExitClass.STOPPED, "stopped on request before the first step; nothing was trained"
+        )
+    return Failure(ExitClass.UNEXPECTED, f"{type(error).__name__}: {first}")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
+
+
+def _is_peer_lost(error: BaseException) -> bool:
+    if isinstance(error, torch.distributed.DistError | ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and bool(PEER_LOST.search(str(error)))

@@ -1,0 +1,229 @@
+"""Keep run.json true from the first second, also when the run fails."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self
+
+from sft_play.errors import ExitClass, SftPlayError
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs import stamp
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import OutOfMemoryReport, PeakBytes, PhasePeaks, RunReport
+from sft_play.training.classify import classify
+from sft_play.training.failure_broadcast import FailureBroadcast
+
+logger = logging.getLogger(__name__)
+file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
+
+
+class OutOfMemoryExplanation(NamedTuple):
+    """What is known of an error for want of memory beyond its text."""
+
+    cause: str  # in one line
+    report: OutOfMemoryReport
+
+
+class RunRecorder:
+    """A context around a rank's work. The main rank writes run.json, and so does the rank that fails first.
+
+    An error is recorded with its exit class, logged once, and ends here; `exit_class` is what the
+    process should exit with. With a `broadcast`, an error ends the other ranks too, and this
+    process at once. `explain_out_of_memory` says more of an error for want of memory.
+    """
+
+    def __init__(self, folder: RunFolder, planned: PlannedRun, rank: int):
+        self.folder = folder
+        self.rank = rank
+        self.exit_class = ExitClass.UNEXPECTED
+        self.broadcast: FailureBroadcast | None = None
+        self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
+        self.report = _first_report(folder, planned)
+        self._is_following = False  # another rank failed first
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        if not self._has_ended_elsewhere():
+            self.write()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            return False
+        if self._is_following:
+            file_only.warning("raised while this rank followed another one", exc_info=error)
+            # the broadcast's thread ends the process, unless the store was gone before it could answer
+            self.broadcast.thread.join()
+            os._exit(self.exit_class)
+        self.exit_class, cause = classify(error)
+        is_bare = not isinstance(error, SftPlayError)  # ours say already what to type
+        if self.exit_class is ExitClass.OUT_OF_MEMORY and is_bare:
+            cause = self._explain(error, cause)
+        self._log_failure(error, cause)
+        try:
+            self._record_failure(cause)
+        except OSError as unwritable:  # a full disk must not hide the cause
+            self._log_unwritable(unwritable)
+        if self.broadcast is not None:
+            self.broadcast.announce(self.exit_class, cause)
+        return isinstance(error, Exception | KeyboardInterrupt)  # SystemExit goes on
+
+    def update(self, **changes: Any) -> None:
+        """Set fields of the report and write it."""
+        self.note(**changes)
+        if not self._has_ended_elsewhere():
+            self.write()
+
+    def note(self, **changes: Any) -> None:
+        """Set fields of the report, which the next write will write."""
+        self.report = replace(self.report, **changes)
+
+    def note_seconds(self, **seconds: float) -> None:
+        """Set the seconds of parts of the run."""
+        rounded = {name: round(value, 3) for name, value in seconds.items()}
+        self.note(seconds={**self.report.seconds, **rounded})
+
+    def finish(
+        self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
+    ) -> None:
+        """Record how the run ended; with `force` on a rank that is not the main one, too."""
+        self.exit_class = exit_class
+        self.note_seconds(total=time.perf_counter() - self._started)
+        self.note(status=status, exit_class=int(exit_class), cause=cause)
+        self.write(force)
+
+    def write(self, force: bool = False) -> None:
+        """Write run.json on the main rank; with `force` on any."""
+        if self.rank == 0 or force:
+            self.folder.write_report(self.report)
+
+    def abandon(self) -> NoReturn:
+        """Record that this rank waits for another one in vain, and end the process.
+
+        For a thread, while the main one is stuck.
+        """
+        self.exit_class = ExitClass.PEER_LOST
+        self._record_failure(
+            "another rank is gone or hangs: this one was told to stop while it waited; logs/rank-*.log of the run say which"
+        )
+        os._exit(self.exit_class)
+
+    def follow(self, rank: int, exit_class: ExitClass, cause: str) -> None:
+        """Record that another rank's error ends this one. For the broadcast's thread, while the main one is stuck."""
+        self._is_following = True
+        self.exit_class = exit_class
+        logger.error(
+            "rank %d failed first: %s\nexit class %d (%s), rank %d follows it",
+            rank,
+            cause,
+            exit_class,
+            exit_class.name.lower(),
+            self.rank,
+        )
+        if self._has_ended_elsewhere():
+            return
+        try:  # on a machine of its own this rank has a run folder of its own
+            self.finish(_status(exit_class), exit_class, cause, force=True)
+        except OSError as unwritable:
+            self._log_unwritable(unwritable)
+
+    def _explain(self, error: BaseException, cause: str) -> str:
+        """Return the explained cause of an error for want of memory, and note the facts."""
+        if self.explain_out_of_memory is None:
+            return cause
+        try:
+            explanation = self.explain_out_of_memory(error)
+        except RuntimeError as unknown:  # the device does not answer any more
+            logger.warning("what held the memory cannot be said: %s", unknown)
+            return cause
+        self.note(out_of_memory=explanation.report)
+        return explanation.cause
+
+    def _log_failure(self, error: BaseException, cause: str) -> None:
+        """Log the cause; the traceback of an error of a known class goes to the log file alone."""
+        is_known = self.exit_class is not ExitClass.UNEXPECTED
+        name = self.exit_class.name.lower()
+        logger.error(
+            "%s\nexit class %d (%s), rank %d, %s",
+            cause,
+            self.exit_class,
+            name,
+            self.rank,
+            self.folder.path,
+            exc_info=None if is_known else error,
+        )
+        if is_known:
+            file_only.warning("raised here", exc_info=error)
+
+    def _record_failure(self, cause: str) -> None:
+        """Write the cause, unless another rank failed first: then this one failed because of it."""
+        if self._has_ended_elsewhere():
+            if self.rank == 0:
+                logger.error("first to fail: %s", self.folder.read_report().cause)
+            return
+        if self.rank != 0:  # nobody looks at its log file first
+            sys.stderr.write(f"rank {self.rank}: {cause}\n")
+        self.finish(_status(self.exit_class), self.exit_class, cause, force=True)
+
+    def _log_unwritable(self, error: OSError) -> None:
+        logger.error("%s cannot be written: %s", self.folder.path / "run.json", error)
+
+    def _has_ended_elsewhere(self) -> bool:
+        """Return whether run.json says that another rank of this launch ended the run."""
+        if self.report.world_size == 1:
+            return False
+        written = self.folder.read_report()
+        has_ended = written.status in ("failed", "stopped")
+        return has_ended and written.launcher_pid == self.report.launcher_pid
+
+
+class Clock:
+    """Seconds of each part of a run."""
+
+    def __init__(self, recorder: RunRecorder):
+        self.recorder = recorder
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Book the seconds since the last lap under `name`."""
+        now = time.perf_counter()
+        self.recorder.note_seconds(**{name: now - self._last})
+        self._last = now
+
+
+def _status(exit_class: ExitClass) -> str:
+    return "stopped" if exit_class is ExitClass.STOPPED else "failed"
+
+
+def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
+    """Return what is known when a worker begins."""
+    tuning = planned.config.tuning
+    plan = planned.plan
+    return RunReport(
+        run=folder.name,
+        status="running",
+        world_size=plan.ranks.world_size,
+        strategy=plan.ranks.strategy,
+        device=plan.ranks.device,
+        backend=tuning.backend,
+        mode=tuning.mode,
+        checkpointing=plan.checkpointing,
+        global_step=0,
+        pid=os.getpid(),
+        launcher_pid=os.getppid(),
+        started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        versions=stamp.versions(),
+        seconds={},
+        peak_bytes=PeakBytes(predicted=plan.memory.predicted_peak),
+        memory=PhasePeaks(predicted=plan.memory.totals()),
+        metrics={},
+    )
