@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NO_CONFIG
-from run_files import plan_json, run_json
+from run_files import run_json
 from test_gpu_stalls import GPU, Watch, trainer_on_gpu, watch  # noqa: F401 (a fixture)
 from test_out_of_memory import FAULTY, check_both_ended
 
@@ -17,6 +17,7 @@ from sft_play import commands
 from sft_play.config.invocation import Invocation
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
+from sft_play.plan.run_plan import read_plan
 from sft_play.preparation import tokenise
 from sft_play.process import Process
 from sft_play.runs import folder as run_folders
@@ -149,13 +150,12 @@ def test_a_run_measures_all_of_its_phases(plan):
     folder, command = plan(launch.WORKER, {"train.save_strategy": "steps", "train.save_steps": 2})
     code, output = ended(command)
     assert code == 0, output[-3000:]
-    report, planned = run_json(folder), plan_json(folder)
+    report, planned = run_json(folder), read_plan(folder)
     measured, predicted = (report["memory"][name] for name in ("measured", "predicted"))
     assert measured.keys() == predicted.keys() == set(PHASES)
     assert max(measured.values()) <= report["peak_bytes"]["measured"]
-    assert (
-        planned["gpu"] == torch.cuda.get_device_name(0) and len(planned["used_before_bytes"]) == 1
-    )
+    assert planned.gpu == torch.cuda.get_device_name(0)
+    assert len(planned.used_before_bytes) == 1
     print(
         "\n"
         + "\n".join(

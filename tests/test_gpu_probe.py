@@ -152,8 +152,8 @@ def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
     probed = probed_run(variables)
     facts, plan = probed["probe"], probed["plan"]
     same = {
-        "TRAIN_BATCH_SIZE": str(plan["per_device_batch_size"]),
-        "TRAIN_GRADIENT_CHECKPOINTING": str(plan["checkpointed_layers"] > 0).lower(),
+        "TRAIN_BATCH_SIZE": str(plan["layout"]["batch_size"]),
+        "TRAIN_GRADIENT_CHECKPOINTING": str(plan["layout"]["checkpointed_layers"] > 0).lower(),
     }
     plain = train(tmp_path / "plain", base, long_rows, **variables, **same, TRAIN_PROBE="false")
     assert len(probed["loss"]) == 4 and probed["loss"][0] == plain["loss"][0]
