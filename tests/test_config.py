@@ -1,4 +1,4 @@
-"""Layers and their precedence, the configs that ship, the blocks that the guides print, what `make config` shows."""
+"""Layers and their precedence, the configs that ship, printed blocks, what `make config` shows."""
 
 import json
 import re
@@ -348,9 +348,9 @@ def test_lines_are_aligned_and_name_origins() -> None:
     lines = present.as_lines(load("multi_gpu_config", {"DATA_SYSTEM_PROMPT": "x" * 200}))
     assert len(lines) == len(settings())
     assert len({line.index(" = ") for line in lines}) == 1
-    assert next(line for line in lines if line.startswith("train.ddp_bucket_cap_mb ")).split() == [
-        "train.ddp_bucket_cap_mb", "=", "200", "#", f"{displayed(CONFIGS / 'multi_gpu_config.yaml')}:26",
-    ]  # fmt: skip
+    (line,) = [line for line in lines if line.startswith("train.ddp_bucket_cap_mb ")]
+    origin = f"{displayed(CONFIGS / 'multi_gpu_config.yaml')}:26"
+    assert line.split() == ["train.ddp_bucket_cap_mb", "=", "200", "#", origin]
     assert "x" * 200 in "\n".join(lines)
 
 
@@ -361,9 +361,11 @@ def test_the_page_has_the_tables_that_the_schema_makes() -> None:
 
 def test_the_config_room_loads_no_torch() -> None:
     code = (
-        "import sys, sft_play.config.present, sft_play.config.reference, sft_play.config.deepspeed as d, sft_play.config.loader as l;"
+        "import sys, sft_play.config.present, sft_play.config.reference, "
+        "sft_play.config.deepspeed as d, sft_play.config.loader as l;"
         "l.load('tiny', l.environment()); d.read('configs/deepspeed_zero3.json');"
-        "print([name for name in ('torch', 'transformers', 'deepspeed', 'accelerate', 'numpy') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'deepspeed', 'accelerate', 'numpy') if "
+        "name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True, check=True

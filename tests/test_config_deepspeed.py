@@ -71,7 +71,8 @@ def test_every_key_knows_its_place() -> None:
         ("{a: 1}", "a.json:1:2: found 'a' where a key belongs; write keys in double quotes"),
         (
             '{"a": True}',
-            "a.json:1:7: found 'True' where a value belongs; write true, false, null, a number, or a text in double quotes",
+            "a.json:1:7: found 'True' where a value belongs; write true, false, null, a number, "
+            "or a text in double quotes",
         ),
         ('{"a": NaN}', "a.json:1:7: found 'NaN' where a value belongs; write true,"),
         ('{"a": 01}', "a.json:1:7: found '0' where a value belongs"),
@@ -201,27 +202,33 @@ def test_the_old_name_of_bf16_is_read() -> None:
     [
         (
             {"train_batch_size": 64},
-            'train_batch_size=64, but 4 rows x 2 accumulation steps x 4 processes = 32; write "auto" or 32, or TRAIN_GRAD_ACCUM=4',
+            "train_batch_size=64, but 4 rows x 2 accumulation steps x 4 processes = 32; write "
+            '"auto" or 32, or TRAIN_GRAD_ACCUM=4',
         ),
         (
             {"train_batch_size": 33},
-            'train_batch_size=33, but 4 rows x 2 accumulation steps x 4 processes = 32; write "auto" or 32',
+            "train_batch_size=33, but 4 rows x 2 accumulation steps x 4 processes = 32; write "
+            '"auto" or 32',
         ),
         (
             {"train_micro_batch_size_per_gpu": 8},
-            'train_micro_batch_size_per_gpu=8, but train.batch_size=4 in this run; write "auto", or TRAIN_BATCH_SIZE=8',
+            'train_micro_batch_size_per_gpu=8, but train.batch_size=4 in this run; write "auto", '
+            "or TRAIN_BATCH_SIZE=8",
         ),
         (
             {"gradient_accumulation_steps": 1},
-            'gradient_accumulation_steps=1, but train.grad_accum=2 in this run; write "auto", or TRAIN_GRAD_ACCUM=1',
+            'gradient_accumulation_steps=1, but train.grad_accum=2 in this run; write "auto", or '
+            "TRAIN_GRAD_ACCUM=1",
         ),
         (
             {"gradient_clipping": 0.5},
-            'gradient_clipping=0.5, but train.max_grad_norm=1.0 in this run; write "auto", or TRAIN_MAX_GRAD_NORM=0.5',
+            'gradient_clipping=0.5, but train.max_grad_norm=1.0 in this run; write "auto", or '
+            "TRAIN_MAX_GRAD_NORM=0.5",
         ),
         (
             {"bf16": {"enabled": False}},
-            'bf16.enabled=false, but train.bf16=true in this run; write "auto", or TRAIN_BF16=false',
+            'bf16.enabled=false, but train.bf16=true in this run; write "auto", or '
+            "TRAIN_BF16=false",
         ),
         (
             {"fp16": {"enabled": True}},
@@ -272,11 +279,13 @@ BAD_JSON = [
     ('{"data_types": {"grad_accum_type": "fp32"}}', "did you mean grad_accum_dtype?"),
     (
         '{"optimizer": {"type": "AdamW"}}',
-        "optimizer: the optimizer is the config's: delete it and set train.optim, train.learning_rate and train.weight_decay",
+        "optimizer: the optimizer is the config's: delete it and set train.optim, "
+        "train.learning_rate and train.weight_decay",
     ),
     (
         '{"scheduler": {}}',
-        "scheduler: the schedule is the config's: delete it and set train.lr_scheduler_type and train.warmup_steps",
+        "scheduler: the schedule is the config's: delete it and set train.lr_scheduler_type and "
+        "train.warmup_steps",
     ),
     ('{"amp": {}}', "amp: DeepSpeed 0.19 has removed it; delete it"),
     (
@@ -371,7 +380,8 @@ def test_bad_json_values_are_refused_with_their_place(
 def test_a_missing_json_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^DEEPSPEED_CONFIG=.*deepspeed_zero4.json: no such file; did you mean .*deepspeed_zero[23].json\?$",
+        match=r"^DEEPSPEED_CONFIG=.*deepspeed_zero4.json: no such file; did you mean "
+        r".*deepspeed_zero[23].json\?$",
     ):
         deepspeed.read(CONFIGS / "deepspeed_zero4.json")
 

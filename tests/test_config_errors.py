@@ -73,7 +73,8 @@ BAD_FILES = [
     (
         "train:\n  run_name: ../x",
         "a.yaml:2",
-        "train.run_name=../x is not valid; write 1 to 128 letters, digits, dots, dashes or underscores",
+        "train.run_name=../x is not valid; write 1 to 128 letters, digits, dots, dashes or "
+        "underscores",
     ),
     (
         "train:\n  max_steps: 1.5",
@@ -298,7 +299,8 @@ BAD_VARIABLES = [
     (
         "TRAIN_LEARNING_RATE",
         "nan",
-        "environment TRAIN_LEARNING_RATE: train.learning_rate=nan is not valid; write a number above 0",
+        "environment TRAIN_LEARNING_RATE: train.learning_rate=nan is not valid; write a number "
+        "above 0",
     ),
     (
         "TRAIN_EPOCHS",
@@ -308,7 +310,8 @@ BAD_VARIABLES = [
     (
         "TUNING_LORA_TARGET_MODULES",
         "[q",
-        "tuning.lora.target_modules=[q cannot be read; write names with commas between them: q_proj,v_proj",
+        "tuning.lora.target_modules=[q cannot be read; write names with commas between them: "
+        "q_proj,v_proj",
     ),
     (
         "TRAIN_BATCHSIZE",
@@ -397,9 +400,8 @@ def test_includes_that_go_in_a_circle_are_refused_with_the_circle(folder: Path) 
     (folder / "a.yaml").write_text("include: b.yaml\n")
     (folder / "b.yaml").write_text("train: {seed: 1}\ninclude: c.yaml\n")
     (folder / "c.yaml").write_text("\n\ninclude: b.yaml\n")
-    assert (
-        message("a.yaml")
-        == "c.yaml:3: include=b.yaml goes in a circle: b.yaml -> c.yaml -> b.yaml; delete one of them"
+    assert message("a.yaml") == (
+        "c.yaml:3: include=b.yaml goes in a circle: b.yaml -> c.yaml -> b.yaml; delete one of them"
     )
     (folder / "d.yaml").write_text("include: d.yaml\n")
     assert (

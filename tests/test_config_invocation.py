@@ -15,9 +15,20 @@ def test_nothing_set_is_one_machine_left_to_itself() -> None:
 
 def test_every_variable_arrives_typed() -> None:
     environ = {
-        "CONFIG": "configs/a.yaml", "RUN": "first", "NUM_GPUS": "2", "DEEPSPEED_CONFIG": "a.json", "TB_PORT": " 7007 ", "DEVICE": "cpu",
-        "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "GPUS": "4xH200", "EXACT": "1", "OTHER": "x",
-    }  # fmt: skip
+        "CONFIG": "configs/a.yaml",
+        "RUN": "first",
+        "NUM_GPUS": "2",
+        "DEEPSPEED_CONFIG": "a.json",
+        "TB_PORT": " 7007 ",
+        "DEVICE": "cpu",
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "GPUS": "4xH200",
+        "EXACT": "1",
+        "OTHER": "x",
+    }
     assert read(environ) == Invocation(
         "configs/a.yaml", "first", 2, "a.json", 7007, "cpu", 2, 1, "10.0.0.1", 29500, "4xH200", True
     )

@@ -16,8 +16,10 @@ from sft_play.errors import ConfigError
 
 # texts that a YAML reader could take for something else
 ODD_TEXTS = [
-    "no", "on", "Yes", "y", "null", "~", "NULL", "true", "auto", "010", "0x1f", "1_000", "1:30", "1e-4", "-.5", ".inf", "2024-01-01", "4",
-    "=", "<<", "a: b", "a #b", "# a", "- a", "* a", "&a", "!a", "{a", "[a", "'", '"', "%a", "@a", "`a", " a ", "é\u2028", "a\nb\n", "a\tb", "\\n", "?", ":",
+    "no", "on", "Yes", "y", "null", "~", "NULL", "true", "auto", "010", "0x1f", "1_000", "1:30",
+    "1e-4", "-.5", ".inf", "2024-01-01", "4", "=", "<<", "a: b", "a #b", "# a", "- a", "* a", "&a",
+    "!a", "{a", "[a", "'", '"', "%a", "@a", "`a", " a ", "é\u2028", "a\nb\n", "a\tb", "\\n", "?",
+    ":",
 ]  # fmt: skip
 SEEDS = range(60)
 
@@ -164,7 +166,7 @@ def test_a_resolved_json_adds_up_and_resolves_to_itself(seed: int) -> None:
     dice = random.Random(seed)
     stage = dice.randint(0, 3)
     bf16 = dice.random() < 0.5
-    run = deepspeed.PlannedRun(
+    run = deepspeed.DeepSpeedRun(
         micro_batch=dice.randint(1, 64),
         grad_accum=dice.randint(1, 64),
         world_size=dice.randint(1, 64),
@@ -173,10 +175,18 @@ def test_a_resolved_json_adds_up_and_resolves_to_itself(seed: int) -> None:
         max_grad_norm=dice.choice([0.0, 1.0]),
     )
     optional = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": run.grad_accum, "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
-        "zero_optimization": {"stage": stage, "cpu_offload": stage > 0, "reduce_bucket_size": "auto"},
-    }  # fmt: skip
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": run.grad_accum,
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "zero_optimization": {
+            "stage": stage,
+            "cpu_offload": stage > 0,
+            "reduce_bucket_size": "auto",
+        },
+    }
     raw = {key: value for key, value in optional.items() if dice.random() < 0.7}
     resolved = deepspeed.resolve(raw, run)
     assert resolved["train_batch_size"] == run.micro_batch * run.grad_accum * run.world_size

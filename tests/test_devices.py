@@ -1,4 +1,4 @@
-"""sft_play.plan.devices: NVML's answers are planted, because no test host need have a GPU; everything else is real."""
+"""plan.devices, with planted NVML answers, so that no host needs a GPU; the rest is real."""
 
 import subprocess
 import sys
@@ -251,8 +251,10 @@ def test_without_a_limit_the_ram_is_the_hosts(tmp_path):
 
 def test_devices_and_monitor_load_neither_torch_nor_nvml_nor_psutil():
     code = (
-        "import sys, sft_play.plan.devices, sft_play.monitor.gpus, sft_play.monitor.doctor, sft_play.monitor.tensorboard;"
-        "print(sorted({'torch', 'transformers', 'pynvml', 'psutil', 'tensorboard'} & set(sys.modules)))"
+        "import sys, sft_play.plan.devices, sft_play.monitor.gpus, sft_play.monitor.doctor, "
+        "sft_play.monitor.tensorboard;"
+        "print(sorted({'torch', 'transformers', 'pynvml', 'psutil', 'tensorboard'} & "
+        "set(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -31,7 +31,8 @@ OURS = (
 
 
 def clean(**extra: str) -> dict[str, str]:
-    """This environment without what steers a run, and without GPUs: a test means the same on every host."""
+    """Return this environment without GPUs and what steers a run, so that tests are the same on
+    every host."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     return kept | {"CUDA_VISIBLE_DEVICES": ""} | extra
 
@@ -131,9 +132,8 @@ def test_no_value_of_a_variable_is_ever_run(way: str, tmp_path: Path) -> None:
             done = make("config", *(f"{name}={value}" for name, value in values.items()))
         else:
             done = make("config", **values)
-        assert done.returncode == 2, (
-            done.stdout
-        )  # make's word for "a recipe failed": the config is refused, for none of them means anything
+        # 2 is make's code for a failed recipe: the config is refused, as none of them is valid
+        assert done.returncode == 2, done.stdout
         assert "exit class 10 (config)" in done.stderr
     assert os.listdir(tmp_path) == []
 
@@ -175,7 +175,8 @@ def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) ->
         ),
         (
             10,
-            f"{typed}:2: train.batch_size=two is not valid; write a whole number of at least 1, or auto",
+            f"{typed}:2: train.batch_size=two is not valid; write a whole number of at least 1, "
+            f"or auto",
             [],
             {"CONFIG": typed},
         ),
@@ -205,7 +206,8 @@ def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) ->
         (13, "DEVICE=cuda finds no GPU: ", ["--distributed"], {"DEVICE": "cuda", "NUM_GPUS": "8"}),
         (
             13,
-            "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb",
+            "tuning.backend=unsloth: Unsloth needs an NVIDIA GPU and none is usable here; set "
+            "TUNING_BACKEND=bnb",
             ["--backend", "unsloth"],
             {},
         ),
@@ -247,7 +249,10 @@ def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_i
     text, told = BAD_ROWS[name]
     path, output = tmp_path / "rows.jsonl", tmp_path / "outputs"
     path.write_text(text)
-    code = "import sys\nfrom sft_play.cli import main\nsys.argv = ['sft_play', 'train']\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    code = (
+        "import sys\nfrom sft_play.cli import main\nsys.argv = ['sft_play', 'train']\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     environ = clean(DATA_TRAIN_PATH=str(path), TRAIN_OUTPUT_DIR=str(output), RUN="run")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -32,7 +32,10 @@ def test_memory_check_names_who_holds_gpu_memory(plant, tmp_path):
 def test_memory_check_of_a_cpu_host_lists_python_processes(plant, monkeypatch, tmp_path):
     plant(**NO_DRIVER)
     monkeypatch.setattr(memory, "PROCESSES_SHOWN", 10_000)  # others on this host may be larger
-    code = "import sys; block = bytearray(b'x') * (100 << 20); print('ready', flush=True); sys.stdin.read()"
+    code = (
+        "import sys; block = bytearray(b'x') * (100 << 20); "
+        "print('ready', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code, "--token", "hf_secret"],
         stdin=subprocess.PIPE,
@@ -105,9 +108,9 @@ def test_memory_check_says_when_nvml_hides_the_processes_of_a_run(plant, running
     (line,) = [
         line for line in memory_check_lines({}, running("now", "cuda")) if line.startswith("run ")
     ]
-    assert (
-        line
-        == "run now: predicted peak 43.0 GiB; NVML lists none of its processes, as in a container: the GPUs above say what is in use"
+    assert line == (
+        "run now: predicted peak 43.0 GiB; NVML lists none of its processes, as in a container: "
+        "the GPUs above say what is in use"
     )
 
 

@@ -43,7 +43,8 @@ def test_requirements_may_hold_comments_options_markers_and_continuations(projec
     psutil_version = metadata.version("psutil")
     (project / "requirements.txt").write_text(
         "# pins\n\n-r other.txt\n-c constraints.txt\n--extra-index-url https://example.org/#a\n"
-        f"psutil=={psutil_version}  # why\nPyYAML>=6 \\\n  --hash=sha256:00\npywin32==1; sys_platform == 'win32'\n"
+        f"psutil=={psutil_version}  # why\nPyYAML>=6 \\\n  --hash=sha256:00\npywin32==1; "
+        f"sys_platform == 'win32'\n"
         "typer[all]>0 --no-binary typer\ntorch==0.1\n"
     )
     assert packages.package_findings(project / "requirements.txt") == [

@@ -56,7 +56,10 @@ def test_without_a_readable_pid_file_none_is_running(pid_file, text):
 
 
 def test_a_process_that_ignores_sigterm_is_killed(pid_file):
-    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); signal.pause()"
+    code = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('ready', flush=True); signal.pause()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"ready\n"
         _record(pid_file, child.pid, psutil.Process(child.pid).create_time())
