@@ -14,7 +14,7 @@ HEAD = (
 )
 RULE = "| --- | --: | --: | --: | --: | --: | --: | --: | --- |"
 WITHOUT_FLASH = (
-    "flash-attn was installed for no one: where it is, the packed paths of TRL and Unsloth gain."
+    "flash-attn was not installed for any arm: where it is, the packed paths of TRL and Unsloth gain."
 )
 WITH_FLASH = "flash-attn was installed; only an arm that finds it by itself uses it."
 OUR_COLOR = "#1f4e79"
