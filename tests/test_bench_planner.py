@@ -262,11 +262,11 @@ def test_the_best_is_the_fastest_of_those_that_fit() -> None:
 
 
 BEST = combination(4, 8, 100)
-CHOSEN = CardChoice(combination(2, 8, 96), fits=True)
+CHOSEN = CardChoice.of(combination(2, 8, 96), fits=True)
 
 
 def budget(**changed: Any) -> BudgetResult:
-    choices = {"plan": CHOSEN, "probe": CardChoice(combination(2, 4, 98), fits=True)}
+    choices = {"plan": CHOSEN, "probe": CardChoice.of(combination(2, 4, 98), fits=True)}
     largest = [LargestMicroBatch(0, plan=880, probe=950, true=1000)]
     return replace(BudgetResult(24, True, choices, BEST, largest), **changed)
 

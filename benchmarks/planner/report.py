@@ -245,7 +245,7 @@ def choices_table(budgets: Sequence[BudgetResult]) -> str:
 
 def choice_row(budget: BudgetResult, name: str, choice: CardChoice) -> list[str]:
     """Return the cells of one choice."""
-    speed = number(choice.combination.tokens_per_second)
+    speed = number(choice.tokens_per_second)
     if not budget.plan_fits and not choice.fits:
         speed = "refused"
     elif not choice.fits:
@@ -257,7 +257,7 @@ def choice_row(budget: BudgetResult, name: str, choice: CardChoice) -> list[str]
     return [
         card(budget),
         name,
-        describe_step(choice.combination),
+        describe_step(choice),
         speed,
         *best,
         mark_share(share, CHOICE_GOAL),
@@ -268,7 +268,7 @@ def share_of_best(choice: CardChoice, best: Combination | None) -> float | None:
     """Return a choice's speed as a share of the best one's, None where one does not fit."""
     if not choice.fits or best is None:
         return None
-    return choice.combination.tokens_per_second / best.tokens_per_second
+    return choice.tokens_per_second / best.tokens_per_second
 
 
 def largest_table(budgets: Sequence[BudgetResult]) -> str:

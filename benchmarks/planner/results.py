@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from benchmarks.machine import Machine
 from benchmarks.speed.results import fields_of
 from sft_play.plan.layout import Layout
@@ -97,14 +99,8 @@ class RunResult:
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> RunResult:
         """Return what `as_json` wrote."""
-        parts = {
-            "settings": StepSettings(**entry["settings"]) if entry["settings"] else None,
-            "predicted": MemoryAndSpeed(**fields_of(MemoryAndSpeed, entry["predicted"])),
-            "traced": Memory(**fields_of(Memory, entry["traced"])),
-            "probed": ProbedMemory(**fields_of(ProbedMemory, entry["probed"])),
-            "measured": MemoryAndSpeed(**fields_of(MemoryAndSpeed, entry["measured"])),
-        }
-        return cls(**fields_of(cls, entry) | parts)
+        settings = entry["settings"] or None
+        return TypeAdapter(cls).validate_python(entry | {"settings": settings})
 
 
 @dataclass(frozen=True)
@@ -120,20 +116,15 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class CardChoice:
-    """A combination that plan or probe chose, and whether it fits the card."""
+class CardChoice(Combination):
+    """A combination that plan or probe chose for a card."""
 
-    combination: Combination
     fits: bool
 
-    def as_json(self) -> dict[str, Any]:
-        """Return one flat object."""
-        return asdict(self.combination) | {"fits": self.fits}
-
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> CardChoice:
-        """Return what `as_json` wrote."""
-        return cls(Combination(**fields_of(Combination, entry)), entry["fits"])
+    def of(cls, combination: Combination, fits: bool) -> CardChoice:
+        """Return a combination as a choice."""
+        return cls(**vars(combination), fits=fits)
 
 
 @dataclass(frozen=True)
@@ -156,22 +147,6 @@ class BudgetResult:
     best: Combination | None  # the fastest that fits
     largest: list[LargestMicroBatch]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the budget's entry."""
-        choices = {by: choice.as_json() for by, choice in self.choices.items()}
-        return asdict(self) | {"choices": choices}
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> BudgetResult:
-        """Return what `as_json` wrote."""
-        return cls(
-            gib=entry["gib"],
-            plan_fits=entry["plan_fits"],
-            choices={by: CardChoice.from_json(each) for by, each in entry["choices"].items()},
-            best=Combination(**entry["best"]) if entry["best"] else None,
-            largest=[LargestMicroBatch(**each) for each in entry["largest"]],
-        )
-
 
 @dataclass(frozen=True)
 class SweepResult:
@@ -189,17 +164,12 @@ class SweepResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the sweep's entry in the file."""
-        entry = asdict(self) | {"budgets": [budget.as_json() for budget in self.budgets]}
-        return {name: value for name, value in entry.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> SweepResult:
         """Return what `as_json` wrote."""
-        parts = {
-            "combinations": [Combination(**each) for each in entry.get("combinations", [])],
-            "budgets": [BudgetResult.from_json(each) for each in entry.get("budgets", [])],
-        }
-        return cls(**fields_of(cls, entry) | parts)
+        return TypeAdapter(cls).validate_python(entry)
 
 
 @dataclass

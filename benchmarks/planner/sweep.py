@@ -236,7 +236,7 @@ def judge_budget(
     choices = {}
     for name, choice in budget.choices.items():
         chosen = tried[choice]
-        choices[name] = CardChoice(chosen, fits=bool(chosen.tokens_per_second) and fits(chosen))
+        choices[name] = CardChoice.of(chosen, fits=bool(chosen.tokens_per_second) and fits(chosen))
     best = fastest_that_fits(tried.values(), fits)
     largest = []
     for layers in share_layers(sweep.largest_checkpointed, budget.plan.step.model.layers):
