@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from sft_play.models.parameters import adapter_parameters, base_tensors, stored_tensors
 from sft_play.plan.devices import host_memory
 from sft_play.process import Process
 
@@ -157,21 +158,18 @@ class MemoryMeter:
 def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
     """Return the bytes on `device` of weights, adapters, gradients and optimizer now.
 
-    Storages count whole and once, quantised weights with their constants. Adapters are what is
-    trained of a model that is frozen otherwise. `optimizer` may be wrapped, or None.
+    Storages count whole and once, quantised weights with their constants. `optimizer` may be
+    wrapped, or None.
     """
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     optimizers = [] if optimizer is None else list(_unwrapped(optimizer))
     stepped, state = [], []
     if optimizers:
         stepped = [p for group in optimizers[-1].param_groups for p in group["params"]]
         state = list(_tensors_in(list(optimizers[-1].state.values())))
-    gradients = [parameter.grad for parameter in (*parameters, *stepped)]
+    gradients = [parameter.grad for parameter in (*model.parameters(), *stepped)]
     tensors = {
-        "weights": [*_tensors_of(frozen or trained), *model.buffers()],
-        "adapters": list(_tensors_of(trained)) if frozen else [],
+        "weights": [*base_tensors(model), *model.buffers()],
+        "adapters": list(stored_tensors(adapter_parameters(model))),
         "gradients": [*gradients, *_partitioned_gradients(optimizers)],
         "optimizer": [*state, *stepped],
     }
@@ -188,18 +186,6 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
         yield optimizer
-
-
-def _tensors_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
-    """Yield the tensors of parameters, with quantisation constants and ZeRO-3's shards."""
-    for parameter in parameters:
-        yield parameter
-        yield getattr(parameter, "ds_tensor", None)
-        # bitsandbytes' QuantState, whose own constants are quantised in `state2`
-        state = getattr(parameter, "quant_state", None)
-        for constants in (state, getattr(state, "state2", None)):
-            if constants is not None:
-                yield from (constants.absmax, constants.code, constants.offset)
 
 
 def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
