@@ -1,4 +1,7 @@
+"""Weights, quantisation, adapters and fused kernels."""
+
 import logging
 
-# Imported by peft, it warns on every CPU of a kernel for inference that is not used here; this package comes before peft.
+# peft imports bitsandbytes, which then warns on every CPU of an inference kernel that is not used
+# here. This package is imported before peft.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Fakes of GPU kernels for a trace: they allocate and save what the kernels do, and compute nothing.
+"""Fakes of GPU kernels for a trace: they allocate and save what the kernels do, without computing.
 
 Each has the outputs, the tensors saved for backward and the buffers of the kernel that it replaces.
 

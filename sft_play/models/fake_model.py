@@ -1,4 +1,4 @@
-"""A run's model without its weights: built from config.json, its tensors on the meta device or fake.
+"""A run's model without its weights: built from config.json, its tensors without data.
 
 Architecture, 4-bit packing and adapters come from the code that loads the real model.
 """

@@ -1,6 +1,7 @@
-"""The tokenizer of a run. Apart from the weights, so that looking at data loads no model class, no adapters and no quantisation.
+"""The tokenizer of a run.
 
-transformers' AutoTokenizer itself imports torch.
+Apart from the weights, so that looking at data loads no model class, no adapters and no
+quantisation. transformers' AutoTokenizer itself imports torch.
 """
 
 from pathlib import Path
@@ -13,43 +14,42 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a chat template and a pad token. Raises EnvironmentFault when it cannot be had."""
+    """Return the tokenizer with a chat template and a pad token.
+
+    Raises: EnvironmentFault when it cannot be loaded or used.
+    """
+    name = config.model.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            config.model.name,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
+            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-    ) as error:  # ImportError: a package that the tokenizer's file format needs
+    except (OSError, ValueError, ImportError) as error:
+        # ImportError: a package that the tokenizer's file format needs
         raise EnvironmentFault(
-            f"model.name={config.model.name}: no tokenizer could be loaded: {first_line(error)}"
+            f"model.name={name}: no tokenizer could be loaded: {first_line(error)}"
         ) from error
     if not tokenizer.is_fast:
         raise EnvironmentFault(
-            f"model.name={config.model.name}: its tokenizer has no fast version, which finding the answers' tokens needs"
+            f"model.name={name}: its tokenizer has no fast version, "
+            "which finding the answers' tokens needs"
         )
     if tokenizer.eos_token_id is None:
         raise EnvironmentFault(
-            f"model.name={config.model.name}: its tokenizer names no eos_token, so an answer could not end; add one to tokenizer_config.json"
+            f"model.name={name}: its tokenizer names no eos_token, so an answer could not end; "
+            "add one to tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = (
-            tokenizer.eos_token
-        )  # padding is masked out everywhere; the id only has to exist
+        # padding is masked out everywhere: the id only has to exist
+        tokenizer.pad_token = tokenizer.eos_token
     if config.model.chat_template is not None:
-        tokenizer.chat_template = _template(config.model.chat_template)
-    tokenizer.chat_template = template_of(
-        tokenizer
-    )  # saved with the adapter: use renders as training did
+        tokenizer.chat_template = _read_template(config.model.chat_template)
+    # saved with the adapter, so that its use renders as training did
+    tokenizer.chat_template = template_of(tokenizer)
     return tokenizer
 
 
-def _template(setting: str) -> str:
-    """Return the template that model.chat_template names. Raises ConfigError when it is no file that can be read."""
+def _read_template(setting: str) -> str:
+    """Return the template of model.chat_template. Raises: ConfigError for an unreadable file."""
     if setting == "default":
         return DEFAULT_TEMPLATE
     try:

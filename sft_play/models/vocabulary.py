@@ -1,18 +1,21 @@
-"""Does a model know every token of the rows? Asked of its weight files, before any weight is loaded. Reads rows, never a whole matrix.
+"""Checks that a model knows every token of the rows, from its weight files, before loading them.
 
-Adapters leave the embedding and the output head as they are. A token whose row there was never trained stays what it was:
-noise to read, and impossible to write apart from its like. Base models that share the tokenizer of their instruct sibling
-have such rows (Llama 3's <|eot_id|> and <|start_header_id|>), and so has every token that was just added.
+Adapters do not train the embedding or the output head. A token whose row there was never trained
+stays noise to the model, and cannot be told apart from other such tokens when it is to be written.
+Base models that share the tokenizer of their instruct sibling have such rows (Llama 3's <|eot_id|>
+and <|start_header_id|>), and so has every token that was just added.
 
 A row counts as untrained when it lies within UNTRAINED x the median length of ordinary rows of
 - zero: weight decay shrinks the embedding of a token that no text holds, step by step, to nothing;
-- the mean of all rows: where resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x covariance));
-- the row of another added token before it: rows without a gradient of their own move together. Not of one behind it, since
-  a copy follows its original.
-The signs are those of Land and Bartolo, "Fishing for Magikarp" (arXiv 2405.05417). Rows that were drawn at random like those
-of the others (resize_token_embeddings with mean_resizing=False) cannot be told from trained ones.
+- the mean of all rows: there resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x
+  covariance));
+- the row of an added token before it: rows without a gradient of their own move together. Not of a
+  token after it, since a copy follows its original.
+The signs are those of Land and Bartolo, "Fishing for Magikarp" (arXiv 2405.05417). Rows that were
+drawn at random like those of the others (resize_token_embeddings with mean_resizing=False) cannot
+be told from trained ones.
 
-Legend: V rows, D features.
+Rows are read one by one, never a whole matrix at once. Legend: V rows, D features.
 """
 
 import json
@@ -20,11 +23,13 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -34,21 +39,20 @@ from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)
 
-EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "embed_in",
-    "word_embeddings",
-)  # Llama and most others; GPT-2; GPT-NeoX; BLOOM, Falcon
-HEADS = ("lm_head", "embed_out")  # most; GPT-NeoX
+# Modules' names in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+HEADS = ("lm_head", "embed_out")  # most others; GPT-NeoX
 FLOATS = ("F32", "F16", "BF16")
-# Rows that resize_token_embeddings drew lie 3e-5 spreads from the mean, 1e-3 when bfloat16 has rounded them. Ten steps of
-# training at a learning rate of 1e-5 move a row further than this: 1e-4 a feature, where features are about 1e-2.
+# Rows that resize_token_embeddings drew lie 3e-5 spreads from the mean, 1e-3 when bfloat16 has
+# rounded them. Ten steps of training at a learning rate of 1e-5 move a row further than this: 1e-4
+# a feature, where features are about 1e-2.
 UNTRAINED = 1e-3
-NEAR_MEAN = (
-    0.25  # of the median length: only then is a whole matrix read, chunk by chunk, for its mean
-)
-RUNS, RUN_ROWS = 16, 16  # a sample of rows, neighbours together: a far row costs a seek
+# Of the median length. Only for a row nearer to the mean than this is a whole matrix read, chunk by
+# chunk, for its exact mean.
+NEAR_MEAN = 0.25
+# A sample of rows is RUNS x RUN_ROWS neighbours: a far row costs a seek
+RUNS = 16
+RUN_ROWS = 16
 CHUNK_ROWS = 4096
 
 
@@ -61,70 +65,76 @@ class Matrix:
     rows: int
     dtype: str
 
-    def read(self, ids: np.ndarray) -> torch.Tensor:
+    def read(self, ids: np.ndarray) -> Tensor:
         """Return the rows of `ids` (n,), float32 (n, D)."""
         with safe_open(self.path, framework="pt") as file:
             matrix = file.get_slice(self.name)
             return torch.stack([matrix[row].float() for row in ids.tolist()])
 
-    def mean(self) -> torch.Tensor:
-        """Return the mean of all rows, float32 (D,); at no time are more than CHUNK_ROWS of them in memory."""
+    def mean(self) -> Tensor:
+        """Return the mean of all rows, float32 (D,); at most CHUNK_ROWS of them are in memory."""
         with safe_open(self.path, framework="pt") as file:
             matrix = file.get_slice(self.name)
-            return (
-                sum(
-                    matrix[start : start + CHUNK_ROWS].float().sum(0)
-                    for start in range(0, self.rows, CHUNK_ROWS)
-                )
-                / self.rows
-            )
+            starts = range(0, self.rows, CHUNK_ROWS)
+            total = sum(matrix[start : start + CHUNK_ROWS].float().sum(0) for start in starts)
+            return total / self.rows
+
+
+class VocabularyMatrices(NamedTuple):
+    """The matrices with a row for each token, as they lie on disk; None for what is not there."""
+
+    embedding: Matrix | None
+    head: Matrix | None  # a head that is tied to the embedding has no matrix of its own
 
 
 def check_vocabulary(
     config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse
 ) -> None:
-    """Raise EnvironmentFault when the model has no row for a token of the rows or for padding, or one that adapters need and nobody trained.
+    """Check that every token of the rows, and padding, has a row that is or will be trained.
 
-    Weights that are not on disk yet, and those of other formats than safetensors, leave the second question open: that is logged.
+    Of weights that are not on disk yet, or not in safetensors files, only the number of rows is
+    checked; that is logged.
+
+    Raises: EnvironmentFault for a token without a row, or with one that adapters leave untrained.
     """
     try:
         embedding, head = find_matrices(config)
-        _refuse_ids_without_rows(
-            config, tokenizer, used, embedding.rows if embedding else _vocab_size(config)
-        )
-        # what a row only reads needs an embedding; what it learns to write needs a row of the head, where that is a matrix of its own
-        for matrix, ids, use in ((embedding, used.ids, "read"), (head, used.trained_ids, "write")):
-            if (
-                matrix
-                and not config.tuning.allow_untrained_tokens
-                and not _is_trained(config, matrix.name)
-            ):
-                _refuse_untrained(config, tokenizer, used, matrix, ids, use)
-    except (
-        OSError,
-        SafetensorError,
-        ValueError,
-        KeyError,
-    ) as error:  # KeyError: an index of shards without its map
+        rows = embedding.rows if embedding else _vocab_size(config)
+        _refuse_ids_without_rows(config, tokenizer, used, rows)
+        if config.tuning.allow_untrained_tokens:
+            return
+        # Reading a token needs its row of the embedding. Learning to write it needs its row of the
+        # head, where that is a matrix of its own.
+        if embedding and not _is_trained(config, embedding.name):
+            _refuse_untrained(config, tokenizer, used, embedding, "read")
+        if head and not _is_trained(config, head.name):
+            _refuse_untrained(config, tokenizer, used, head, "write")
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        # KeyError: an index of shards without its map
         raise EnvironmentFault(
-            f"model.name={config.model.name}: its files cannot be read: {first_line(error)}; get the model again"
+            f"model.name={config.model.name}: its files cannot be read: {first_line(error)}; "
+            "get the model again"
         ) from error
 
 
-def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
-    """Return (embedding, head) as they lie on disk; None for what is not there. A tied head has no matrix of its own."""
+def find_matrices(config: Config) -> VocabularyMatrices:
+    """Return the embedding and the output head of a model's safetensors files."""
     files = _tensor_files(config)
-    embedding, head = (_matrix(files, _ending_in(files, names)) for names in (EMBEDDINGS, HEADS))
+    embedding = _find_matrix(files, EMBEDDINGS)
     if embedding is None:
         logger.info(
-            "vocabulary: no embedding of %s in safetensors files here yet: whether its rows are trained was not looked at",
+            "vocabulary: no embedding of %s in safetensors files here yet: "
+            "whether its rows are trained was not looked at",
             config.model.name,
         )
-    return embedding, head
+    return VocabularyMatrices(embedding, _find_matrix(files, HEADS))
 
 
 def _tensor_files(config: Config) -> dict[str, Path]:
-    """The file of each tensor, found as transformers finds them: one file before an index of several. Those that are here."""
+    """Return the file of each tensor that is on disk.
+
+    They are found as transformers finds them: one file before an index of several.
+    """
     single = _on_disk(config, SAFE_WEIGHTS_NAME)
     if single:
         with safe_open(single, framework="pt") as file:
@@ -133,12 +143,12 @@ def _tensor_files(config: Config) -> dict[str, Path]:
     if index is None:
         return {}
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    here = {name: path for name in set(names.values()) if (path := _on_disk(config, name))}
-    return {tensor: here[name] for tensor, name in names.items() if name in here}
+    shards = {name: _on_disk(config, name) for name in set(names.values())}
+    return {tensor: shards[name] for tensor, name in names.items() if shards[name]}
 
 
 def _on_disk(config: Config, name: str) -> Path | None:
-    """A file of the model in its folder or in the hub's cache."""
+    """Return a file of the model in its folder or in the hub's cache."""
     folder = Path(config.model.name)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -146,17 +156,8 @@ def _on_disk(config: Config, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _ending_in(names: Iterable[str], modules: tuple[str, ...]) -> str | None:
-    """The weight of a module of these names, wherever the model keeps it. The shortest: layers that predict further tokens repeat it (DeepSeek V3)."""
-    found = (
-        name
-        for name in names
-        if f".{name}".endswith(tuple(f".{module}.weight" for module in modules))
-    )
-    return min(found, key=len, default=None)
-
-
-def _matrix(files: dict[str, Path], name: str | None) -> Matrix | None:
+def _find_matrix(files: dict[str, Path], modules: tuple[str, ...]) -> Matrix | None:
+    name = _weight_name(files, modules)
     if name is None:
         return None
     with safe_open(files[name], framework="pt") as file:
@@ -164,40 +165,52 @@ def _matrix(files: dict[str, Path], name: str | None) -> Matrix | None:
         return Matrix(files[name], name, tensor.get_shape()[0], tensor.get_dtype())
 
 
+def _weight_name(names: Iterable[str], modules: tuple[str, ...]) -> str | None:
+    """Return the weight of a module of one of these names, wherever the model has it.
+
+    The shortest one: layers that predict further tokens repeat it (DeepSeek V3).
+    """
+    endings = tuple(f".{module}.weight" for module in modules)
+    found = (name for name in names if f".{name}".endswith(endings))
+    return min(found, key=len, default=None)
+
+
 def _vocab_size(config: Config) -> int:
     model = config.model
-    return (
-        AutoConfig.from_pretrained(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-        .get_text_config()
-        .vocab_size
+    architecture = AutoConfig.from_pretrained(
+        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
+    return architecture.get_text_config().vocab_size
 
 
 def _is_trained(config: Config, name: str) -> bool:
-    """Whether the run trains a matrix itself: in mode full, or as a target of adapters (by PEFT's rule)."""
+    """Return whether the run trains a matrix: in mode full, or as a target of adapters."""
+    if config.tuning.mode == "full":
+        return True
     targets = config.tuning.lora.target_modules
     module = f".{name.removesuffix('.weight')}"
-    return config.tuning.mode == "full" or (
-        isinstance(targets, list) and any(module.endswith(f".{target}") for target in targets)
-    )
+    # PEFT's rule; all-linear leaves out embedding and head
+    return isinstance(targets, list) and any(module.endswith(f".{target}") for target in targets)
 
 
 def _refuse_ids_without_rows(
     config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse, rows: int
 ) -> None:
-    """A GPU dies of such an id without naming it. Padding is looked up, too."""
+    """Raise EnvironmentFault for an id beyond the matrix, which a GPU would die of without a name.
+
+    Padding is looked up, too.
+    """
     embeds = f"model.name={config.model.name} embeds {rows} tokens"
     if used.largest_id >= rows:
-        advice = "get tokenizer and weights from one place, or resize the embeddings of the base and save both"
         raise EnvironmentFault(
-            f"{embeds}, and the rows hold {_named(used.largest_id, tokenizer, used)}; {advice}"
+            f"{embeds}, and the rows hold {_describe(used.largest_id, tokenizer, used)}; "
+            "get tokenizer and weights from one place, or resize the embeddings of the base "
+            "and save both"
         )
     if tokenizer.pad_token_id >= rows:
-        advice = "in its tokenizer_config.json name a token as pad_token that it has"
         raise EnvironmentFault(
-            f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); {advice}"
+            f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); "
+            "in its tokenizer_config.json name a token as pad_token that it has"
         )
 
 
@@ -206,40 +219,42 @@ def _refuse_untrained(
     tokenizer: PreTrainedTokenizerBase,
     used: VocabularyUse,
     matrix: Matrix,
-    ids: np.ndarray,
-    use: str,
+    use: Literal["read", "write"],
 ) -> None:
+    """Raise EnvironmentFault for tokens that a run reads or writes and whose rows are untrained."""
+    ids = used.ids if use == "read" else used.trained_ids
     untrained = untrained_tokens(matrix, ids, tokenizer)
-    if untrained:
-        named = "; ".join(
-            f"{_named(token, tokenizer, used)}, whose row of {matrix.name} is {what}"
-            for token, what in untrained.items()
-        )
-        kept = f"tuning.mode={config.tuning.mode} leaves these rows as they are, so the model could not {use} them"
-        advice = (
-            "set MODEL_NAME to the instruct model of this base, TUNING_MODE=full, or MODEL_CHAT_TEMPLATE=default, which needs no new token "
-            "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains all the same)"
-        )
-        raise EnvironmentFault(
-            f"model.name={config.model.name} never learned tokens that the rows hold: {named}. {kept}; {advice}"
-        )
+    if not untrained:
+        return
+    described = "; ".join(
+        f"{_describe(token, tokenizer, used)}, whose row of {matrix.name} is {what}"
+        for token, what in untrained.items()
+    )
+    raise EnvironmentFault(
+        f"model.name={config.model.name} never learned tokens that the rows hold: {described}. "
+        f"tuning.mode={config.tuning.mode} leaves these rows as they are, so the model could not "
+        f"{use} them; set MODEL_NAME to the instruct model of this base, TUNING_MODE=full, or "
+        "MODEL_CHAT_TEMPLATE=default, which needs no new token "
+        "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains all the same)"
+    )
 
 
-def _named(token: int, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse) -> str:
+def _describe(token: int, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse) -> str:
     origin = used.origin(token)
-    return f"{tokenizer.convert_ids_to_tokens(token)} (id {token}{f', first in {origin}' if origin else ''})"
+    first = f", first in {origin}" if origin else ""
+    return f"{tokenizer.convert_ids_to_tokens(token)} (id {token}{first})"
 
 
 def untrained_tokens(
     matrix: Matrix, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, str]:
-    """Return those of `ids` that are added tokens with an untrained row, each with what its row is. The rule: see the module.
+    """Return those of `ids` that are added tokens with an untrained row, and what the row equals.
 
-    The padding token is no one's original: it is often made as a copy.
+    The rule is in the module's docstring. Nothing counts as a copy of the padding token: that is
+    often made as a copy itself.
     """
-    added = np.array(
-        [token for token in tokenizer.added_tokens_decoder if token < matrix.rows], dtype=np.int64
-    )
+    added_ids = [token for token in tokenizer.added_tokens_decoder if token < matrix.rows]
+    added = np.array(added_ids, dtype=np.int64)
     asked = np.intersect1d(ids, added)
     ordinary = np.setdiff1d(np.arange(matrix.rows), added)
     if matrix.dtype not in FLOATS or not len(asked) or not len(ordinary):
@@ -249,27 +264,32 @@ def untrained_tokens(
     needed = np.sort(added[added <= asked[-1]])
     rows = dict(zip(needed.tolist(), matrix.read(needed), strict=True))
     points = {"zero": torch.zeros_like(sample[0])}
-    if any((rows[token] - sample.mean(0)).norm() < NEAR_MEAN * length for token in asked.tolist()):
+    near_mean = NEAR_MEAN * length
+    if any((rows[token] - sample.mean(0)).norm() < near_mean for token in asked.tolist()):
         points["the mean of all"] = matrix.mean()
     untrained = {}
     for token, row in rows.items():
-        if token in asked:
-            what = next(
-                (
-                    name
-                    for name, point in points.items()
-                    if (row - point).norm() <= UNTRAINED * length
-                ),
-                None,
-            )
-            untrained |= {token: what} if what else {}
+        what = _nearest(row, points, UNTRAINED * length)
+        if what and token in asked:
+            untrained[token] = what
         if token != tokenizer.pad_token_id:
             points[f"that of {tokenizer.convert_ids_to_tokens(token)}"] = row
     return untrained
 
 
+def _nearest(row: Tensor, points: dict[str, Tensor], distance: Tensor) -> str | None:
+    """Return the name of the first point within `distance` of a row."""
+    for name, point in points.items():
+        if (row - point).norm() <= distance:
+            return name
+    return None
+
+
 def _spread(ids: np.ndarray) -> np.ndarray:
-    """Short runs of ids from everywhere in a vocabulary, whose ids often stand in the order of frequency."""
+    """Return short runs of ids from everywhere in a vocabulary.
+
+    Its ids are often in the order of their frequency.
+    """
     run = np.arange(min(RUN_ROWS, len(ids)))
     starts = np.linspace(0, len(ids) - len(run), RUNS, dtype=np.int64)
     return ids[np.unique(starts[:, None] + run)]

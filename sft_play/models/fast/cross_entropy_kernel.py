@@ -15,7 +15,7 @@ WARPS = 16
 
 @triton.jit
 def _capped(scores, softcap, HAS_CAP: tl.constexpr):
-    """cap * tanh(scores / cap); tanh by exp, exact to 1e-7 of the cap and without overflow to NaN."""
+    """cap * tanh(scores / cap); tanh by exp, exact to 1e-7 of the cap, no overflow to NaN."""
     if HAS_CAP:
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
     return scores

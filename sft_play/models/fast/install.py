@@ -43,7 +43,7 @@ MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """The parts of a model that are fused, with their numbers of modules; and why others are not."""
+    """The fused parts of a model, with their numbers of modules, and why others are not."""
 
     on: dict[str, int]
     off: dict[str, str]
@@ -260,7 +260,7 @@ def _install_norms(setup: TrainingSetup) -> int:
 
 
 def _install_residual_adds(setup: TrainingSetup, kind: norms.NormKind) -> set[nn.Module]:
-    """Fuse the residual adds of layers like Llama's with the norms behind them; return the norms."""
+    """Fuse the residual adds of layers like Llama's with the norms after them; return those."""
     config = setup.base.config
     fused: set[nn.Module] = set()
     if config.model_type not in LLAMA_LIKE or getattr(config, "resid_pdrop", 0.0):

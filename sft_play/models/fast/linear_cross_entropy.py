@@ -6,8 +6,8 @@ and with a cap, z = cap * tanh(s / cap), also d z / d s = 1 - (z / cap)^2.
 
 An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat16, which the plain
 loss copies to float32 and differentiates there: 10 GiB for a number. Here the head runs over a
-chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens without
-a label, prompts and padding, are left out altogether. The reference is `nll_and_gradient_` without
+chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens
+without a label, prompts and padding, are left out altogether. The reference is `nll_and_gradient_` without
 a GPU; the kernel is in `cross_entropy_kernel`.
 
 Legend: B rows, T tokens, H hidden features, V vocabulary, N labelled tokens.
@@ -160,7 +160,7 @@ class FusedHead:
             hidden = hidden.to(dtype)
             weight = weight.to(dtype)
         self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.softcap)
-        # In place of logits: a model may cap it, nobody reads it, and DDP finds the graph through it
+        # In place of logits: a model may cap it and nobody reads it; DDP finds the graph by it
         return self._nll.reshape(1, 1, 1)
 
     @contextlib.contextmanager

@@ -223,7 +223,7 @@ class LoraLinearsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of x, nothing for the frozen parts, and those of A_1, B_1, A_2, ..."""
+        """Return the gradients of x and of A_1, B_1, A_2, ..."""
         x, xa, a, *b = ctx.saved_tensors
         adapters = Adapters(a, tuple(b))
         dy = [flatten_tokens(grad) for grad in grads]
@@ -272,7 +272,7 @@ def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight (out, in) in `dtype`; memory of 4-bit ones is free again after the product."""
+    """Return a weight (out, in) in `dtype`; 4-bit ones take memory until it is released."""
     if isinstance(weight, Params4bit):
         return dequantize_4bit(weight.view(-1, 1), weight.quant_state).to(dtype)
     return weight.to(dtype)

@@ -44,7 +44,7 @@ def add_norm(
 
 
 class AddNormFunction(torch.autograd.Function):
-    """(norm(s), s) of s = residual + x. Saves s, which others save too, and 1 / rms of each token."""
+    """(norm(s), s) of s = residual + x. Saves s, which others keep too, and 1 / rms of each token."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class AddNormFunction(torch.autograd.Function):
 
 
 class Reference:
-    """The formulas in torch, without a GPU and for tests. Rounds where transformers' norms round."""
+    """The formulas in torch, for CPUs and tests. Rounds where transformers' norms round."""
 
     @staticmethod
     def forward(
