@@ -1,14 +1,41 @@
-"""plan/known_models.json: the sizes of well-known models against the published parameters."""
+"""sft_play.plan.model_shape: sizes from a config.json, beside real models and published counts."""
 
 import json
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from plan_examples import EIGHT_B
 
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.model_shape import KNOWN, known_config, known_models, load_shape
+from sft_play.plan.model_shape import (
+    KNOWN,
+    ModelShape,
+    known_config,
+    known_models,
+    load_shape,
+    shape_of,
+)
 
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+SHAPES = [
+    {},
+    {"num_key_value_heads": 2},
+    {"head_dim": 16},
+    {"tie_word_embeddings": True},
+    {"num_key_value_heads": 1, "head_dim": 12},
+]
+# The least that a config.json has to say
+LEAST = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 # Billions of weights of the language model, by model card, report or the hub's count of stored
-# weights (tied embeddings once).
+# weights (tied embeddings once)
 PUBLISHED = {
     "meta-llama/Llama-2-7b-hf": 6.738,
     "meta-llama/Llama-2-13b-hf": 13.016,
@@ -62,6 +89,130 @@ PUBLISHED = {
 }
 
 
+@cache
+def tiny_llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**TINY, **changes))
+
+
+def test_llama_3_8b_has_8_03_billion_parameters() -> None:
+    assert load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {}) == EIGHT_B
+    assert EIGHT_B.parameters == 8_030_261_248
+    assert EIGHT_B.lora_parameters(16, "all-linear") == 41_943_040
+    assert EIGHT_B.lora_parameters(8, ["q_proj", "v_proj"]) == 3_407_872
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_a_shape_counts_the_parameters_of_the_real_model(changes: dict[str, Any]) -> None:
+    model = tiny_llama(**changes)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert shape_of(model.config.to_dict(), "tiny").parameters == counted
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "all-linear",
+        ["q_proj", "v_proj"],
+        ["self_attn.k_proj", "down_proj"],
+        ["o_proj", "gate_proj", "up_proj"],
+    ],
+)
+@pytest.mark.parametrize("changes", SHAPES[:2], ids=str)
+def test_lora_parameters_are_those_that_peft_trains(
+    changes: dict[str, Any], targets: str | list[str]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    config = tiny_llama(**changes).config
+    lora = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = get_peft_model(LlamaForCausalLM(config), lora)
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    assert shape_of(config.to_dict(), "tiny").lora_parameters(4, targets) == trained
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:
+    assert shape_of(LEAST, "m") == ModelShape(10, 8, 32, 1, 2, 2, 4, is_tied=False)
+    gemma = {**LEAST, "model_type": "gemma2"}
+    assert shape_of(gemma, "m").is_tied
+    assert not shape_of({**gemma, "tie_word_embeddings": False}, "m").is_tied
+    nested = shape_of({"text_config": LEAST, "tie_word_embeddings": True}, "m")
+    assert nested == ModelShape(10, 8, 32, 1, 2, 2, 4, is_tied=True)
+
+
+def test_a_config_that_relies_on_its_class_is_completed_by_it() -> None:
+    # as the hub has it: the vocabulary is the class's
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+    }
+    on_the_hub = {"model_type": "gemma3", "text_config": text}
+    assert shape_of(on_the_hub, "m") == load_shape("google/gemma-3-27b-it", None, {})
+    gpt2 = shape_of({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}, "m")
+    assert (gpt2.hidden, gpt2.layers, gpt2.heads) == (64, 2, 4)
+    assert (gpt2.vocab, gpt2.intermediate, gpt2.is_tied) == (50257, 256, True)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "no-such-type"}, {"hidden_size": 8, "vocab_size": None}]
+)
+def test_a_config_that_describes_no_decoder_is_refused(config: dict[str, Any]) -> None:
+    message = r"model.name=m: its config.json names no vocab_size, .*Set MODEL_NAME"
+    with pytest.raises(EnvironmentFault, match=message):
+        shape_of(config, "m")
+
+
+def test_a_model_is_found_in_a_folder_and_in_the_hubs_cache(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--org--m"
+    for commit, layers in (("abc", 1), ("def", 2)):
+        snapshot = cached / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        config = {**LEAST, "num_hidden_layers": layers}
+        (snapshot / "config.json").write_text(json.dumps(config))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc\n")
+    for environ in ({"HF_HOME": str(tmp_path)}, {"HF_HUB_CACHE": str(tmp_path / "hub")}):
+        found = [load_shape("org/m", name, environ).layers for name in (None, "main", "def")]
+        assert found == [1, 1, 2]
+    assert load_shape(str(cached / "snapshots" / "def"), None, {}).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "the folder has no config.json"),
+        ("{", "not valid JSON"),
+        ("[]", "holds list rather than an object"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(EnvironmentFault, match=message):
+        load_shape(str(tmp_path), None, {})
+
+
+def test_a_model_that_can_be_had_nowhere_says_what_to_do() -> None:
+    message = (
+        r"model.name=a/b/c: no folder of that name here, and the hub gave none "
+        r"\(Repo id must .*set MODEL_NAME to the folder"
+    )
+    with pytest.raises(EnvironmentFault, match=message):
+        load_shape("a/b/c", None, {})  # no name that the hub could have, so that nothing is asked
+
+
+# Well-known models
+
+
 def test_every_shape_has_a_published_count_to_be_held_to() -> None:
     assert set(json.loads(KNOWN.read_text())) == set(PUBLISHED)
 
@@ -72,28 +223,28 @@ def test_a_known_shape_has_the_parameters_that_its_maker_publishes(name: str) ->
 
 
 def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
-    assert len(known_models()) > 2 * len(PUBLISHED)
-    # no name stands for two shapes
-    assert len({name.lower() for name in known_models()}) == len(known_models())
-    eight = load_shape("meta-llama/Llama-3.1-8B", None, {})
+    names = known_models()
+    assert len(names) > 2 * len(PUBLISHED)
+    assert len({name.lower() for name in names}) == len(names)  # no name stands for two shapes
     for name in (
+        "meta-llama/Llama-3.1-8B",
         "meta-llama/Llama-3.1-8B-Instruct",
         "META-LLAMA/llama-3.1-8b",
         "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
     ):
-        assert load_shape(name, None, {}) == eight
+        assert load_shape(name, None, {}) == EIGHT_B
     assert known_config("meta-llama/Llama-3.1-9B") is None
-    # a key of the file, not of a config
-    assert "also" not in known_config("meta-llama/Llama-3.1-8B")
+    config = known_config("meta-llama/Llama-3.1-8B")
+    assert "also" not in config  # a key of the file, not of a config
 
 
 def test_the_nearest_known_names_are_told_where_the_hub_gives_nothing() -> None:
-    with pytest.raises(
-        EnvironmentFault,
-        match=r"set MODEL_NAME to the folder; known without the hub: "
-        r"meta-llama/Llama-3.2-1B-Instruct, ",
-    ):
-        # no name that the hub could have, so that nothing is asked
+    # no names that the hub could have, so that nothing is asked
+    message = (
+        r"set MODEL_NAME to the folder; known without the hub: "
+        r"meta-llama/Llama-3.2-1B-Instruct, "
+    )
+    with pytest.raises(EnvironmentFault, match=message):
         load_shape("a/b/llama-3.2-1b-instruct", None, {})
     with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to the folder$"):
         load_shape("a/b/zzz", None, {})

@@ -1,0 +1,144 @@
+"""Models, machines, steps and plans that the tests of sft_play.plan share."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from conftest import NO_CONFIG
+
+from sft_play.config import invocation
+from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.plan.batch import BatchRequest
+from sft_play.plan.devices import Hardware, parse
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, step_bytes
+from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.probe_fit import MeasuredFit, Point
+from sft_play.plan.resolve import resolve
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.step import StepSpec
+
+EMPTY = str(NO_CONFIG)
+CPU = Hardware("cpu", (), 8, 64 * GIB)
+EIGHT_B = ModelShape(  # Llama 3.1 8B
+    vocab=128256,
+    hidden=4096,
+    intermediate=14336,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    is_tied=False,
+    model_type="llama",
+)
+STEP = StepSpec(
+    model=EIGHT_B,
+    mode="lora",
+    compute_bytes=2,
+    weight_bytes=2,
+    lora_rank=16,
+    lora_targets="all-linear",
+    optim="adamw_torch",
+    double_quant=True,
+    is_fast=False,
+    zero_stage=0,
+    offload=False,
+    is_gpu=True,
+)
+LAYOUT = Layout(batch_size=2, grad_accum=2, world_size=1, max_seq_len=512)
+REQUEST = BatchRequest(
+    batch_size="auto",
+    grad_accum="auto",
+    effective_batch=32,
+    is_effective_set=False,
+    gradient_checkpointing="auto",
+    max_seq_len=2048,
+    world_size=1,
+    layers=10,
+)
+
+
+class Example(NamedTuple):
+    """A step, and how its rows are cut into micro-batches."""
+
+    step: StepSpec
+    layout: Layout
+
+    def changed(self, **changes: Any) -> "Example":
+        """Return the example with these fields of its step or its layout changed."""
+        of_step = {field.name for field in fields(StepSpec)} & changes.keys()
+        step = replace(self.step, **{name: changes.pop(name) for name in of_step})
+        return Example(step, replace(self.layout, **changes))
+
+    @property
+    def memory(self) -> StepBytes:
+        """The bytes of its phases."""
+        return step_bytes(self.step, self.layout)
+
+
+EXAMPLE = Example(STEP, LAYOUT)
+
+
+def peak(**changes: Any) -> int:
+    """Return the bytes of the example's fullest phase."""
+    return EXAMPLE.changed(**changes).memory.predicted_peak
+
+
+def held(phase: str = "backward", **changes: Any) -> PhaseBytes:
+    """Return the bytes that a phase of the example holds."""
+    return EXAMPLE.changed(**changes).memory.phases[phase]
+
+
+# The step and the request of a run that a probe measures
+PROBED_STEP = replace(STEP, is_fast=True, optim="adamw_torch_fused")
+PROBED_REQUEST = replace(REQUEST, is_effective_set=True, layers=EIGHT_B.layers)
+
+
+def unchanged(name: str, size: int) -> float:
+    return size
+
+
+def measured(
+    step: StepSpec,
+    tokens: int,
+    checkpointed_layers: int,
+    world_size: int = 1,
+    change: Callable[[str, int], float] = unchanged,
+) -> Point:
+    """Return the point that a device would give whose phases are the closed form's, changed."""
+    layout = Layout(1, 2, world_size, tokens, checkpointed_layers)
+    closed = step_bytes(step, layout).phases
+    phases = {}
+    for name in ("forward", "backward", "optimizer"):
+        phases[name] = round(change(name, closed[name].total)) - closed[name].context
+    return Point(tokens, checkpointed_layers, accumulates=True, phases=phases)
+
+
+def fit_of(
+    step: StepSpec = PROBED_STEP,
+    checkpointed_layers: int = 0,
+    world_size: int = 1,
+    change: Callable[[str, int], float] = unchanged,
+) -> MeasuredFit:
+    """Return the fit of two such points, of 1,024 and 2,048 tokens."""
+    small = measured(step, 1024, checkpointed_layers, world_size, change)
+    large = measured(step, 2048, checkpointed_layers, world_size, change)
+    return MeasuredFit(step, small, large)
+
+
+def plan_for(
+    gpus: str | Hardware = "1xH200",
+    *settings: str,
+    config: str = EMPTY,
+    environ: Mapping[str, str] | None = None,
+    distributed: bool = True,
+    use_deepspeed: bool = False,
+) -> PlannedRun:
+    """Return the plan of a config on some hardware; `environ` holds the variables of make."""
+    environ = environ or {}
+    hardware = parse(gpus) if isinstance(gpus, str) else gpus
+    with contextlib.chdir(PROJECT_ROOT):  # the path of the model that ships is relative to it
+        loaded = load(config, environ, settings)
+        call = invocation.read(environ)
+        return resolve(loaded, call, hardware, environ, distributed, use_deepspeed)

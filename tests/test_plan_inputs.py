@@ -1,0 +1,128 @@
+"""sft_play.plan.inputs: what a plan is made from, and why a step does not fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_examples import CPU, EIGHT_B, plan_for
+
+from sft_play.config.invocation import Invocation
+from sft_play.config.schema import Config
+from sft_play.plan.batch import smallest
+from sft_play.plan.devices import parse
+from sft_play.plan.inputs import PlanInputs, choose_layout, shortage
+from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.model_shape import load_shape
+from sft_play.plan.ranks import plan_ranks
+
+ROW_TOKENS = 2048
+
+
+def inputs_of(budget_gib: float, **train: Any) -> PlanInputs:
+    """Return the inputs of an 8B Llama with LoRA on one GPU."""
+    hardware = parse("1xH200")
+    return PlanInputs(
+        config=Config.model_validate({"model": {"max_seq_len": ROW_TOKENS}, "train": train}),
+        is_effective_set="effective_batch_size" in train,
+        model=EIGHT_B,
+        ranks=plan_ranks(Invocation(), hardware, {}, distributed=False, use_deepspeed=False),
+        is_half=True,
+        zero_stage=0,
+        offload=False,
+        offload_weights=False,
+        budget_bytes=int(budget_gib * GIB),
+        gpu_names=("NVIDIA H200",),
+    )
+
+
+def needed_gib(inputs: PlanInputs) -> str:
+    """Return the bytes of the smallest step, as messages have them."""
+    layout = smallest(inputs.request)
+    return f"{step_bytes(inputs.step, layout).predicted_peak / GIB:.1f} GiB"
+
+
+def why_short(inputs: PlanInputs) -> str:
+    return shortage(inputs, choose_layout(inputs))
+
+
+def test_a_step_that_fits_lacks_nothing() -> None:
+    inputs = inputs_of(100)
+    layout = choose_layout(inputs)
+    assert inputs.fits(layout)
+    assert shortage(inputs, layout) is None
+
+
+def test_what_fits_nowhere_says_what_it_needs() -> None:
+    inputs = inputs_of(2)
+    assert not inputs.fits(choose_layout(inputs))
+    assert why_short(inputs) == (
+        "train.batch_size=auto: even 1 row of 2048 tokens with checkpointing needs "
+        f"{needed_gib(inputs)}, a GPU has 2.0 GiB to give"
+    )
+    unchecked = inputs_of(2, gradient_checkpointing=False)
+    assert why_short(unchecked) == (
+        f"train.batch_size=auto: even 1 row of 2048 tokens needs {needed_gib(unchecked)}, "
+        "a GPU has 2.0 GiB to give"
+    )
+
+
+def test_rows_that_an_accumulation_calls_for_are_named() -> None:
+    inputs = inputs_of(2, grad_accum=4, effective_batch_size=32)
+    assert why_short(inputs) == (
+        "train.batch_size=auto: even 8 rows, which train.grad_accum=4 calls for, of 2048 tokens "
+        f"with checkpointing needs {needed_gib(inputs)}, a GPU has 2.0 GiB to give"
+    )
+
+
+def test_an_explicit_batch_that_lacks_memory_is_named() -> None:
+    inputs = inputs_of(20, batch_size=8)
+    assert choose_layout(inputs) == smallest(inputs.request)
+    assert why_short(inputs) == (
+        f"train.batch_size=8 is estimated to need {needed_gib(inputs)} and 20.0 GiB are there"
+    )
+
+
+def test_a_step_that_takes_the_whole_budget_fits() -> None:
+    inputs = inputs_of(100)
+    layout = choose_layout(inputs)
+    peak_bytes = step_bytes(inputs.step, layout).predicted_peak
+    assert shortage(replace(inputs, budget_bytes=peak_bytes), layout) is None
+    assert shortage(replace(inputs, budget_bytes=peak_bytes - 1), layout) is not None
+
+
+def test_the_request_says_what_the_config_says() -> None:
+    request = inputs_of(2, batch_size=2, gradient_checkpointing=False).request
+    assert (request.batch_size, request.grad_accum) == (2, "auto")
+    assert (request.max_seq_len, request.layers) == (ROW_TOKENS, 32)
+    assert request.gradient_checkpointing is False
+    assert not request.is_effective_set
+    assert request.recomputes_by_layer
+
+
+def test_a_backend_that_patches_all_layers_is_asked_for_all_or_none() -> None:
+    inputs = inputs_of(2)
+    tuning = inputs.config.tuning.model_copy(update={"backend": "unsloth"})
+    unsloth = replace(inputs, config=inputs.config.model_copy(update={"tuning": tuning}))
+    assert not unsloth.request.recomputes_by_layer
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "weight_bytes"),
+    [
+        ("1xH200", (), 2),
+        ("1xV100-32", (), 2),
+        (CPU, (), 4),
+        ("1xH200", ("train.bf16=false",), 4),
+        ("1xH200", ("model.dtype=float32",), 4),
+        (CPU, ("model.dtype=bfloat16",), 2),
+        ("1xH200", ("tuning.mode=full",), 4),
+        ("1xH200", ("tuning.mode=full", "model.dtype=bfloat16"), 2),
+        (CPU, ("tuning.mode=full",), 4),
+    ],
+)
+def test_weights_are_counted_in_the_type_that_they_are_loaded_in(
+    gpus: Any, settings: tuple[str, ...], weight_bytes: int
+) -> None:
+    planned = plan_for(gpus, *settings)
+    parameters = load_shape(planned.config.model.name, None, {}).parameters
+    assert planned.plan.memory.phases["load"].weights == weight_bytes * parameters

@@ -1,0 +1,241 @@
+"""sft_play.plan.launch: the command and environment that start the ranks of a run."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from plan_examples import plan_for
+
+from sft_play.errors import EnvironmentFault
+from sft_play.plan import launch
+from sft_play.plan.launch import (
+    WORKER,
+    Launch,
+    accelerate_config,
+    launch_command,
+    write_accelerate_config,
+)
+from sft_play.plan.ranks import Ranks
+
+RUN = Path("outputs/a run")
+
+
+def ranks_of(strategy: str, device: str, per_node: int, **changes: Any) -> Ranks:
+    """Return the ranks of one machine."""
+    ranks = Ranks(
+        strategy,
+        device,
+        per_node,
+        nodes=1,
+        node_rank=0,
+        master_addr="127.0.0.1",
+        master_port=None,
+        visible=tuple(map(str, range(per_node))) if device == "cuda" else (),
+        cpu_count=8,
+    )
+    return replace(ranks, **changes)
+
+
+def command(ranks: Ranks, **environ: str) -> Launch:
+    return launch_command(ranks, RUN, environ)
+
+
+def two_gpus(visible: str) -> Ranks:
+    """Return the ranks of DeepSpeed on these GPUs."""
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    return plan_for("2xH200", environ=environ, use_deepspeed=True).plan.ranks
+
+
+@pytest.fixture(scope="module")
+def deepspeed_parser() -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.launcher.runner import parse_args
+
+    return parse_args
+
+
+# Commands
+
+
+def test_a_single_process_is_python_on_the_worker() -> None:
+    started = command(ranks_of("single", "cpu", 1))
+    assert started.argv == (sys.executable, str(WORKER), str(RUN))
+    assert started.env["CUDA_VISIBLE_DEVICES"] == ""
+    assert started.env["OMP_NUM_THREADS"] == "8"
+
+
+def test_two_cpu_processes_are_two_by_accelerates_own_reading(tmp_path: Path) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    ranks = ranks_of("ddp", "cpu", 2)
+    write_accelerate_config(tmp_path / "accelerate.yaml", accelerate_config(ranks, "no"), "a test")
+    started = launch_command(ranks, tmp_path, {})
+    assert started.argv[:3] == (sys.executable, "-m", "accelerate.commands.launch")
+    parsed = launch_command_parser().parse_args(list(started.argv[3:]))
+    arguments, _, _ = _validate_launch_command(parsed)
+    assert (arguments.num_processes, arguments.num_machines) == (2, 1)
+    assert (arguments.multi_gpu, arguments.use_cpu) == (True, True)
+    assert arguments.use_deepspeed is False
+    assert arguments.training_script == str(WORKER)
+    assert arguments.training_script_args == [str(tmp_path)]
+    assert (arguments.gpu_ids, arguments.mixed_precision) == ("all", "no")
+    assert started.env["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_the_accelerate_file_names_everything_that_accelerate_would_guess(tmp_path: Path) -> None:
+    node = {"nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 29600}
+    config = accelerate_config(ranks_of("ddp", "cuda", 4, **node), "bf16")
+    write_accelerate_config(tmp_path / "a.yaml", config, "Written by a test.")
+    text = (tmp_path / "a.yaml").read_text()
+    assert text.startswith("# Written by a test.\n")
+    expected = {
+        "distributed_type": "MULTI_GPU",
+        "num_machines": 2,
+        "num_processes": 8,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29600,
+        "mixed_precision": "bf16",
+        "use_cpu": False,
+        "rdzv_backend": "static",
+        "compute_environment": "LOCAL_MACHINE",
+    }
+    assert expected.items() <= yaml.safe_load(text).items()
+
+
+def test_deepspeed_on_a_cpu_counts_its_processes(deepspeed_parser: Any) -> None:
+    started = command(ranks_of("deepspeed", "cpu", 2))
+    arguments = deepspeed_parser(list(started.argv[3:]))
+    assert (arguments.num_gpus, arguments.include) == (2, "")
+    assert (arguments.user_script, arguments.user_args) == (str(WORKER), [str(RUN)])
+    assert started.env["DS_ACCELERATOR"] == "cpu"
+    assert started.env["ACCELERATE_USE_CPU"] == "false"
+    assert started.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_deepspeed_includes_the_gpus_that_are_visible(deepspeed_parser: Any) -> None:
+    started = command(two_gpus("2, 3"), CUDA_VISIBLE_DEVICES="2, 3")
+    arguments = deepspeed_parser(list(started.argv[3:]))
+    assert (arguments.include, arguments.num_gpus) == ("localhost:2,3", -1)
+    assert arguments.no_local_rank is True
+    assert arguments.hostfile == os.devnull
+    assert started.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "DS_ACCELERATOR" not in started.env
+
+
+def test_gpus_by_uuid_are_started_by_torchrun() -> None:
+    from torch.distributed.run import parse_args
+
+    uuids = "GPU-aaaa,GPU-bbbb"
+    started = command(two_gpus(uuids), CUDA_VISIBLE_DEVICES=uuids)
+    assert started.argv[1:3] == ("-m", "torch.distributed.run")
+    arguments = parse_args(started.argv[3:])
+    assert (arguments.nnodes, arguments.nproc_per_node) == ("1", "2")
+    assert arguments.training_script == str(WORKER)
+    assert started.env["CUDA_VISIBLE_DEVICES"] == uuids
+
+
+def test_several_machines_meet_at_one_address() -> None:
+    from torch.distributed.run import parse_args
+
+    ranks = ranks_of("deepspeed", "cuda", 2, nodes=2, node_rank=1, master_addr="10.0.0.1")
+    arguments = parse_args(command(ranks).argv[3:])
+    assert (arguments.nnodes, arguments.node_rank, arguments.nproc_per_node) == ("2", 1, "2")
+    assert (arguments.master_addr, arguments.master_port) == ("10.0.0.1", 29500)
+    ddp = command(replace(ranks, strategy="ddp")).argv
+    assert ddp[ddp.index("--main_process_port") + 1] == "29500"
+    assert accelerate_config(ranks, "no")["main_process_ip"] == "10.0.0.1"
+    named = command(replace(ranks, master_port=4000)).argv
+    assert named[named.index("--master_port") + 1] == "4000"
+
+
+# Environment
+
+
+def test_num_gpus_takes_the_first_of_the_visible_ones() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "5,7", "NUM_GPUS": "1"}
+    ranks = plan_for("2xH200", environ=environ).plan.ranks
+    assert launch_command(ranks, RUN, environ).env["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_what_the_user_set_himself_stands() -> None:
+    ranks = ranks_of("ddp", "cuda", 2)
+    assert command(ranks).env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        env = command(ranks, **{name: "max_split_size_mb:64"}).env
+        assert "PYTORCH_CUDA_ALLOC_CONF" not in env
+    assert command(ranks).env["OMP_NUM_THREADS"] == "4"
+    assert command(ranks_of("ddp", "cpu", 16)).env["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in command(ranks, OMP_NUM_THREADS="1").env
+    on_cpu = command(ranks_of("ddp", "cpu", 2), OMP_WAIT_POLICY="ACTIVE")
+    assert "OMP_WAIT_POLICY" not in on_cpu.env
+    assert "GOMP_SPINCOUNT" not in on_cpu.env
+
+
+def test_what_unsloth_compiles_lies_in_the_run_unless_the_user_says_where() -> None:
+    name = "UNSLOTH_COMPILE_LOCATION"
+    ranks = ranks_of("single", "cuda", 1)
+    assert command(ranks).env[name] == str(RUN.absolute() / "unsloth")
+    assert name not in command(ranks, UNSLOTH_COMPILE_LOCATION="/tmp/x").env
+    assert name not in command(ranks_of("single", "cpu", 1)).env
+
+
+def test_what_the_user_left_set_does_not_mislead_a_cpu_run() -> None:
+    left = {"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cuda"}
+    env = command(ranks_of("ddp", "cpu", 2), **left).env
+    expected = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    assert expected.items() <= env.items()
+
+
+def test_the_old_name_of_nccls_error_handling_reaches_torch() -> None:
+    env = command(ranks_of("ddp", "cuda", 2), NCCL_ASYNC_ERROR_HANDLING="1").env
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_programs_of_this_python_are_found() -> None:
+    folder = str(Path(sys.executable).parent)
+    ranks = ranks_of("single", "cpu", 1)
+    assert command(ranks, PATH="/usr/bin").env["PATH"] == f"{folder}{os.pathsep}/usr/bin"
+    assert "PATH" not in command(ranks, PATH=f"/usr/bin{os.pathsep}{folder}").env
+
+
+def test_a_free_port_is_free() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", launch.free_port()))
+
+
+# Execution
+
+
+def test_the_place_that_another_launcher_left_is_not_passed_on() -> None:
+    program = """
+import os
+left = [name for name in os.environ if "RANK" in name or "WORLD" in name]
+print(sorted(left), os.environ["A"], os.environ["B"])
+"""
+    environ = {
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "8",
+        "A": "theirs",
+        "B": "theirs",
+    }
+    code = f"""
+from sft_play.plan.launch import Launch, execute
+execute(Launch(({sys.executable!r}, "-c", {program!r}), {{"B": "ours"}}), {environ!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[] theirs ours\n", done.stderr
+
+
+def test_a_launcher_that_is_not_there_is_an_environment_fault() -> None:
+    message = "/no/such/python cannot be started: No such file or directory; try make install"
+    with pytest.raises(EnvironmentFault, match=message):
+        launch.execute(Launch(("/no/such/python",), {}), {})

@@ -1,0 +1,272 @@
+"""sft_play.plan.probe_fit: the fit of a probe, the choice by it, and where its points are kept."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_examples import PROBED_REQUEST, PROBED_STEP, fit_of, measured
+
+from sft_play.plan import batch, probe_fit
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.probe_fit import Line, MeasuredFit, Point
+
+MODES = [
+    {},
+    {"is_fast": False},
+    {"mode": "qlora"},
+    {"mode": "full", "weight_bytes": 4, "optim": "adamw_torch"},
+    {"world_size": 2},
+]
+
+
+def layout_of(rows: int, layers: int, world_size: int = 1, tokens: int = 2048) -> Layout:
+    """Return a layout that accumulates gradients."""
+    return Layout(rows, 2, world_size, tokens, layers)
+
+
+# The fit
+
+
+@pytest.mark.parametrize("change", MODES, ids=str)
+@pytest.mark.parametrize("layers", [0, 8, 32])
+def test_a_closed_form_that_is_right_is_left_as_it_is(change: dict[str, Any], layers: int) -> None:
+    changes = dict(change)
+    world_size = changes.pop("world_size", 1)
+    step = replace(PROBED_STEP, **changes)
+    fit = fit_of(step, layers, world_size)
+    for rows, checkpointed in ((1, 0), (1, 32), (4, 0), (4, 7), (16, 32)):
+        layout = layout_of(rows, checkpointed, world_size)
+        closed = step_bytes(step, layout).totals()
+        assert fit.phases(layout) == pytest.approx(closed, abs=2)  # bytes: rounding
+
+
+@pytest.mark.parametrize("change", MODES, ids=str)
+@pytest.mark.parametrize("layers", [0, 8, 32])
+def test_both_points_are_met_exactly(change: dict[str, Any], layers: int) -> None:
+    changes = dict(change)
+    world_size = changes.pop("world_size", 1)
+    step = replace(PROBED_STEP, **changes)
+    fit = fit_of(step, layers, world_size, lambda name, size: 1.3 * size + 7 * GIB)
+    for point in (fit.small, fit.large):
+        layout = layout_of(1, layers, world_size, point.tokens)
+        found = fit.phases(layout)
+        context = probe_fit.context_bytes(step, layout)
+        sizes = {name: found[name] - context for name in point.phases}
+        assert sizes == pytest.approx(dict(point.phases), abs=2)
+
+
+def test_activations_that_outgrow_gradients_are_told_by_the_forward_pass() -> None:
+    """An 8B model trained in full on one H200, without accumulation.
+
+    At 1,024 and 2,048 tokens the backward pass holds most when it ends, at 8,192 when it begins.
+    """
+    step = replace(PROBED_STEP, mode="full")
+    # GiB of forward, backward and optimizer, without the context
+    seen = {1024: (50.44, 59.90, 59.89), 2048: (54.73, 59.91, 59.89)}
+    points = []
+    for tokens, gib in seen.items():
+        sizes = [round(size * GIB) for size in gib]
+        phases = dict(zip(("forward", "backward", "optimizer"), sizes, strict=True))
+        points.append(Point(tokens, 0, accumulates=False, phases=phases))
+    layout = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
+    found = MeasuredFit(step, *points).phases(layout)
+    context = probe_fit.context_bytes(step, layout)
+    assert (found["forward"] - context) / GIB == pytest.approx(80.45, rel=0.005)
+    assert (found["backward"] - context) / GIB == pytest.approx(80.56, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "layers"), [(2, 0), (8, 16)])
+def test_what_is_measured_beyond_the_closed_form_at_zero_tokens_is_added_to_every_step(
+    rows: int, layers: int
+) -> None:
+    layout = layout_of(rows, layers)
+    found = fit_of(change=lambda name, size: size + 3 * GIB).phases(layout)
+    closed = step_bytes(PROBED_STEP, layout).totals()
+    for name in ("forward", "backward", "optimizer"):
+        assert found[name] - closed[name] == pytest.approx(3 * GIB, abs=2)
+    for name in ("load", "evaluation", "save"):  # no probe runs them
+        assert found[name] == closed[name]
+
+
+def test_a_steeper_line_is_as_much_steeper_with_other_layers_checkpointed() -> None:
+    """Activations 1.5 times those of the closed form, in a model whose logits are no part of it."""
+    step = replace(PROBED_STEP, model=replace(PROBED_STEP.model, vocab=64))
+
+    def extra(layout: Layout) -> int:
+        return step_bytes(step, layout).phases["forward"].activations // 2
+
+    points = []
+    for tokens in (1024, 2048):
+        point = measured(step, tokens, 0)
+        forward = point.phases["forward"] + extra(layout_of(1, 0, tokens=tokens))
+        points.append(replace(point, phases={**point.phases, "forward": forward}))
+    layout = layout_of(4, 24)
+    found = MeasuredFit(step, *points).phases(layout)["forward"]
+    expected = step_bytes(step, layout).phases["forward"].total + extra(layout)
+    # the last hidden states, which are no activations here, are scaled with them
+    assert found == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("noise", [(0, 0), (5 * GIB, 0), (-2 * GIB, 1 * GIB)])
+def test_more_rows_never_need_less_and_more_checkpointed_layers_never_more(
+    noise: tuple[int, int],
+) -> None:
+    exact = fit_of()
+    points = []
+    for point, extra in zip((exact.small, exact.large), noise, strict=True):
+        phases = {name: size + extra for name, size in point.phases.items()}
+        points.append(replace(point, phases=phases))
+    fit = MeasuredFit(PROBED_STEP, *points)
+
+    def forward(rows: int, layers: int) -> int:
+        return fit.phases(layout_of(rows, layers))["forward"]
+
+    for layers in (0, 16, 32):
+        by_rows = [forward(rows, layers) for rows in (1, 2, 4, 8, 16)]
+        assert by_rows == sorted(by_rows)
+    for rows in (1, 4, 16):
+        by_layers = [forward(rows, layers) for layers in (32, 24, 8, 0)]
+        assert by_layers == sorted(by_layers)
+
+
+def test_a_line_never_falls_and_two_points_of_as_many_tokens_say_nothing_of_slope() -> None:
+    assert Line.through((10, 20), (100, 150)) == Line(50.0, 5.0)
+    assert Line.through((10, 20), (150, 100)) == Line(100.0, 0.0)
+    assert Line.through((10, 10), (100, 100)) == Line(100.0, 0.0)
+    point = measured(PROBED_STEP, 2048, 0)
+    layout = layout_of(4, 0)
+    closed = step_bytes(PROBED_STEP, layout).predicted_peak
+    assert MeasuredFit(PROBED_STEP, point, point).peak(layout) == pytest.approx(closed, abs=2)
+
+
+def test_the_components_and_what_was_measured_beyond_them_sum_to_the_fit() -> None:
+    fit = fit_of(change=lambda name, size: 1.2 * size)
+    layout = layout_of(4, 0)
+    memory = fit.memory(layout)
+    closed = step_bytes(PROBED_STEP, layout)
+    assert memory.totals() == fit.phases(layout)
+    assert memory.predicted_peak == fit.peak(layout)
+    for name, phase in memory.phases.items():
+        assert replace(phase, measured_beyond=0) == closed.phases[name]
+        components = phase.components()
+        assert sum(components.values()) == phase.total
+        assert ("measured_beyond" in components) == (phase.measured_beyond != 0)
+
+
+# The choice by it
+
+
+def test_the_choice_by_a_fit_is_the_choice_by_its_peaks() -> None:
+    """Where a step takes half as much again, a budget gives what one a third smaller gave."""
+
+    def closed_peak(layout: Layout) -> int:
+        return step_bytes(PROBED_STEP, layout).predicted_peak
+
+    budget = 60 * GIB
+    planned = batch.choose(PROBED_REQUEST, closed_peak, budget)
+    fit = fit_of(change=lambda name, size: 1.5 * size)
+    chosen = batch.choose(PROBED_REQUEST, fit.peak, budget)
+    assert fit.peak(chosen) <= budget < fit.peak(planned)
+    assert chosen.rows_per_step == planned.rows_per_step == 32
+
+
+def test_a_batch_chosen_again_keeps_the_rows_of_a_step() -> None:
+    request = replace(PROBED_REQUEST, effective_batch=30, is_effective_set=False, grad_accum=4)
+    planned = request.layout(8, 0)
+    assert planned.rows_per_step == 32  # the default of 30 gave way when it was planned
+    again = probe_fit.request_of_started_run(request, planned)
+    assert batch.smallest(again).rows_per_step == 32
+
+
+@pytest.mark.parametrize("layers", [0, 32])
+def test_a_backend_that_patched_all_layers_keeps_its_checkpointing(layers: int) -> None:
+    request = replace(PROBED_REQUEST, recomputes_by_layer=False)
+    again = probe_fit.request_of_started_run(request, request.layout(2, layers))
+    assert again.gradient_checkpointing is (layers > 0)
+
+
+def test_a_step_is_known_to_fit_when_one_at_least_as_large_was_measured_within_the_budget() -> None:
+    layout = Layout(2, 16, 1, 2048, checkpointed_layers=8)
+    context = probe_fit.context_bytes(PROBED_STEP, layout)
+    point = Point(4096, 8, accumulates=True, phases={"forward": 10 * GIB, "backward": 12 * GIB})
+
+    def is_known(point: Point, budget: int) -> bool:
+        return probe_fit.is_known_to_fit(PROBED_STEP, layout, [point], budget)
+
+    assert is_known(point, 12 * GIB + context)
+    assert not is_known(point, 12 * GIB + context - 1)
+    for smaller in ({"tokens": 2048}, {"checkpointed_layers": 9}, {"accumulates": False}):
+        assert not is_known(replace(point, **smaller), 99 * GIB)
+
+
+# Points that are kept
+
+FACTS: dict[str, Any] = {
+    "step": asdict(PROBED_STEP),
+    "max_seq_len": 2048,
+    "tuning": {"mode": "lora"},
+    "precision": "bf16",
+    "packing": True,
+    "deepspeed": None,
+    "fast_parts": ["attention", "loss"],
+    "gpus": [("NVIDIA H200", 150 * GIB)],
+    "code": "0",
+}
+OTHER_FACTS: dict[str, Any] = {
+    "step": asdict(replace(PROBED_STEP, model=replace(PROBED_STEP.model, layers=16))),
+    "max_seq_len": 1024,
+    "tuning": {"mode": "qlora"},
+    "precision": "fp16",
+    "packing": False,
+    "deepspeed": {"train_batch_size": 4},
+    "fast_parts": ["loss"],
+    "gpus": [("NVIDIA H100", 80 * GIB)],
+    "code": "1",
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_every_fact_changes_the_fingerprint(name: str) -> None:
+    fingerprint = probe_fit.fingerprint(**FACTS)
+    assert probe_fit.fingerprint(**{**FACTS, name: OTHER_FACTS[name]}) != fingerprint
+    in_another_order = dict(reversed(FACTS.items()))
+    assert probe_fit.fingerprint(**in_another_order) == fingerprint
+
+
+@pytest.mark.parametrize("name", asdict(PROBED_STEP))
+def test_every_field_of_a_step_is_in_the_fingerprint(name: str) -> None:
+    step = asdict(PROBED_STEP)
+    step[name] = "another"
+    changed = probe_fit.fingerprint(**{**FACTS, "step": step})
+    assert changed != probe_fit.fingerprint(**FACTS)
+
+
+def test_points_are_read_as_they_were_written(tmp_path: Path) -> None:
+    points = (
+        measured(PROBED_STEP, 1024, 0),
+        measured(PROBED_STEP, 2048, 0),
+        Point(8192, 3, accumulates=False, phases={"forward": 1, "backward": 2}),
+    )
+    folder = tmp_path / "probes"
+    fingerprint = probe_fit.fingerprint(**FACTS)
+    probe_fit.write_points(folder, fingerprint, points)
+    assert probe_fit.read_points(folder, fingerprint) == points
+    other = probe_fit.fingerprint(**{**FACTS, "code": "1"})
+    assert probe_fit.read_points(folder, other) == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"points": [{"tokens": 1}]}', "{}"])
+def test_a_damaged_file_is_measured_anew_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert probe_fit.read_points(tmp_path, "x") == ()
+    assert f"{tmp_path / 'x.json'}: cannot be read" in caplog.text
+
+
+def test_the_digest_of_the_code_is_of_sources_that_are_there() -> None:
+    for pattern in probe_fit.COMPUTING:
+        assert list(probe_fit.PACKAGE.glob(pattern)), pattern
+    assert len(probe_fit.digest_of_code()) == 64

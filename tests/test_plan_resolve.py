@@ -1,0 +1,280 @@
+"""sft_play.plan.resolve: every `auto` of a config becomes a number, or the plan says why not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_examples import CPU, plan_for
+
+from sft_play.config.loader import PROJECT_ROOT
+from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
+from sft_play.plan.devices import Gpu, Hardware, parse
+from sft_play.plan.memory import GIB
+from sft_play.plan.precision import precision
+
+CONFIGS = sorted(path.name for path in (PROJECT_ROOT / "configs").glob("*.yaml"))
+LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+def json_file(path: Path, value: Any) -> dict[str, str]:
+    """Write a DeepSpeed JSON; return the variable that names it."""
+    path.write_text(json.dumps(value))
+    return {"DEEPSPEED_CONFIG": str(path)}
+
+
+# Configs that ship
+
+
+def test_gemma_27b_on_two_h200_trains_4_x_2_x_4() -> None:
+    plan = plan_for("2xH200", config="configs/multi_gpu_config.yaml").plan
+    layout = plan.layout
+    assert (layout.batch_size, layout.world_size, layout.grad_accum) == (4, 2, 4)
+    assert layout.rows_per_step == 32
+    assert layout.checkpointed_layers == plan.step.model.layers == 62
+    assert plan.ranks.strategy == "ddp"
+    assert not plan.warnings
+
+
+@pytest.mark.parametrize("gpus", ["1x24GiB", "2xH200", "2x4090", "8xA100-80", "1xV100-16"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_shipped_config_plans_or_says_why_not(config: str, gpus: str) -> None:
+    if config == "run_unsloth.yaml":
+        message = r"^tuning.backend=unsloth: unsloth is not installed"
+        with pytest.raises(EnvironmentFault, match=message):
+            plan_for(gpus, config=f"configs/{config}")
+        return
+    planned = plan_for(gpus, config=f"configs/{config}")
+    plan = planned.plan
+    layout = plan.layout
+    assert layout.batch_size * layout.grad_accum * plan.ranks.world_size == layout.rows_per_step
+    assert layout.rows_per_step == planned.config.train.effective_batch_size
+    assert plan.fits == (plan.memory.predicted_peak <= plan.budget_bytes)
+    assert plan.fits == (plan.shortage is None)
+    if plan.fits:
+        assert plan.changes == ()
+    elif plan.is_batch_explicit:
+        expected = f"train.batch_size={layout.batch_size} is estimated to need "
+        assert plan.shortage.startswith(expected)
+    else:
+        assert plan.shortage.startswith("train.batch_size=auto: even 1 row of ")
+
+
+@pytest.mark.parametrize("config", ["tiny", "run_bnb", "base"])
+def test_the_configs_on_the_shipped_model_plan_on_a_cpu(config: str) -> None:
+    planned = plan_for(CPU, config=config)
+    ranks = planned.plan.ranks
+    assert (ranks.world_size, ranks.strategy, ranks.device) == (1, "single", "cpu")
+    assert precision(planned.config) == "float32"
+
+
+# Memory
+
+
+def test_a_budget_is_what_is_free_less_a_reserve() -> None:
+    h200 = parse("1xH200").gpus[0]
+    assert plan_for("2xH200").plan.budget_bytes == int(h200.free_bytes * 0.92)
+    on_cpu = plan_for(CPU, environ={"NUM_GPUS": "4"})
+    assert on_cpu.plan.budget_bytes == int(16 * GIB * 0.92)
+
+
+@pytest.mark.parametrize(("distributed", "free_gib"), [(True, 20), (False, 70)])
+def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed: bool, free_gib: int) -> None:
+    first = Gpu(0, "a", 80 * GIB, 70 * GIB, (8, 0))
+    second = Gpu(1, "b", 80 * GIB, 20 * GIB, (8, 0))
+    host = Hardware("cuda", (first, second), 8, 64 * GIB)
+    plan = plan_for(host, distributed=distributed).plan
+    assert plan.budget_bytes == int(free_gib * GIB * 0.92)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "device"),
+    [
+        ("1x24GiB", "a GPU has 22.1 GiB to give"),
+        (
+            Hardware("cpu", (), 8, 24 * GIB),
+            "this host for each process has 22.1 GiB to give",
+        ),
+    ],
+)
+def test_what_does_not_fit_names_the_device(hardware: Any, device: str) -> None:
+    plan = plan_for(hardware, LLAMA_70B).plan
+    assert not plan.fits
+    assert plan.shortage.endswith(device)
+
+
+# The resolved config
+
+
+def test_a_resolved_config_holds_numbers_and_absolute_paths() -> None:
+    planned = plan_for("2xH200", "train.resume_from=outputs/x")
+    config = planned.config
+    settings = {**config.train.model_dump(), **config.data.model_dump()}
+    # the model itself is asked, part by part, for the fast path
+    assert [name for name, value in settings.items() if value == "auto"] == ["fast_path"]
+    data = config.data
+    for path in (data.train_path, data.val_path, data.test_path):
+        assert Path(path).is_absolute()
+        assert Path(path).is_file()
+    assert config.model.name == str(PROJECT_ROOT / "data" / "tiny_llama")
+    assert config.train.resume_from == str(PROJECT_ROOT / "outputs" / "x")
+    assert config.train.eval_batch_size == planned.plan.layout.batch_size
+    assert config.train.dataloader_pin_memory is True
+    assert plan_for(CPU).config.train.dataloader_pin_memory is False
+
+
+def test_a_probe_is_planned_on_a_gpu_alone() -> None:
+    assert plan_for("1xH200").config.train.probe is True
+    assert plan_for(CPU).config.train.probe is False
+    assert plan_for("1xH200", "train.probe=false").config.train.probe is False
+
+
+def test_an_effective_batch_that_gives_way_is_a_warning_with_both_values() -> None:
+    (warning,) = plan_for("3xH200").plan.warnings
+    assert "train.effective_batch_size=32 (configs/base.yaml:" in warning
+    expected = (
+        "becomes 33: train.batch_size=11 x world=3 x train.grad_accum=1; "
+        "TRAIN_EFFECTIVE_BATCH_SIZE=33 says so"
+    )
+    assert expected in warning
+    assert plan_for("3xH200", "train.effective_batch_size=33").plan.warnings == ()
+    explicit = plan_for("3xH200", "train.batch_size=2", "train.grad_accum=1")
+    assert explicit.plan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "seconds"),
+    [
+        ({}, (), 1800),
+        ({"NCCL_TIMEOUT": "1"}, (), 1),
+        ({"NCCL_TIMEOUT": "60"}, (), 60),
+        ({"NCCL_TIMEOUT": "60"}, ("train.ddp_timeout=90",), 90),
+        ({"NCCL_TIMEOUT": ""}, (), 1800),
+    ],
+)
+def test_nccl_timeout_is_read_where_the_config_says_nothing(
+    environ: dict[str, str], settings: tuple[str, ...], seconds: int
+) -> None:
+    planned = plan_for("2xH200", *settings, environ=environ)
+    assert planned.config.train.ddp_timeout == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "1.5", "²"])
+def test_an_nccl_timeout_that_is_no_number_is_refused(text: str) -> None:
+    message = f"NCCL_TIMEOUT={text}: write whole seconds, such as NCCL_TIMEOUT=1800"
+    with pytest.raises(ConfigError, match=message):
+        plan_for("2xH200", environ={"NCCL_TIMEOUT": text})
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test"])
+def test_a_data_file_that_is_not_there_is_refused_before_a_run_is_made(
+    name: str, tmp_path: Path
+) -> None:
+    missing = tmp_path / "a.jsonl"
+    with pytest.raises(DataError) as error:
+        plan_for(CPU, f"data.{name}_path={missing}")
+    assert str(error.value) == (
+        f"data.{name}_path={missing} (--set data.{name}_path): no such file; "
+        f"set DATA_{name.upper()}_PATH to a data file, a folder of them, or a hub data set id"
+    )
+
+
+def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = "unsloth is not installed; run make install-unsloth, or set TUNING_BACKEND=bnb"
+    with pytest.raises(EnvironmentFault, match=missing):
+        plan_for("1xH200", "tuning.backend=unsloth")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    planned = plan_for("1xH200", "tuning.backend=unsloth")
+    assert planned.config.tuning.backend == "unsloth"
+    under_zero = (
+        "unsloth does not run under DeepSpeed; use make train-distributed, "
+        "or set TUNING_BACKEND=bnb"
+    )
+    with pytest.raises(ConfigError, match=under_zero):
+        plan_for("2xH200", "tuning.backend=unsloth", use_deepspeed=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "tuning.mode=qlora",
+            r"ZeRO-3 with tuning.mode=qlora aborts on a CPU; "
+            r"set TUNING_MODE=lora, or DEEPSPEED_CONFIG=",
+        ),
+        (
+            "tuning.backend=unsloth",
+            "Unsloth needs an NVIDIA GPU and none is usable here; set TUNING_BACKEND=bnb",
+        ),
+    ],
+)
+def test_what_does_not_run_under_zero_3_on_a_cpu_is_refused(setting: str, message: str) -> None:
+    environ = {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}
+    with pytest.raises(SftPlayError, match=message):
+        plan_for(CPU, setting, environ=environ, use_deepspeed=True)
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "sgd"])
+def test_offload_with_an_optimizer_that_would_be_swapped_is_refused(
+    optim: str, tmp_path: Path
+) -> None:
+    setting = f"train.optim={optim}"
+    environ = json_file(tmp_path / "a.json", OFFLOAD)
+    with pytest.raises(ConfigError) as error:
+        plan_for("2xH200", setting, environ=environ, use_deepspeed=True)
+    assert str(error.value) == (
+        f"train.optim={optim} (--set train.optim): with offload_optimizer DeepSpeed computes AdamW "
+        "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the DeepSpeed "
+        "JSON"
+    )
+    without = plan_for("2xH200", setting, use_deepspeed=True)
+    assert without.config.train.optim == optim
+
+
+# DeepSpeed
+
+
+def test_a_deepspeed_plan_has_numbers_for_every_auto() -> None:
+    plan = plan_for("2xH200", use_deepspeed=True).plan
+    settings = plan.deepspeed.settings
+    assert plan.zero_stage == 2
+    assert plan.deepspeed.source == str(PROJECT_ROOT / "configs" / "deepspeed_zero2.json")
+    assert settings["train_micro_batch_size_per_gpu"] == plan.layout.batch_size
+    assert settings["train_batch_size"] == plan.layout.rows_per_step == 32
+    assert settings["bf16"]["enabled"] is True
+    assert settings["fp16"]["enabled"] is False
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize(
+    "deepspeed",
+    [OFFLOAD, {"zero_optimization": {"stage": 2, "cpu_offload": True}}],
+    ids=["offload_optimizer", "cpu_offload"],
+)
+def test_offload_with_adamw_is_planned_and_needs_less(
+    deepspeed: dict[str, Any], optim: str, tmp_path: Path
+) -> None:
+    environ = json_file(tmp_path / "a.json", deepspeed)
+    planned = plan_for("2xH200", f"train.optim={optim}", environ=environ, use_deepspeed=True)
+    assert planned.plan.memory.phases["optimizer"].optimizer == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "zero_stage", "fits"),
+    [
+        ("4xA100-80", 2, True),
+        ("8xA100-40", 3, True),
+        ("4x4090", 2, False),  # where neither fits, the first is shown
+    ],
+)
+def test_the_first_zero_stage_that_fits_is_taken(gpus: str, zero_stage: int, fits: bool) -> None:
+    model = "model.name=Qwen/Qwen2.5-32B-Instruct"
+    plan = plan_for(gpus, model, use_deepspeed=True).plan
+    assert (plan.zero_stage, plan.fits) == (zero_stage, fits)

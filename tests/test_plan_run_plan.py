@@ -1,0 +1,232 @@
+"""sft_play.plan.run_plan: plan.json keeps a plan whole, and agrees with config.yaml."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_examples import CPU, plan_for
+
+from sft_play.config.loader import PROJECT_ROOT
+from sft_play.errors import EnvironmentFault
+from sft_play.plan.launch import Launch
+from sft_play.plan.memory import evaluation_rows, step_bytes
+from sft_play.plan.probe_fit import Point, ProbeReport
+from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
+from sft_play.runs.folder import RunFolder
+
+LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
+CONFIGS = sorted(
+    path.name
+    for path in (PROJECT_ROOT / "configs").glob("*.yaml")
+    if path.name != "run_unsloth.yaml"
+)
+
+
+def packed_run() -> PlannedRun:
+    planned = plan_for("2xH200", LLAMA_8B)
+    assert planned.plan.packing
+    return replace(planned, plan=planned.plan.packed(fullest_step=5))
+
+
+def probed_run() -> PlannedRun:
+    """Return a run with the layout, memory and report of a probe, and its command."""
+    planned = plan_for("1xH200", LLAMA_8B)
+    layout = replace(planned.plan.layout, batch_size=2, grad_accum=16, checkpointed_layers=3)
+    memory = step_bytes(planned.plan.step, layout)
+    phases = {}
+    for name, phase in memory.phases.items():
+        phases[name] = replace(phase, measured_beyond=1 << 20)
+    small = Point(1024, 0, accumulates=True, phases={"forward": 10, "backward": 12})
+    report = ProbeReport(
+        points=(small, replace(small, tokens=2048)),
+        predicted_before=planned.plan.memory.totals(),
+        predicted_after=memory.totals(),
+        verified_bytes=1 << 30,
+        seconds=1.5,
+        cached=False,
+        changed=True,
+    )
+    planned = planned.with_layout(layout, replace(memory, phases=phases))
+    launch = Launch(("python", "train.py"), {"CUDA_VISIBLE_DEVICES": "0"})
+    return replace(planned, plan=replace(planned.plan, probe=report, launch=launch))
+
+
+RUNS = {
+    "one_gpu": lambda: plan_for("1xH200", LLAMA_8B, "tuning.lora.target_modules=[q_proj, v_proj]"),
+    "cpu": lambda: plan_for(CPU),
+    "deepspeed": lambda: plan_for("2xH200", LLAMA_8B, use_deepspeed=True),
+    "packed": packed_run,
+    "probed": probed_run,
+    "short_of_memory": lambda: plan_for("1x4090", LLAMA_8B, "tuning.mode=full"),
+    "several_machines": lambda: plan_for(
+        "2xH200", environ={"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+    planned = RUNS[name]()
+    folder = RunFolder(tmp_path)
+    planned.write(folder)
+    assert read_plan(folder) == planned.plan
+    assert PlannedRun.read(folder) == planned
+    # and what is written again is the same text
+    before = (tmp_path / "plan.json").read_text()
+    read_plan(folder)
+    PlannedRun.read(folder).write(folder)
+    assert (tmp_path / "plan.json").read_text() == before
+
+
+def written_plan(tmp_path: Path) -> dict[str, Any]:
+    plan_for(CPU).write(RunFolder(tmp_path))
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    """Return the error of a folder with this plan.json."""
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(EnvironmentFault) as error:
+        read_plan(RunFolder(tmp_path))
+    message = str(error.value)
+    assert message.startswith(f"{path}: cannot be read (")
+    assert message.endswith("it was edited, or written by another version: train anew")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("layout.batch_size", "four"),
+        ("step.model.layers", None),
+        ("ranks.strategy", "fsdp"),
+        ("packing", "sometimes"),
+        ("memory.phases", 7),
+    ],
+)
+def test_a_plan_of_another_version_is_refused_with_its_file_and_field(
+    place: str, value: Any, tmp_path: Path
+) -> None:
+    facts = written_plan(tmp_path)
+    *parents, name = place.split(".")
+    section = facts
+    for parent in parents:
+        section = section[parent]
+    section[name] = value
+    assert f"({place}: " in refusal(tmp_path, json.dumps(facts))
+
+
+@pytest.mark.parametrize("name", ["layout", "step", "budget_bytes"])
+def test_a_plan_that_lacks_a_field_is_refused_with_the_field(name: str, tmp_path: Path) -> None:
+    facts = written_plan(tmp_path)
+    del facts[name]
+    assert f"({name}: " in refusal(tmp_path, json.dumps(facts))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    assert "(the file: " in refusal(tmp_path, text)
+
+
+def test_the_plan_json_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    earlier = {"strategy": "single", "device": "cpu", "world_size": 1, "choice": {}}
+    assert "(ranks: " in refusal(tmp_path, json.dumps(earlier))
+
+
+def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match=r"plan\.json"):
+        read_plan(RunFolder(tmp_path))
+
+
+# config.yaml and plan.json
+
+
+def assert_agree(planned: PlannedRun) -> None:
+    """Check that the settings of a run are those of its plan."""
+    train = planned.config.train
+    plan = planned.plan
+    layout = plan.layout
+    assert train.batch_size == layout.batch_size
+    assert train.grad_accum == layout.grad_accum
+    assert train.effective_batch_size == layout.rows_per_step
+    assert train.gradient_checkpointing is (layout.checkpointed_layers > 0)
+    assert train.packing is plan.packing
+    assert train.eval_batch_size == evaluation_rows(plan.step, layout)
+    assert planned.config.model.max_seq_len == layout.max_seq_len
+    assert layout.world_size == plan.ranks.world_size
+    assert layout.checkpointed_layers <= plan.step.model.layers
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_config_and_plan_agree_as_they_are_read(name: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    RUNS[name]().write(folder)
+    assert_agree(PlannedRun.read(folder))
+
+
+@pytest.mark.parametrize("gpus", ["1x24GiB", "2xH200", "2x4090", "8xA100-80", "1xV100-16"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_config_and_plan_agree_for_every_shipped_config(config: str, gpus: str) -> None:
+    assert_agree(plan_for(gpus, config=f"configs/{config}"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.batch_size=3", "train.grad_accum=5"),
+        ("train.packing=false", "train.gradient_checkpointing=true"),
+        ("train.packing=true", "train.gradient_checkpointing=false"),
+        ("train.effective_batch_size=24", "train.eval_batch_size=7"),
+        ("train.batch_size=2", "tuning.mode=full", "model.max_seq_len=4096"),
+    ],
+    ids=str,
+)
+def test_config_and_plan_agree_on_explicit_settings(settings: tuple[str, ...]) -> None:
+    assert_agree(plan_for("2xH200", LLAMA_8B, *settings))
+
+
+# What a plan says of itself
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"), [(0, "none"), (1, "selective"), (31, "selective"), (32, "full")]
+)
+def test_what_is_computed_again_has_a_name(layers: int, name: str) -> None:
+    plan = plan_for("1xH200", LLAMA_8B).plan
+    layout = replace(plan.layout, checkpointed_layers=layers)
+    assert replace(plan, layout=layout).checkpointing == name
+
+
+def test_a_packed_plan_takes_fewer_and_smaller_micro_batches_in_less_memory() -> None:
+    plan = plan_for("1xH200", LLAMA_8B).plan
+    assert (plan.layout.batch_size, plan.layout.micro_batches) == (4, 8)
+    packed = plan.packed(fullest_step=9)
+    assert packed.layout == plan.layout.packed(9)
+    assert (packed.layout.micro_batches, packed.layout.sequences) == (3, 3)
+    assert packed.layout.rows_per_step == plan.layout.rows_per_step
+    assert packed.request == replace(plan.request, fullest_step=9)
+    assert packed.memory.predicted_peak < plan.memory.predicted_peak
+    assert packed.deepspeed is None
+
+
+def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers() -> None:
+    plan = plan_for("2xH200", LLAMA_8B, use_deepspeed=True).plan
+    settings = plan.packed(fullest_step=5).deepspeed.settings
+    micro_batch = settings["train_micro_batch_size_per_gpu"]
+    assert micro_batch == plan.layout.batch_size
+    assert settings["gradient_accumulation_steps"] == 1
+    assert settings["train_batch_size"] == micro_batch * 2
+
+
+def test_a_plan_knows_its_gpu_and_what_others_hold_of_it() -> None:
+    plan = plan_for("2xH200").plan
+    assert plan.gpu == "NVIDIA H200"
+    assert plan.gpu_names == ("NVIDIA H200", "NVIDIA H200")
+    assert plan.card is not None
+    assert len(plan.used_before_bytes) == 2
+    on_cpu: RunPlan = plan_for(CPU).plan
+    assert (on_cpu.gpu, on_cpu.card, on_cpu.speed) == (None, None, None)
+    assert on_cpu.used_before_bytes == (0,)
