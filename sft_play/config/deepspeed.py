@@ -10,7 +10,6 @@ import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play.config import jsonc
 from sft_play.config.deepspeed_checks import find_contradictions, find_problems
@@ -59,8 +58,8 @@ class DeepSpeedRun:
     max_grad_norm: float
     hidden_size: int | None = None  # sizes the buffers that are "auto"; None: DeepSpeed's defaults
 
-    def by_key(self) -> dict[str, Any]:
-        """Return the run's values by DeepSpeed's keys."""
+    def by_key(self) -> DeepSpeedJson:
+        """Return the run's values by the dotted path of DeepSpeed's keys."""
         assert not (self.bf16 and self.fp16), "the plan resolves one precision"
         return {
             MICRO_BATCH: self.micro_batch,

@@ -1,7 +1,7 @@
 """What is wrong with a DeepSpeed JSON: by itself, and against the run that it is used for. Pure."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sft_play.config.deepspeed_json import (
@@ -77,9 +77,9 @@ def find_problems(raw: DeepSpeedJson) -> list[Problem]:
 
 
 def find_contradictions(
-    raw: DeepSpeedJson, run: Mapping[str, Any], world_size: int
+    raw: DeepSpeedJson, run: DeepSpeedJson, world_size: int
 ) -> Iterator[Problem]:
-    """Yield where the JSON says something else than the run; `run` has the run's value by key."""
+    """Yield where the JSON contradicts the run; `run` is DeepSpeedRun.by_key()."""
     yield from _batch_contradictions(raw, run, world_size)
     for key, (name, setting) in SAME_AS_SETTING.items():
         value = value_at(raw, key)
@@ -193,7 +193,7 @@ def _stray_autos(raw: DeepSpeedJson) -> Iterator[Problem]:
 
 
 def _batch_contradictions(
-    raw: DeepSpeedJson, run: Mapping[str, Any], world_size: int
+    raw: DeepSpeedJson, run: DeepSpeedJson, world_size: int
 ) -> Iterator[Problem]:
     for key, setting in ((MICRO_BATCH, "train.batch_size"), (GRAD_ACCUM, "train.grad_accum")):
         if raw.get(key, AUTO) not in (AUTO, run[key]):

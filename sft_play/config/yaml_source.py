@@ -1,6 +1,7 @@
 """Reads YAML so that every value knows its file and line. Knows no schema and no environment."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +100,7 @@ def parse_flow(text: str) -> YamlValue:
     return yaml.load(text, Loader=_Loader)
 
 
-def dump(tree: dict[str, Any]) -> str:
+def dump(tree: Mapping[str, YamlValue]) -> str:
     """Return YAML text that `read_mapping` reads back to equal values, keys in order."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
