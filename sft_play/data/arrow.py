@@ -1,98 +1,114 @@
-"""Parquet files, Arrow streams (what Hugging Face datasets keeps) and Arrow files to batches, and batches to records. Loads no torch."""
+"""Parquet files, Arrow streams (the format of Hugging Face datasets) and Arrow files as batches and records. Loads no torch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sft_play.data.rows import Unreadable
+from sft_play.data.rows import UnreadableRecord
 from sft_play.errors import DataError
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def batches(path: Path, most_rows: int, most_bytes: int) -> Iterator[tuple[pa.RecordBatch, float]]:
-    """Yield a file's rows in batches, each with its share of the file. Raises: DataError for a damaged file, OSError."""
+class ArrowBatch(NamedTuple):
+    """Some rows of a file, and the fraction of the file that they take."""
+
+    batch: pa.RecordBatch
+    file_share: float
+
+
+def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[ArrowBatch]:
+    """Yield a file's rows in batches of at most `max_rows`, and of about `max_bytes`.
+
+    Raises: DataError for a damaged file, OSError.
+    """
+    is_parquet = path.suffix.lower() == ".parquet"
+    found = _read_parquet(path, max_rows) if is_parquet else _read_arrow(path)
     try:
-        for batch, share in (_of_parquet if path.suffix.lower() == ".parquet" else _of_arrow)(
-            path, most_rows
-        ):
-            rows = max(1, min(most_rows, batch.num_rows * most_bytes // max(1, batch.nbytes)))
-            for start in range(0, batch.num_rows, rows):
-                # a copy, not a slice: pickled, a slice takes all of its batch along
-                part = (
-                    batch
-                    if rows >= batch.num_rows
-                    else batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
-                )
-                yield part, share * part.num_rows / batch.num_rows
-    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter over the name of a column
+        for batch, file_share in found:
+            if not batch.num_rows:
+                continue
+            rows = min(max_rows, batch.num_rows * max_bytes // max(1, batch.nbytes))
+            for part in _split(batch, max(1, rows)):
+                yield ArrowBatch(part, file_share * part.num_rows / batch.num_rows)
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter for a column's name
         raise DataError(
-            f"{path}: no {path.suffix} file, or a damaged one ({str(error).partition(chr(10))[0]}); fetch or write it anew"
+            f"{path}: no {path.suffix} file, or a damaged one ({str(error).partition(chr(10))[0]}); "
+            "fetch or write it anew"
         ) from None
 
 
-def records(
+def batch_records(
     batch: pa.RecordBatch, columns: Iterable[str] | None = None
-) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yield the rows of a batch, of `columns` alone if given, or why one cannot be read."""
+) -> Iterator[dict[str, Any] | UnreadableRecord]:
+    """Yield the rows of a batch, or why one cannot be read; only `columns` of them if given."""
     if columns is not None:
         wanted = set(columns)
         batch = batch.select([name for name in batch.schema.names if name in wanted])
     nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
     try:
-        found = batch.to_pylist()
+        records = batch.to_pylist()
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
-            yield Unreadable(
-                "a text is not UTF-8", error.object.decode("utf-8", "backslashreplace")
-            )
-        else:
-            for index in range(batch.num_rows):
-                yield from records(batch.slice(index, 1))
+            text = error.object.decode("utf-8", "backslashreplace")
+            yield UnreadableRecord("a text is not UTF-8", text)
+            return
+        for index in range(batch.num_rows):
+            yield from batch_records(batch.slice(index, 1))
         return
-    for record in found:
+    for record in records:
         for name in nested:
             record[name] = _without_nulls(record[name])
         yield record
 
 
-def _of_parquet(path: Path, most_rows: int) -> Iterator[tuple[pa.RecordBatch, float]]:
+def _split(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
+    if rows >= batch.num_rows:
+        yield batch
+        return
+    for start in range(0, batch.num_rows, rows):
+        # a copy: a pickled slice carries its whole batch
+        yield batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
+
+
+def _read_parquet(path: Path, max_rows: int) -> Iterator[ArrowBatch]:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_names(path, file.schema_arrow.names)
-        for batch in file.iter_batches(most_rows):
-            yield batch, batch.num_rows / file.metadata.num_rows
+        for batch in file.iter_batches(max_rows):
+            yield ArrowBatch(batch, batch.num_rows / file.metadata.num_rows)
 
 
-def _of_arrow(path: Path, most_rows: int) -> Iterator[tuple[pa.RecordBatch, float]]:
+def _read_arrow(path: Path) -> Iterator[ArrowBatch]:
     with pa.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(max(0, source.size() - len(END_OF_STREAM)))
-        if (
-            not is_file and source.read() != END_OF_STREAM
-        ):  # at a seam between two batches Arrow itself would take this for the end
+        # Arrow itself takes a stream that is cut off between two batches for a complete one
+        if not is_file and source.read() != END_OF_STREAM:
             raise DataError(
                 f"{path}: no Arrow stream, or one that breaks off; fetch or write it anew"
             )
         source.seek(0)
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         _check_names(path, reader.schema.names)
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
             batch.validate(full=True)  # or a damaged offset ends the process with a signal
-            if batch.num_rows:
-                yield batch, min(1.0, batch.nbytes / source.size())
+            yield ArrowBatch(batch, min(1.0, batch.nbytes / source.size()))
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise DataError(f"{path}: two columns are named {twice[0]!r}; rename one")
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise DataError(f"{path}: two columns are named {repeated[0]!r}; rename one")
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return nested values without keys that are null: a struct has all keys that any row of its column has."""
+    """Return nested values without null keys: a struct has every key that any row of its column has."""
     if isinstance(value, dict):
         return {key: _without_nulls(held) for key, held in value.items() if held is not None}
-    return [_without_nulls(held) for held in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(held) for held in value]
+    return value

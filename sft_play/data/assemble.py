@@ -1,99 +1,75 @@
-"""Who trains and who evaluates, from tokenised samples alone; and the ledger of it. Pure but for the mapped files; loads no torch."""
+"""From tokenized sources to what a run trains and evaluates on, and the ledger of it. Pure but for the mapped files; loads no torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from sft_play.config.schema import Config
 from sft_play.data import splits
-from sft_play.data.files import origin_of
-from sft_play.data.ledger import Tally, of_lengths
-from sft_play.data.rows import SHOWN
+from sft_play.data.ledger import (
+    EpochShare,
+    EqualRows,
+    Ledger,
+    LengthPercentiles,
+    SourceLedger,
+    SplitLedger,
+    Tally,
+    merge,
+)
+from sft_play.data.rows import MAX_LISTED_ROWS
 from sft_play.data.store import Split, Store
-from sft_play.data.tokenize import META
-from sft_play.data.vocabulary_use import VocabularyUse, used_in
+from sft_play.data.tokenized import TokenizedSource, TokenizedSplits
+from sft_play.data.used_tokens import UsedTokens, find_used_tokens
 from sft_play.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class TokenisedSource:
-    """A source and where its samples are; plain enough for data.json."""
-
-    name: str
-    files: tuple[str, ...]
-    weight: float | None
-    digest: str  # of the files' content
-    folder: str
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the source that `asdict` gave."""
-        return cls(**{**facts, "files": tuple(facts["files"])})
-
-    def meta(self) -> dict[str, Any]:
-        """Return what was noted when the source was tokenised."""
-        return json.loads((Path(self.folder) / META).read_text(encoding="utf-8"))
-
-    def place(self, file: int, number: int) -> str:
-        """Return the file and line, or index, of a row."""
-        return origin_of(Path(self.files[file]), number)
-
-
-Tokenised = dict[
-    str, tuple[TokenisedSource, ...]
-]  # by split: train, and validation and test where they have rows of their own
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """What a run trains on and is judged by; `test` is `validation` where there are no test rows."""
+class RunData:
+    """What a run trains and evaluates on; `test` is `validation` where there are no test rows."""
 
     train: Split
     validation: Split
     test: Split
-    ledger: dict[str, dict[str, Any]]  # by split
-    sources: Tokenised
+    ledger: Ledger
+    sources: TokenizedSplits
 
     @property
     def digests(self) -> tuple[str, ...]:
         """Of the content of every source's files."""
-        return tuple(source.digest for parts in self.sources.values() for source in parts)
+        return tuple(source.digest for source in self._all_sources())
 
-    def vocabulary(self) -> VocabularyUse:
+    def used_tokens(self) -> UsedTokens:
         """Return the token ids that occur."""
-        parts = [source for parts in self.sources.values() for source in parts]
-        return used_in(
-            [Store(Path(source.folder)) for source in parts], [source.files for source in parts]
-        )
+        sources = self._all_sources()
+        stores = [source.open_store() for source in sources]
+        return find_used_tokens(stores, [source.files for source in sources])
+
+    def _all_sources(self) -> list[TokenizedSource]:
+        return [source for sources in self.sources.values() for source in sources]
 
 
 @dataclass(frozen=True)
-class Side:
-    """The samples of one split on their way: `chosen` holds indices (n,) into each source's store."""
+class Selection:
+    """The samples chosen for one split; `indices` holds those (n,) of each source's store."""
 
-    sources: tuple[TokenisedSource, ...]
+    sources: tuple[TokenizedSource, ...]
     stores: tuple[Store, ...]
-    chosen: tuple[np.ndarray, ...]
-    tallies: tuple[
-        Tally, ...
-    ]  # of the sources; none where the split takes rows that another accounts for
+    indices: tuple[np.ndarray, ...]
+    tallies: tuple[Tally, ...]  # of the sources; none for rows that were held out of another split
     dropped: Mapping[str, int] = field(
         default_factory=dict
-    )  # rows that were usable and went elsewhere, by reason
-    overlap: Mapping[str, Mapping[str, int]] = field(
-        default_factory=dict
-    )  # by the split that holds the same rows
+    )  # usable rows by why they were left out
+    overlap: Mapping[str, EqualRows] = field(default_factory=dict)  # by the split with equal rows
 
     @classmethod
-    def whole(cls, sources: tuple[TokenisedSource, ...]) -> Self:
+    def whole(cls, sources: tuple[TokenizedSource, ...]) -> Self:
         """Return all samples of the sources."""
-        stores = tuple(Store(Path(source.folder)) for source in sources)
-        tallies = tuple(Tally.from_json(source.meta()["tally"]) for source in sources)
-        return cls(sources, stores, tuple(np.arange(len(store)) for store in stores), tallies)
+        stores = tuple(source.open_store() for source in sources)
+        indices = tuple(np.arange(len(store)) for store in stores)
+        tallies = tuple(source.read_summary().tally for source in sources)
+        return cls(sources, stores, indices, tallies)
 
     @property
     def names(self) -> str:
@@ -101,198 +77,231 @@ class Side:
 
     @property
     def tally(self) -> Tally:
-        """The account of all sources."""
-        total = Tally()
-        for tally in self.tallies:
-            total.add(tally)
-        return total
+        """The sum of all sources."""
+        return merge(self.tallies)
+
+    @property
+    def all_dropped(self) -> dict[str, int]:
+        """Rows by why they were left out, here or when they were tokenized."""
+        return {**self.tally.dropped, **self.dropped}
 
     def records(self) -> np.ndarray:
-        """Return the records of the chosen samples, one source behind the other; `file` counts on through the sources."""
-        parts, files = [], 0
-        for source, store, chosen in zip(self.sources, self.stores, self.chosen, strict=True):
-            part = store.records[chosen]
-            part["file"] += files
-            files += len(source.files)
-            parts.append(part)
+        """Return the records of the samples, source after source; `file` counts through all sources."""
+        parts = []
+        first_file = 0
+        for source, store, indices in zip(self.sources, self.stores, self.indices, strict=True):
+            records = store.records[indices]
+            records["file"] += first_file
+            first_file += len(source.files)
+            parts.append(records)
         return np.concatenate(parts)
 
-    def place(self, record: np.void) -> str:
-        """Return the file and line of a record that `records` gave."""
-        files = [(source, number) for source in self.sources for number in range(len(source.files))]
-        source, number = files[record["file"]]
-        return source.place(number, int(record["number"]))
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each sample, source after source."""
+        stores = zip(self.stores, self.indices, strict=True)
+        return np.concatenate([store.lengths[indices] for store, indices in stores])
 
-    def where(self, mask: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the chosen indices at which `mask` (over all samples) is true."""
-        parts = np.split(mask, np.cumsum([len(chosen) for chosen in self.chosen])[:-1])
-        return tuple(chosen[part] for chosen, part in zip(self.chosen, parts, strict=True))
+    def origin(self, record: np.void) -> str:
+        """Return `file:line` or `file[index]` of a record that `records` gave."""
+        file = int(record["file"])
+        for source in self.sources:
+            if file < len(source.files):
+                return source.origin(file, int(record["number"]))
+            file -= len(source.files)
+        raise AssertionError("a record's file is one of the sources' files")
+
+    def indices_where(self, mask: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the indices in each store at which `mask` (over all samples) is true."""
+        ends = np.cumsum([len(indices) for indices in self.indices])
+        masks = np.split(mask, ends[:-1])
+        return tuple(indices[part] for indices, part in zip(self.indices, masks, strict=True))
 
     def without(self, mask: np.ndarray, reason: str) -> Self:
-        """Return the side without the samples at which `mask` is true, their rows accounted for."""
-        rows = splits.row_count(self.records()[mask])
-        return replace(
-            self,
-            chosen=self.where(~mask),
-            dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows},
-        )
+        """Return the selection without the samples at which `mask` is true, with their rows counted as dropped."""
+        rows = splits.count_rows(self.records()[mask])
+        dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + rows}
+        return replace(self, indices=self.indices_where(~mask), dropped=dropped)
+
+    def to_split(self) -> Split:
+        """Return the samples as a run reads them."""
+        return Split(self.stores, self.indices, [source.files for source in self.sources])
 
 
-def assemble(config: Config, sources: Tokenised) -> PreparedData:
-    """Return who trains and who evaluates. Raises DataError: too much lost, rows on both sides, or nothing left to train on."""
-    sides = {split: Side.whole(parts) for split, parts in sources.items()}
-    for side in sides.values():
-        _refuse_lost(side, config)
+def assemble(config: Config, sources: TokenizedSplits) -> RunData:
+    """Return what a run trains and evaluates on.
+
+    Raises: DataError if too many tokens are lost, if training rows are also evaluated on, or if a split has no row left.
+    """
+    selections = {split: Selection.whole(parts) for split, parts in sources.items()}
+    for selection in selections.values():
+        _refuse_lost_tokens(selection, config)
     seed = config.train.order_seed
-    if "validation" not in sides:
-        sides["train"], sides["validation"] = _hold_out(sides["train"], config.data.val_size, seed)
+    if "validation" not in selections:
+        held_out = _held_out_mask(selections["train"], config)
+        selections["validation"] = _held_out_selection(selections["train"], held_out)
+        selections["train"] = selections["train"].without(held_out, "held_out")
     for split in ("validation", "test"):
-        if split in sides:
-            sides["train"] = _without_overlap(sides["train"], sides[split], split, config)
-    _refuse_nothing(sides)
-    epoch = replace(sides["train"], chosen=_mixed(sides["train"], seed))
-    made = {
-        split: Split(
-            side.stores, list(enumerate(side.chosen)), [source.files for source in side.sources]
-        )
-        for split, side in {**sides, "train": epoch}.items()
-    }
-    ledger = {split: _ledger(side) for split, side in sides.items()}
-    ledger["train"] |= {"overlap": dict(sides["train"].overlap), "epoch": _epoch(epoch)}
-    return PreparedData(
-        made["train"], made["validation"], made.get("test", made["validation"]), ledger, sources
+        if split in selections:
+            selections["train"] = _without_overlap(
+                selections["train"], selections[split], split, config
+            )
+    _refuse_empty_splits(selections)
+    epoch = replace(selections["train"], indices=_mix(selections["train"], seed))
+    validation = selections["validation"].to_split()
+    return RunData(
+        train=epoch.to_split(),
+        validation=validation,
+        test=selections["test"].to_split() if "test" in selections else validation,
+        ledger=_build_ledger(selections, epoch, config.model.max_seq_len),
+        sources=sources,
     )
 
 
-def _refuse_lost(side: Side, config: Config) -> None:
-    tally = side.tally
+def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
+    tally = selection.tally
     if tally.lost_fraction <= config.data.max_lost:
         return
-    long = sorted(
+    long_rows = sorted(
         (
-            (tokens, source.place(file, number))
-            for source in side.sources
-            for file, number, tokens in source.meta()["long"]
+            (row.tokens, source.origin(row.file, row.number))
+            for source in selection.sources
+            for row in source.read_summary().long_rows
         ),
         reverse=True,
     )
-    named = [
-        f"{place}: {tokens} tokens, model.max_seq_len is {config.model.max_seq_len}"
-        for tokens, place in long[:SHOWN]
+    limit = config.model.max_seq_len
+    lines = [
+        f"{origin}: {tokens} tokens, model.max_seq_len is {limit}"
+        for tokens, origin in long_rows[:MAX_LISTED_ROWS]
     ]
-    counts = {**tally.dropped, **tally.shortened}
-    rows = sum(counts.get(reason, 0) for reason in ("too_long", "truncated", "split"))
-    held = f"{rows} of {tally.rows_in} rows are too long, and {tally.lost_fraction:.1%} of the trained tokens are lost (data.too_long={config.data.too_long})"
-    split = "DATA_TOO_LONG=split, " if config.data.too_long != "split" else ""
-    advice = f"set MODEL_MAX_SEQ_LEN={long[0][0]}, {split}or raise DATA_MAX_LOST, which is {config.data.max_lost}, to go on without them"
-    raise DataError("\n".join([*named, f"{held}; {advice}"]))
-
-
-def _hold_out(train: Side, fraction: float, seed: int) -> tuple[Side, Side]:
-    held = splits.hold_out(train.records(), fraction, seed)
-    if not held.any() or held.all():
-        rows = splits.row_count(train.records())
-        raise DataError(
-            f"{train.names}: {rows} usable rows, or all of the same words, cannot be split into training and validation; set DATA_VAL_PATH"
-        )
-    return train.without(held, "held_out"), replace(train, chosen=train.where(held), tallies=())
-
-
-def _without_overlap(train: Side, evaluated: Side, split: str, config: Config) -> Side:
-    """Return the training side without the rows that are evaluated on, as data.on_overlap says, which is to refuse them."""
-    ours, theirs = train.records(), evaluated.records()
-    found = splits.overlap(ours, theirs)
-    counts = {
-        "exact": splits.row_count(ours[found.exact]),
-        "normalised": splits.row_count(ours[found.normalised]),
-    }
-    train = replace(train, overlap={**train.overlap, split: counts})
-    if not counts["normalised"] or config.data.on_overlap == "allow":
-        return train
-    mask = np.zeros(len(ours), dtype=bool)
-    mask[found.normalised] = True
-    if config.data.on_overlap == "drop":
-        return train.without(mask, "evaluated_on")
-    pairs = zip(found.normalised[:SHOWN], found.equal_to[:SHOWN], strict=True)
-    named = [
-        f"{train.place(ours[i])} is {evaluated.place(theirs[j])} of the {split} rows"
-        for i, j in pairs
-    ]
-    more = [f"... and {counts['normalised'] - SHOWN} more"] if counts["normalised"] > SHOWN else []
-    told = f"{counts['normalised']} training rows are {split} rows, too ({counts['exact']} to the letter), so the scores would be too good"
-    raise DataError(
-        "\n".join(
-            [*named, *more, f"{told}; set DATA_ON_OVERLAP=drop to train without them, or allow"]
-        )
+    shortened = tally.shortened["truncated"] + tally.shortened["split"]
+    rows = tally.dropped["too_long"] + shortened
+    longest = long_rows[0][0]
+    split = "" if config.data.too_long == "split" else "DATA_TOO_LONG=split, "
+    lines.append(
+        f"{rows} of {tally.rows_in} rows are too long, and {tally.lost_fraction:.1%} "
+        f"of the trained tokens are lost (data.too_long={config.data.too_long}); "
+        f"set MODEL_MAX_SEQ_LEN={longest}, {split}or raise DATA_MAX_LOST, "
+        f"which is {config.data.max_lost}, to go on without them"
     )
+    raise DataError("\n".join(lines))
 
 
-def _refuse_nothing(sides: Mapping[str, Side]) -> None:
-    for split, side in sides.items():
-        if not any(len(chosen) for chosen in side.chosen):
-            where = {**side.tally.dropped, **side.dropped}
-            told = (
-                ", ".join(f"{reason} {rows}" for reason, rows in where.items()) or "there was none"
-            )
+def _held_out_mask(train: Selection, config: Config) -> np.ndarray:
+    records = train.records()
+    mask = splits.choose_held_out(records, config.data.val_size, config.train.order_seed)
+    if not mask.any() or mask.all():
+        raise DataError(
+            f"{train.names}: {splits.count_rows(records)} usable rows, or all of the same words, "
+            "cannot be split into training and validation; set DATA_VAL_PATH"
+        )
+    return mask
+
+
+def _held_out_selection(train: Selection, mask: np.ndarray) -> Selection:
+    return replace(train, indices=train.indices_where(mask), tallies=())
+
+
+def _without_overlap(
+    train: Selection, evaluated: Selection, split: str, config: Config
+) -> Selection:
+    """Return the training samples without those that are also evaluated on, as data.on_overlap says, which may be to refuse them."""
+    trained_records = train.records()
+    evaluated_records = evaluated.records()
+    found = splits.find_overlap(trained_records, evaluated_records)
+    equal = EqualRows(
+        exact=splits.count_rows(trained_records[found.exact]),
+        normalized=splits.count_rows(trained_records[found.normalized]),
+    )
+    train = replace(train, overlap={**train.overlap, split: equal})
+    if not equal.normalized or config.data.on_overlap == "allow":
+        return train
+    if config.data.on_overlap == "drop":
+        mask = np.zeros(len(trained_records), dtype=bool)
+        mask[found.normalized] = True
+        return train.without(mask, "evaluated_on")
+    lines = []
+    pairs = zip(found.normalized, found.equal_to, strict=True)
+    for trained_index, evaluated_index in list(pairs)[:MAX_LISTED_ROWS]:
+        trained_origin = train.origin(trained_records[trained_index])
+        evaluated_origin = evaluated.origin(evaluated_records[evaluated_index])
+        lines.append(f"{trained_origin} is {evaluated_origin} of the {split} rows")
+    if equal.normalized > MAX_LISTED_ROWS:
+        lines.append(f"... and {equal.normalized - MAX_LISTED_ROWS} more")
+    lines.append(
+        f"{equal.normalized} training rows are {split} rows, too ({equal.exact} to the letter), "
+        "so the scores would be too good; "
+        "set DATA_ON_OVERLAP=drop to train without them, or allow"
+    )
+    raise DataError("\n".join(lines))
+
+
+def _refuse_empty_splits(selections: Mapping[str, Selection]) -> None:
+    for split, selection in selections.items():
+        if not any(len(indices) for indices in selection.indices):
+            reasons = [f"{reason} {rows}" for reason, rows in selection.all_dropped.items()]
             raise DataError(
-                f"{side.names}: no {split} row is left ({told}); make data-check shows where they went"
+                f"{selection.names}: no {split} row is left "
+                f"({', '.join(reasons) or 'there was none'}); "
+                "make data-check shows where they went"
             )
 
 
-def _mixed(train: Side, seed: int) -> tuple[np.ndarray, ...]:
+def _mix(train: Selection, seed: int) -> tuple[np.ndarray, ...]:
+    """Return the indices of an epoch: all of them, or as the weights of the sources say."""
     weights = [source.weight for source in train.sources]
     if None not in weights:
-        return tuple(splits.mixed(train.chosen, weights, seed))
+        return tuple(splits.mix_sources(train.indices, weights, seed))
     if any(weights):
+        unweighted = train.sources[weights.index(None)].name
         raise ConfigError(
-            f"data.train_path: {train.sources[weights.index(None)].name} has no weight and others have one; give one to each, or to none"
+            f"data.train_path: {unweighted} has no weight and others have one; "
+            "give one to each, or to none"
         )
-    return train.chosen
+    return train.indices
 
 
-def _ledger(side: Side) -> dict[str, Any]:
-    """Return the account of a split: rows_in = rows_used + the sum of dropped."""
-    records = side.records()
-    rows, tally = splits.row_count(records), side.tally
-    facts = {
-        **tally.as_json(),
-        "rows_in": tally.rows_in if side.tallies else rows,
-        "rows_used": rows,
-        "samples": len(records),
-        "tokens": int(
-            sum(
-                store.lengths[chosen].sum()
-                for store, chosen in zip(side.stores, side.chosen, strict=True)
-            )
-        ),
-        "trained_tokens": int(records["trained"].sum()),
-        "lost_fraction": round(tally.lost_fraction, 6),
-        "dropped": {**tally.dropped, **side.dropped},
-        "lengths": of_lengths(
-            np.concatenate(
-                [
-                    store.lengths[chosen]
-                    for store, chosen in zip(side.stores, side.chosen, strict=True)
-                ]
-            )
-        ),
-        "duplicates": splits.duplicates(records),
-        "sources": [
-            {"name": source.name, "weight": source.weight, **tally.as_json()}
-            for source, tally in zip(side.sources, side.tallies, strict=False)
-        ],
-    }
-    assert facts["rows_in"] == facts["rows_used"] + sum(facts["dropped"].values()), (
-        f"rows are unaccounted for: {facts}"
+def _build_ledger(
+    selections: Mapping[str, Selection], epoch: Selection, max_seq_len: int
+) -> Ledger:
+    ledgers = {split: _split_ledger(selection) for split, selection in selections.items()}
+    ledgers["train"] = replace(
+        ledgers["train"],
+        overlap=dict(selections["train"].overlap),
+        epoch=_epoch_shares(epoch),
     )
-    return facts
+    return Ledger(ledgers, max_seq_len)
 
 
-def _epoch(train: Side) -> list[dict[str, Any]]:
-    """Return how often each source's samples are trained on in one pass."""
-    total = sum(len(chosen) for chosen in train.chosen)
-    pairs = zip(train.sources, train.chosen, strict=True)
-    return [
-        {"name": source.name, "samples": len(chosen), "share": round(len(chosen) / total, 6)}
-        for source, chosen in pairs
-    ]
+def _split_ledger(selection: Selection) -> SplitLedger:
+    records = selection.records()
+    lengths = selection.lengths()
+    rows = splits.count_rows(records)
+    tally = selection.tally
+    sources = zip(selection.sources, selection.tallies, strict=False)  # held-out rows: no tallies
+    return SplitLedger(
+        rows_in=tally.rows_in if selection.tallies else rows,
+        rows_used=rows,
+        samples=len(records),
+        tokens=int(lengths.sum()),
+        trained_tokens=int(records["trained"].sum()),
+        lost_trained_tokens=tally.lost_trained_tokens,
+        lost_fraction=round(tally.lost_fraction, 6),
+        dropped=selection.all_dropped,
+        shortened=dict(tally.shortened),
+        lengths=LengthPercentiles.of(lengths),
+        duplicates=splits.count_duplicates(records),
+        sources=tuple(
+            SourceLedger(source.name, source.weight, source_tally)
+            for source, source_tally in sources
+        ),
+    )
+
+
+def _epoch_shares(epoch: Selection) -> tuple[EpochShare, ...]:
+    total = sum(len(indices) for indices in epoch.indices)
+    shares = []
+    for source, indices in zip(epoch.sources, epoch.indices, strict=True):
+        share = round(len(indices) / total, 6)
+        shares.append(EpochShare(source.name, len(indices), share))
+    return tuple(shares)

@@ -1,6 +1,6 @@
-"""Where tokenised rows are kept, and under which key: the same rows, tokenizer and policy are tokenised once. Loads no torch.
+"""Where tokenized rows are kept, and under which key: the same rows, tokenizer and policy are tokenized once. Loads no torch.
 
-A key holds the content of the files, never their names or times: a moved file finds its samples, a changed byte does not.
+A key digests the content of the files, not their names or times: a moved file finds its samples, a changed byte does not.
 """
 
 import contextlib
@@ -21,16 +21,17 @@ from sft_play.config.schema import Config
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "meta.json"  # written last into an entry
-LIBRARIES = ("transformers", "tokenizers", "jinja2")  # whose versions may change what a row becomes
+COMPLETE = "meta.json"  # the last file that is written into an entry
+LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 
 
-def root_of(config: Config) -> Path:
+def cache_folder(config: Config) -> Path:
     """Return the folder of the cache."""
-    return Path(config.data.cache_dir or Path(config.train.output_dir) / ".data").resolve()
+    default = Path(config.train.output_dir) / ".data"
+    return Path(config.data.cache_dir or default).resolve()
 
 
-def digest_of_files(paths: Iterable[Path]) -> str:
+def digest_files(paths: Iterable[Path]) -> str:
     """Return the SHA-256 of the contents of files, in their order."""
     total = hashlib.sha256()
     for path in paths:
@@ -39,24 +40,24 @@ def digest_of_files(paths: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def digest_of_tokenizer(tokenizer: Any, template: str) -> str:
-    """Return the SHA-256 of what a tokenizer makes of a text, its special tokens, and the chat template."""
+def digest_tokenizer(tokenizer: Any, template: str) -> str:
+    """Return the SHA-256 of a tokenizer's backend, its special tokens and the chat template."""
     special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
-    return _digest(
-        tokenizer.backend_tokenizer.to_str(), json.dumps(special, sort_keys=True), template
-    )
+    backend = tokenizer.backend_tokenizer.to_str()
+    return _digest(backend, json.dumps(special, sort_keys=True), template)
 
 
-def key_of(content: str, tokenizer: str, policy: Mapping[str, Any]) -> str:
-    """Return the name of an entry: digests of the rows and the tokenizer, what is done with rows, and the code that does it."""
-    return _digest(content, tokenizer, json.dumps(policy, sort_keys=True), _digest_of_code())[:32]
+def entry_key(files_digest: str, tokenizer_digest: str, policy: Mapping[str, Any]) -> str:
+    """Return the name of an entry: a digest of rows, tokenizer, policy and the code of this room."""
+    policy_text = json.dumps(policy, sort_keys=True)
+    return _digest(files_digest, tokenizer_digest, policy_text, _digest_code())[:32]
 
 
-def entry(root: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder of an entry; `build` fills it where it is not there yet.
+def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """Return the folder of an entry; `build` fills it where it does not exist yet.
 
-    Two processes that want the same one at once: the second waits for the first. An entry is built aside and renamed, so
-    that it is complete or absent.
+    If two processes want the same entry at once, the second waits for the first. An entry is built under another name and
+    then renamed, so it is complete or absent.
     """
     folder = root / key
     if (folder / COMPLETE).is_file():
@@ -65,21 +66,21 @@ def entry(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     with _locked(root / f".{key}.lock"):
         if (folder / COMPLETE).is_file():
             return folder
-        aside = root / f".{key}.{secrets.token_hex(4)}"
+        unfinished = root / f".{key}.{secrets.token_hex(4)}"
         try:
-            build(aside)
-            assert (aside / COMPLETE).is_file(), f"{COMPLETE} says that an entry is complete"
-            _sync(aside)
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged one: it is not complete
-            aside.rename(folder)
+            build(unfinished)
+            assert (unfinished / COMPLETE).is_file(), f"{COMPLETE} marks an entry complete"
+            _sync(unfinished)
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged entry without COMPLETE
+            unfinished.rename(folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with this process, however it ends."""
+    """Hold a lock that the system releases when this process ends, however it ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,8 +97,8 @@ def _sync(folder: Path) -> None:
 
 
 @cache
-def _digest_of_code() -> str:
-    """Of this room's sources: whoever changes how rows are rendered need not remember to raise a version."""
+def _digest_code() -> str:
+    """Return a digest of this room's sources, so that no one has to raise a version when rendering changes."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
     return _digest(*(path.read_text(encoding="utf-8") for path in sources), *versions)

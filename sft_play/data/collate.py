@@ -1,12 +1,12 @@
 """Samples to batches: sequences of one or more documents as tensors.
 
-A sequence's documents never see each other, and the first token of each is predicted by nothing.
+The documents of a sequence never see each other, and nothing predicts the first token of each.
 Legend: B sequences of a micro-batch, T tokens of its widest, N documents.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,16 +34,16 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Documents one behind the other: ids (T,) and labels (T,) int64, with the length of each document."""
+    """One or more documents: ids (T,) and labels (T,) int64, and the length of each document."""
 
     ids: np.ndarray
     labels: np.ndarray
     lengths: tuple[int, ...]
-    real_tokens: int  # those of documents that are no fillers
+    real_tokens: int  # of the documents that are no fillers
 
 
 class TrainRows(Dataset[TokenSequence]):
-    """Sequences by the index of their sample, or the indices of several; `~index` (negative) is a sample without loss, a filler."""
+    """Sequences by the index of their sample, or the indices of several; `~index` (negative) is a filler, a sample without loss."""
 
     def __init__(self, samples: Documents):
         self.samples = samples
@@ -52,24 +52,23 @@ class TrainRows(Dataset[TokenSequence]):
         return len(self.samples)
 
     def __getitem__(self, indices: int | Sequence[int]) -> TokenSequence:
-        indices = [indices] if isinstance(indices, int) else indices
-        documents = [self.samples[max(index, ~index)] for index in indices]
-        labels = [
-            _labels(document, is_filler=index < 0)
-            for index, document in zip(indices, documents, strict=True)
-        ]
+        if isinstance(indices, int):
+            indices = [indices]
+        ids: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
+        real_tokens = 0
+        for index in indices:
+            is_filler = index < 0
+            document = self.samples[~index if is_filler else index]
+            ids.append(np.asarray(document.ids, dtype=np.int64))
+            labels.append(_labels_of(document, is_filler))
+            if not is_filler:
+                real_tokens += len(document.labels)
         lengths = tuple(map(len, labels))
-        return TokenSequence(
-            ids=np.concatenate([document.ids for document in documents], dtype=np.int64),
-            labels=np.concatenate(labels),
-            lengths=lengths,
-            real_tokens=sum(
-                length for index, length in zip(indices, lengths, strict=True) if index >= 0
-            ),
-        )
+        return TokenSequence(np.concatenate(ids), np.concatenate(labels), lengths, real_tokens)
 
 
-def _labels(document: Document, is_filler: bool) -> np.ndarray:
+def _labels_of(document: Document, is_filler: bool) -> np.ndarray:
     if is_filler:
         return np.full(len(document.labels), IGNORE_INDEX, dtype=np.int64)
     assert document.labels[0] == IGNORE_INDEX, (
@@ -82,7 +81,7 @@ def _labels(document: Document, is_filler: bool) -> np.ndarray:
 class PadCollator:
     """One document a row, padded on the right: input_ids, attention_mask and labels, each (B, T) int64.
 
-    T is the longest row, and with `max_seq_len` one of the few widths of `padded_width`.
+    T is the longest row; with `max_seq_len`, one of the few widths of `padded_width`.
     """
 
     pad_id: int
@@ -90,31 +89,33 @@ class PadCollator:
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         assert all(len(sequence.lengths) == 1 for sequence in sequences), (
-            "an attention mask keeps no documents apart"
+            "an attention mask does not separate documents"
         )
-        width = _width(sequences, self.max_seq_len)
+        width = _batch_width(sequences, self.max_seq_len)
+        ids = [sequence.ids for sequence in sequences]
         return {
-            "input_ids": _padded([sequence.ids for sequence in sequences], self.pad_id, width),
-            "attention_mask": _padded(
-                [np.ones_like(sequence.ids) for sequence in sequences], 0, width
-            ),
-            "labels": _padded([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
+            "input_ids": _pad(ids, self.pad_id, width),
+            "attention_mask": _pad([np.ones_like(row) for row in ids], 0, width),
+            "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
         }
 
 
 @dataclass(frozen=True)
 class PackCollator:
-    """Documents one behind the other: input_ids, labels and position_ids, each (B, T) int64.
+    """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
-    position_ids begin at 0 in every document, and the padding on the right is a document of its own: this, together with
-    no attention_mask and no key-value cache, is what transformers tells documents apart by. With `varlen`, the boundaries
-    of all documents of the flattened batch come along for flash attention, which by itself finds them in one row alone:
-    cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. There padding is the end of a row's last
-    document, where nothing reads it: a row of one document is then one as a whole, which the fastest kernels can take.
+    position_ids begin at 0 in every document, and the padding on the right counts as a document: from this, without an
+    attention_mask and a key-value cache, transformers tells documents apart. With `varlen`, the batch also has the boundaries of all
+    documents of the flattened batch for flash attention, which by itself finds them only in a batch of one row: cu_seq_lens_q and
+    cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. There the padding belongs to the row's last document, after its end,
+    where nothing attends to it: a row of one document stays one, which the fastest kernels can take.
 
     >>> two = TokenSequence(np.array([5, 6, 7, 8, 9]), np.array([-100, 6, -100, 8, 9]), lengths=(2, 3), real_tokens=5)
-    >>> {name: tensor.tolist() for name, tensor in PackCollator(0, max_seq_len=8)([two]).items()}
-    {'input_ids': [[5, 6, 7, 8, 9, 0, 0, 0]], 'labels': [[-100, 6, -100, 8, 9, -100, -100, -100]], 'position_ids': [[0, 1, 0, 1, 2, 0, 1, 2]]}
+    >>> batch = PackCollator(0, max_seq_len=8)([two])
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    ([[5, 6, 7, 8, 9, 0, 0, 0]], [[0, 1, 0, 1, 2, 0, 1, 2]])
+    >>> batch["labels"].tolist()
+    [[-100, 6, -100, 8, 9, -100, -100, -100]]
     """
 
     pad_id: int
@@ -122,51 +123,62 @@ class PackCollator:
     varlen: bool = False
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
-        width = _width(sequences, self.max_seq_len)
-        lengths = [(*sequence.lengths, width - len(sequence.ids)) for sequence in sequences]
-        documents = [length for row in lengths for length in row if length]  # (N,)
-        positions = np.concatenate([np.arange(length) for length in documents]).reshape(
-            len(sequences), width
-        )
+        width = _batch_width(sequences, self.max_seq_len)
         batch: Batch = {
-            "input_ids": _padded([sequence.ids for sequence in sequences], self.pad_id, width),
-            "labels": _padded([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
-            "position_ids": torch.from_numpy(positions),
+            "input_ids": _pad([sequence.ids for sequence in sequences], self.pad_id, width),
+            "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
+            "position_ids": _position_ids(sequences, width),
         }
         if self.varlen:
-            documents = [
-                length for *before, last, padding in lengths for length in (*before, last + padding)
-            ]  # (N,)
-            boundaries = torch.tensor([0, *np.cumsum(documents)], dtype=torch.int32)
-            batch |= {
-                "cu_seq_lens_q": boundaries,
-                "cu_seq_lens_k": boundaries,
-                "max_length_q": max(documents),
-                "max_length_k": max(documents),
-            }
+            lengths: list[int] = []  # (N,)
+            for sequence in sequences:
+                *others, last = sequence.lengths
+                lengths += [*others, last + width - len(sequence.ids)]
+            boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+            batch["cu_seq_lens_q"] = boundaries
+            batch["cu_seq_lens_k"] = boundaries
+            batch["max_length_q"] = max(lengths)
+            batch["max_length_k"] = max(lengths)
         return batch
 
 
-def labelled(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the labels (B, T) of a batch are predicted, and what: positions (N,) in the flattened (B * T), targets (N,), int64.
+class LabelledPositions(NamedTuple):
+    """Where the labels (B, T) of a batch are predicted, and what is: each (N,) int64."""
 
-    Found here, on the CPU: a GPU that counts them makes its CPU wait for the number.
+    positions: torch.Tensor  # in the flattened (B * T)
+    targets: torch.Tensor
+
+
+def labelled(labels: torch.Tensor) -> LabelledPositions:
+    """Return the positions whose next token has a label, and these labels.
+
+    Computed here, on the CPU: a GPU that counts them makes its CPU wait for the number.
 
     >>> [found.tolist() for found in labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
     [[0, 1, 4], [6, 7, 9]]
     """
-    following = labels[:, 1:]
-    rows, columns = following.ne(IGNORE_INDEX).nonzero(as_tuple=True)
-    return rows * labels.shape[1] + columns, following[rows, columns]
+    next_labels = labels[:, 1:]
+    rows, columns = next_labels.ne(IGNORE_INDEX).nonzero(as_tuple=True)
+    return LabelledPositions(rows * labels.shape[1] + columns, next_labels[rows, columns])
 
 
-def _width(sequences: Sequence[TokenSequence], max_seq_len: int | None) -> int:
+def _position_ids(sequences: Sequence[TokenSequence], width: int) -> torch.Tensor:
+    position_ids = np.zeros((len(sequences), width), dtype=np.int64)  # (B, T)
+    for row, sequence in zip(position_ids, sequences, strict=True):
+        start = 0
+        for length in (*sequence.lengths, width - len(sequence.ids)):
+            row[start : start + length] = np.arange(length)
+            start += length
+    return torch.from_numpy(position_ids)
+
+
+def _batch_width(sequences: Sequence[TokenSequence], max_seq_len: int | None) -> int:
     longest = max(len(sequence.ids) for sequence in sequences)
     return longest if max_seq_len is None else padded_width(longest, max_seq_len)
 
 
-def _padded(arrays: Sequence[np.ndarray], fill: int, width: int) -> torch.Tensor:
-    out = np.full((len(arrays), width), fill, dtype=np.int64)  # (B, T)
-    for row, values in zip(out, arrays, strict=True):
-        row[: len(values)] = values
-    return torch.from_numpy(out)
+def _pad(rows: Sequence[np.ndarray], fill: int, width: int) -> torch.Tensor:
+    padded = np.full((len(rows), width), fill, dtype=np.int64)  # (B, T)
+    for target, values in zip(padded, rows, strict=True):
+        target[: len(values)] = values
+    return torch.from_numpy(padded)

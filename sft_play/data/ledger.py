@@ -1,12 +1,12 @@
-"""Where every row and every trained token went. Plain numbers; loads no torch.
+"""The ledger: what became of every row and every trained token. Plain numbers; loads no torch.
 
-Two identities hold for every source and every split: rows_in = rows_used + the sum of dropped, and trained tokens that were
-there = trained_tokens + lost_trained_tokens.
+Two identities hold for every source and every split: rows_in = rows_used + the sum of dropped, and the trained tokens that the
+rows held = trained_tokens + lost_trained_tokens. `make data-check --json` prints the ledger, and run.json holds it.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +16,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Tally:
-    """Counts of a source's rows; those of its parts add up."""
+    """Counts of rows and tokens, which `add` sums over chunks and sources."""
 
     rows_in: int = 0
     rows_used: int = 0
@@ -25,53 +25,170 @@ class Tally:
     trained_tokens: int = 0
     lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
-    shortened: Counter[str] = field(
-        default_factory=Counter
-    )  # rows that are used in part, by what was done to them
+    shortened: Counter[str] = field(default_factory=Counter)  # rows that are used in part, by how
 
     def add(self, other: "Tally") -> None:
-        """Count the rows of another part of the source, too."""
-        for name, value in vars(other).items():
-            if isinstance(value, Counter):
-                getattr(self, name).update(value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
+        """Add the counts of another chunk or source."""
+        self.rows_in += other.rows_in
+        self.rows_used += other.rows_used
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.trained_tokens += other.trained_tokens
+        self.lost_trained_tokens += other.lost_trained_tokens
+        self.dropped.update(other.dropped)
+        self.shortened.update(other.shortened)
 
     def check(self) -> None:
         """Assert the identity of rows."""
-        assert self.rows_in == self.rows_used + self.dropped.total(), (
-            f"rows are unaccounted for: {self}"
-        )
+        used_or_dropped = self.rows_used + self.dropped.total()
+        assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
 
     @property
     def lost_fraction(self) -> float:
         """Lost trained tokens / trained tokens that the rows held."""
-        return self.lost_trained_tokens / max(1, self.lost_trained_tokens + self.trained_tokens)
+        held = self.trained_tokens + self.lost_trained_tokens
+        return self.lost_trained_tokens / max(1, held)
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts as plain data."""
-        return {
-            name: dict(value) if isinstance(value, Counter) else value
-            for name, value in vars(self).items()
-        }
+        return {**vars(self), "dropped": dict(self.dropped), "shortened": dict(self.shortened)}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         """Return the counts that `as_json` gave."""
-        return cls(
-            **{
-                name: Counter(value) if isinstance(value, dict) else value
-                for name, value in facts.items()
-            }
-        )
+        counters = {name: Counter(facts[name]) for name in ("dropped", "shortened")}
+        return cls(**{**facts, **counters})
 
 
-def of_lengths(lengths: np.ndarray) -> dict[str, int]:
-    """Return percentiles of samples' lengths in tokens: a length that a sample has."""
-    found = (
-        np.percentile(lengths, PERCENTILES, method="higher")
-        if len(lengths)
-        else np.zeros(len(PERCENTILES))
-    )
-    named = {f"p{percent}": int(value) for percent, value in zip(PERCENTILES, found, strict=True)}
-    return {**named, "max": int(lengths.max(initial=0))}
+@dataclass(frozen=True)
+class LengthPercentiles:
+    """Lengths of samples in tokens; each is the length of a sample."""
+
+    p50: int
+    p90: int
+    p99: int
+    max: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> Self:
+        """Return the percentiles of lengths (N,), all 0 where there are none."""
+        if not len(lengths):
+            return cls(0, 0, 0, 0)
+        percentiles = np.percentile(lengths, PERCENTILES, method="higher")
+        return cls(*map(int, percentiles), int(lengths.max()))
+
+
+@dataclass(frozen=True)
+class EqualRows:
+    """Rows that equal other rows: exactly, and by their words; exact ones are among the latter."""
+
+    exact: int
+    normalized: int
+
+    def as_json(self) -> dict[str, int]:
+        return {"exact": self.exact, "normalised": self.normalized}
+
+
+@dataclass(frozen=True)
+class SourceLedger:
+    """What became of the rows of one source."""
+
+    name: str
+    weight: float | None
+    tally: Tally
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "weight": self.weight, **self.tally.as_json()}
+
+
+@dataclass(frozen=True)
+class EpochShare:
+    """How many samples of an epoch come from a source, and which fraction that is."""
+
+    name: str
+    samples: int
+    share: float
+
+
+@dataclass(frozen=True)
+class SplitLedger:
+    """What became of the rows of one split."""
+
+    rows_in: int
+    rows_used: int
+    samples: int
+    tokens: int
+    trained_tokens: int
+    lost_trained_tokens: int
+    lost_fraction: float  # rounded
+    dropped: dict[str, int]  # rows by reason
+    shortened: dict[str, int]
+    lengths: LengthPercentiles
+    duplicates: EqualRows  # rows that repeat an earlier one
+    sources: tuple[SourceLedger, ...]  # none for rows that were held out of another split
+    overlap: dict[str, EqualRows] | None = None  # of training rows, by the split with equal rows
+    epoch: tuple[EpochShare, ...] | None = None  # of training rows
+
+    def __post_init__(self) -> None:
+        used_or_dropped = self.rows_used + sum(self.dropped.values())
+        assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the ledger as plain data."""
+        facts = {
+            **vars(self),
+            "lengths": asdict(self.lengths),
+            "duplicates": self.duplicates.as_json(),
+            "sources": [source.as_json() for source in self.sources],
+        }
+        del facts["overlap"], facts["epoch"]
+        if self.overlap is not None:
+            facts["overlap"] = {split: rows.as_json() for split, rows in self.overlap.items()}
+        if self.epoch is not None:
+            facts["epoch"] = [asdict(share) for share in self.epoch]
+        return facts
+
+
+@dataclass(frozen=True)
+class PaddedTokens:
+    """Tokens of an epoch: real ones, and those that the model computes, with padding and fillers."""
+
+    real: int
+    unpacked: int
+    packed: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What became of all rows of a run, by split."""
+
+    splits: dict[str, SplitLedger]
+    max_seq_len: int
+    padding: PaddedTokens | None = None  # known once the batch size is
+
+    @property
+    def train(self) -> SplitLedger:
+        return self.splits["train"]
+
+    def splits_as_json(self) -> dict[str, Any]:
+        """Return the ledger of each split, as run.json holds them."""
+        return {name: split.as_json() for name, split in self.splits.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the ledger as data-check prints it: the training rows, and all splits under `splits`."""
+        facts = {
+            **self.train.as_json(),
+            "splits": self.splits_as_json(),
+            "max_seq_len": self.max_seq_len,
+        }
+        if self.padding is not None:
+            facts["padding"] = asdict(self.padding)
+        return facts
+
+
+def merge(tallies: Sequence[Tally]) -> Tally:
+    """Return the sum of tallies."""
+    total = Tally()
+    for tally in tallies:
+        total.add(tally)
+    return total

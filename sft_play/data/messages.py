@@ -1,24 +1,24 @@
-"""The turns of a conversation: who says what, in which order, and what of it is refused. Pure.
+"""The messages of a conversation: who says what and in which order, and which are refused. Pure.
 
 Texts are refused where nothing can be learned from them (blank questions and answers) or no tokenizer takes them (half a
-surrogate pair); else they are taken as they stand.
+surrogate pair). All others are taken unchanged.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sft_play.data import strict_json
+from sft_play.data.json_parsing import InvalidJsonError, parse_json
 from sft_play.data.rows import Message
 
-ROLES = {
+ROLES = {  # role in a file: ours
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
-SPEAKERS = {  # `from` of ShareGPT
+SPEAKERS = {  # ShareGPT's `from`: our role
     "system": "system",
     "human": "user",
     "user": "user",
@@ -29,253 +29,274 @@ SPEAKERS = {  # `from` of ShareGPT
     "observation": "tool",
     "function_response": "tool",
 }
-REASONING = ("reasoning_content", "reasoning", "thinking")
-FOLLOWS = {
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+FOLLOWING_ROLES = {
     "system": ("user",),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-VALUE_SHOWN = 60  # characters of a value that an error repeats
+MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 
 
-class NotRowError(ValueError):
+class InvalidRowError(ValueError):
     """Why a record is no row."""
 
 
-def text(value: Any, name: str) -> str:
-    """Return a text that is not blank. Raises NotRowError, which calls it `name`."""
+class MessageList(NamedTuple):
+    """A list of messages in a record, and the name of its column."""
+
+    name: str
+    value: Any
+
+
+def parse_text(value: Any, name: str) -> str:
+    """Return a text that is not blank. Raises InvalidRowError, which calls it `name`."""
     if not isinstance(value, str):
-        raise NotRowError(f"{name} is {shown(value)}, not a text")
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a text")
     if not value or value.isspace():
-        raise NotRowError(f"{name} is empty")
-    return _encodable(value, name)
+        raise InvalidRowError(f"{name} is empty")
+    _check_encodable(value, name)
+    return value
 
 
-def optional_text(value: Any, name: str) -> str | None:
-    """Return a text, None for one that is null or blank. Raises NotRowError."""
-    return (
-        None
-        if value is None or (isinstance(value, str) and not value.strip())
-        else text(value, name)
-    )
+def parse_optional_text(value: Any, name: str) -> str | None:
+    """Return a text, or None where it is null or blank. Raises InvalidRowError."""
+    return None if _is_blank(value) else parse_text(value, name)
 
 
-def shown(value: Any, length: int = VALUE_SHOWN) -> str:
-    """Return a value as JSON has it, shortened; a text as it is."""
-    whole = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    whole = whole.encode("utf-8", "backslashreplace").decode("utf-8")
-    return whole if len(whole) <= length else f"{whole[:length]}..."
+def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
+    """Return a value as JSON, or a text as it is, shortened for an error."""
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
-def turn_list(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return a list of objects, which may be written as a JSON text: a cell of CSV has no other way. Raises NotRowError."""
-    turns = _from_text(value, name) if isinstance(value, str) else value
-    if not isinstance(turns, list) or not turns:
-        raise NotRowError(f"{name} is {shown(turns)}, not a list of turns")
-    for number, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise NotRowError(f"{name}[{number}] is {shown(turn)}, not an object")
-    return turns
-
-
-def function_list(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Return objects that describe or call functions; none where the value is null or blank. Raises NotRowError."""
+def parse_message_list(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return a list of objects, which a CSV cell holds as JSON text. Raises InvalidRowError."""
     if isinstance(value, str):
-        value = _from_text(value, name) if value.strip() else None
-    if not value and (value is None or isinstance(value, list)):
+        value = _parse_json_text(value, name)
+    if not isinstance(value, list) or not value:
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
+    for number, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
+    return value
+
+
+def parse_functions(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+    """Return objects that describe or call functions; none where the value is null or blank. Raises InvalidRowError."""
+    if _is_blank(value):
+        return ()
+    if isinstance(value, str):
+        value = _parse_json_text(value, name)
+    if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise NotRowError(f"{name} is {shown(value)}, not a list of objects")
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of objects")
     try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise NotRowError(f"{name} cannot be written as JSON: {error}") from None
-    _encodable(written, name)
+        raise InvalidRowError(f"{name} cannot be written as JSON: {error}") from None
+    _check_encodable(text, name)
     return tuple(value)
 
 
-def conversation(parts: Sequence[tuple[str, Any]], says_from: bool) -> tuple[Message, ...]:
-    """Return the messages of lists of turns, (name, turns) each, that follow one another. Raises NotRowError, naming the turn."""
+def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple[Message, ...]:
+    """Return the messages of consecutive lists. Raises InvalidRowError, which names the message."""
     messages: list[Message] = []
-    read = _said if says_from else _message
-    for name, value in parts:
-        for number, turn in enumerate(turn_list(value, name)):
+    names: list[str] = []
+    parse = _parse_sharegpt_message if is_sharegpt else _parse_message
+    for name, value in lists:
+        for number, record in enumerate(parse_message_list(value, name)):
+            names.append(f"{name}[{number}]")
             try:
-                messages.append(read(turn))
-            except NotRowError as error:
-                raise NotRowError(f"{name}[{number}]{error}") from None
-    fault = _fault_of_order(messages, calls_in_text=says_from)
-    if fault:
-        names = [
-            f"{name}[{number}]"
-            for name, value in parts
-            for number in range(len(turn_list(value, name)))
-        ]
-        raise NotRowError(f"{names[fault[0]]}{fault[1]}")
+                messages.append(parse(record))
+            except InvalidRowError as error:
+                raise InvalidRowError(f"{names[-1]}{error}") from None
+    _check_order(messages, names, allows_calls_in_text=is_sharegpt)
     return tuple(messages)
 
 
-# What follows calls the turn "", so that a reason begins with its name whatever that is.
+# The functions below leave out the name of the message: their reasons continue it, as in
+# "messages[3]" + ".content is empty".
 
 
-def _message(turn: dict[str, Any]) -> Message:
-    role = turn.get("role")
+def _parse_message(record: dict[str, Any]) -> Message:
+    role = record.get("role")
     if role is None:
-        raise NotRowError(
-            f" is not an object with role and content; its keys are {', '.join(turn) or 'none'}"
-        )
+        keys = ", ".join(record) or "none"
+        raise InvalidRowError(f" is not an object with role and content; its keys are {keys}")
     if not isinstance(role, str) or role not in ROLES:
-        raise NotRowError(f" has the role {shown(role)!r}; roles are {', '.join(ROLES)}")
-    return _made(ROLES[role], turn, turn.get("content"), ".content")
+        raise InvalidRowError(f" has the role {shorten(role)!r}; roles are {', '.join(ROLES)}")
+    return _build_message(ROLES[role], record, record.get("content"), ".content")
 
 
-def _said(turn: dict[str, Any]) -> Message:
-    speaker = turn.get("from")
+def _parse_sharegpt_message(record: dict[str, Any]) -> Message:
+    speaker = record.get("from")
     if speaker is None:
-        raise NotRowError(
-            f" is not an object with from and value; its keys are {', '.join(turn) or 'none'}"
-        )
+        keys = ", ".join(record) or "none"
+        raise InvalidRowError(f" is not an object with from and value; its keys are {keys}")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise NotRowError(f" is from {shown(speaker)!r}; turns are from {', '.join(SPEAKERS)}")
-    value = turn.get("value")
-    if speaker != "function_call":
-        return _made(SPEAKERS[speaker], turn, value, ".value")
-    called = _from_text(value, ".value") if isinstance(value, str) else value
-    calls = _calls(called if isinstance(called, list) else [called], ".value")
-    if not calls:
-        raise NotRowError(".value calls no function")
-    return Message("assistant", "", _reasoning(turn), calls)
-
-
-def _made(role: str, turn: dict[str, Any], content: Any, name: str) -> Message:
-    """Return the message of a turn whose content is called `name`."""
-    if isinstance(content, list):
-        content = _joined(content, name)
-    if role == "user":
-        return Message(role, text(content, name))
-    if role == "assistant":
-        calls = _calls(turn.get("tool_calls"), ".tool_calls")
-        is_blank = content is None or (isinstance(content, str) and not content.strip())
-        return Message(
-            role,
-            content or "" if calls and is_blank else text(content, name),
-            _reasoning(turn),
-            calls,
+        raise InvalidRowError(
+            f" is from {shorten(speaker)!r}; turns are from {', '.join(SPEAKERS)}"
         )
+    value = record.get("value")
+    if speaker != "function_call":
+        return _build_message(SPEAKERS[speaker], record, value, ".value")
+    if isinstance(value, str):
+        value = _parse_json_text(value, ".value")
+    calls = _parse_calls(value if isinstance(value, list) else [value], ".value")
+    if not calls:
+        raise InvalidRowError(".value calls no function")
+    return Message("assistant", "", _find_reasoning(record), calls)
+
+
+def _build_message(role: str, record: dict[str, Any], content: Any, name: str) -> Message:
+    """Return the message of a record whose content is called `name`."""
+    if isinstance(content, list):
+        content = _join_parts(content, name)
+    if role == "user":
+        return Message(role, parse_text(content, name))
+    if role == "assistant":
+        return _build_answer(record, content, name)
     if not isinstance(content, str):
-        raise NotRowError(f"{name} is {shown(content)}, not a text")
-    _encodable(content, name)  # blank is fine: a function may return nothing
+        raise InvalidRowError(f"{name} is {shorten(content)}, not a text")
+    _check_encodable(content, name)  # blank is fine: a function may return nothing
     if role == "system":
         return Message(role, content)
     return Message(
         role,
         content,
-        name=optional_text(turn.get("name"), ".name"),
-        tool_call_id=optional_text(turn.get("tool_call_id"), ".tool_call_id"),
+        name=parse_optional_text(record.get("name"), ".name"),
+        tool_call_id=parse_optional_text(record.get("tool_call_id"), ".tool_call_id"),
     )
 
 
-def _joined(parts: list[Any], name: str) -> str:
+def _build_answer(record: dict[str, Any], content: Any, name: str) -> Message:
+    calls = _parse_calls(record.get("tool_calls"), ".tool_calls")
+    if calls and _is_blank(content):
+        content = content or ""
+    else:
+        content = parse_text(content, name)
+    return Message("assistant", content, _find_reasoning(record), calls)
+
+
+def _join_parts(parts: list[Any], name: str) -> str:
     """Return the text of a content that is given in parts."""
     texts = []
     for number, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise NotRowError(
-                f"{name}[{number}] is {shown(part)}; models here take text, as {{'type': 'text', 'text': '...'}}"
+            raise InvalidRowError(
+                f"{name}[{number}] is {shorten(part)}; "
+                "models here take text, as {'type': 'text', 'text': '...'}"
             )
-        texts.append(part.get("text"))
-        if not isinstance(texts[-1], str):
-            raise NotRowError(f"{name}[{number}].text is {shown(texts[-1])}, not a text")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRowError(f"{name}[{number}].text is {shorten(text)}, not a text")
+        texts.append(text)
     return "".join(texts)
 
 
-def _reasoning(turn: dict[str, Any]) -> str | None:
-    for key in REASONING:
-        if turn.get(key) is not None:
-            return optional_text(turn[key], f".{key}")
+def _find_reasoning(record: dict[str, Any]) -> str | None:
+    for key in REASONING_KEYS:
+        if record.get(key) is not None:
+            return parse_optional_text(record[key], f".{key}")
     return None
 
 
-def _calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Return calls as {"type": "function", "function": {"name", "arguments"}}, arguments as an object, which chat templates expect."""
+def _parse_calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+    """Return calls of functions as {"type": "function", "function": {"name", "arguments"}}.
+
+    Arguments become an object, which chat templates expect.
+    """
     if value is None:
         return ()
-    return tuple(
-        _call(call, f"{name}[{number}]") for number, call in enumerate(function_list(value, name))
-    )
+    calls = parse_functions(value, name)
+    return tuple(_parse_call(call, f"{name}[{number}]") for number, call in enumerate(calls))
 
 
-def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
+def _parse_call(call: dict[str, Any], name: str) -> dict[str, Any]:
     function = call.get("function", call)
-    if (
-        not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-        or not function["name"].strip()
-    ):
-        raise NotRowError(
-            f"{name} names no function; a call is {{'function': {{'name': ..., 'arguments': {{...}}}}}}"
+    has_name = (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and function["name"].strip()
+    )
+    if not has_name:
+        raise InvalidRowError(
+            f"{name} names no function; "
+            "a call is {'function': {'name': ..., 'arguments': {...}}}"
         )
     arguments = function.get("arguments")
+    if _is_blank(arguments):
+        arguments = {}
     if isinstance(arguments, str):
-        arguments = _from_text(arguments, f"{name}.arguments") if arguments.strip() else {}
-    arguments = {} if arguments is None else arguments
+        arguments = _parse_json_text(arguments, f"{name}.arguments")
+        arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise NotRowError(f"{name}.arguments is {shown(arguments)}, not an object")
-    outer = {} if function is call else call
-    return {**outer, "type": "function", "function": {**function, "arguments": arguments}}
+        raise InvalidRowError(f"{name}.arguments is {shorten(arguments)}, not an object")
+    call_fields = {} if function is call else call
+    return {**call_fields, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _fault_of_order(messages: Sequence[Message], calls_in_text: bool) -> tuple[int, str] | None:
-    """Return the first turn that cannot stand where it does, and why; None if all can and the last is the assistant's.
+def _check_order(
+    messages: Sequence[Message], names: Sequence[str], allows_calls_in_text: bool
+) -> None:
+    """Raise InvalidRowError for the first message that cannot stand where it does, or if the last is not the assistant's.
 
-    A tool answers calls. ShareGPT files may write those into the answer's text, where they cannot be seen.
+    A tool's answer needs a call before it. ShareGPT files may hold calls in an answer's text, where they cannot be recognised.
     """
-    before: Message | None = None
-    for number, message in enumerate(messages):
-        role = message.role
-        if role not in (FOLLOWS[before.role] if before else ("system", "user")):
-            return number, _why_not(role, before)
-        if (
-            role == "tool"
-            and before
-            and before.role == "assistant"
-            and not before.tool_calls
-            and not calls_in_text
-        ):
-            return number, " is a tool's answer, and the turn before it calls no tool"
-        before = message
-    if before is None or before.role != "assistant":
-        return (
-            len(messages) - 1,
-            f", the last turn, is the {messages[-1].role}'s; a row ends with an answer of the assistant",
+    previous: Message | None = None
+    for message, name in zip(messages, names, strict=True):
+        allowed = FOLLOWING_ROLES[previous.role] if previous else ("system", "user")
+        if message.role not in allowed:
+            raise InvalidRowError(f"{name}{_reason_for_order(message.role, previous)}")
+        is_first_tool = message.role == "tool" and previous and previous.role == "assistant"
+        if is_first_tool and not previous.tool_calls and not allows_calls_in_text:
+            raise InvalidRowError(
+                f"{name} is a tool's answer, and the turn before it calls no tool"
+            )
+        previous = message
+    if previous is None or previous.role != "assistant":
+        raise InvalidRowError(
+            f"{names[-1]}, the last turn, is the {messages[-1].role}'s; "
+            "a row ends with an answer of the assistant"
         )
-    return None
 
 
-def _why_not(role: str, before: Message | None) -> str:
+def _reason_for_order(role: str, previous: Message | None) -> str:
     if role == "system":
         return " is a system message; it stands first, and once"
-    if before is None:
+    if previous is None:
         return f" is the {role}'s; a conversation begins with the user, or with a system message"
-    return f" is the {role}'s; behind a turn of role {before.role} comes {' or '.join(FOLLOWS[before.role])}"
+    following = " or ".join(FOLLOWING_ROLES[previous.role])
+    return f" is the {role}'s; behind a turn of role {previous.role} comes {following}"
 
 
-def _from_text(value: str, name: str) -> Any:
+def _is_blank(value: Any) -> bool:
+    """Return whether a value is null or a text without a visible character."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _parse_json_text(text: str, name: str) -> Any:
     try:
-        return strict_json.load(value)
-    except strict_json.NotJsonError as error:
-        raise NotRowError(f"{name} is a text that is no JSON ({error}): {shown(value)}") from None
+        return parse_json(text)
+    except InvalidJsonError as error:
+        raise InvalidRowError(
+            f"{name} is a text that is no JSON ({error}): {shorten(text)}"
+        ) from None
 
 
-def _encodable(value: str, name: str) -> str:
-    if not value.isascii():
+def _check_encodable(text: str, name: str) -> None:
+    if not text.isascii():
         try:
-            value.encode("utf-8")
+            text.encode("utf-8")
         except UnicodeEncodeError:
-            raise NotRowError(
+            raise InvalidRowError(
                 f"{name} holds half of a surrogate pair, which is no character"
             ) from None
-    if "\0" in value:
-        raise NotRowError(f"{name} holds a NUL character, which belongs to no text")
-    return value
+    if "\0" in text:
+        raise InvalidRowError(f"{name} holds a NUL character, which belongs to no text")

@@ -1,84 +1,76 @@
-"""The order of an epoch: which samples make a step, and which of them a rank runs together.
+"""The order of an epoch: which samples an optimizer step holds, and which of them a rank runs together.
 
-A step holds the same samples for any batch size, number of ranks, packed or not; these decide its speed alone.
+A step holds the same samples for any batch size and any number of ranks, packed or not; these change only its speed.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from sft_play.data.ledger import PaddedTokens
 from sft_play.data.packing import pack, padded_width
 from sft_play.plan.layout import Layout
 
-MicroBatch = list[
-    list[int]
-]  # sequences, each the indices of its samples; `~index` (negative) is a filler, which carries no loss
-
-
-@dataclass(frozen=True)
-class PaddedTokens:
-    """Tokens of an epoch: real ones, and those that the model computes, padding and fillers included."""
-
-    real: int
-    unpacked: int
-    packed: int
+# Sequences, each a list of sample indices. `~index` (negative) is a filler, which carries no loss.
+MicroBatch = list[list[int]]
 
 
 class StepSampler(Sampler[MicroBatch]):
     """The micro-batches of an epoch in global order: micro-batch k belongs to rank k % world_size.
 
-    Samples are shuffled by seed and epoch and cut into optimizer steps; what is yielded is a function of these alone, so that
-    a resumed run skips what it has trained. Every rank runs equally many micro-batches a step and no sample counts twice:
-    what is missing are fillers. The micro-batches that the ranks run at the same time are of similar length.
+    Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on nothing else, so a resumed run skips
+    what it has trained. Every rank runs the same number of micro-batches in a step and no sample counts twice: fillers take the
+    places that are left. Micro-batches that the ranks run at the same time have similar lengths.
     """
 
-    batch_size = None  # accelerate asks; micro-batches of a packed run differ in it
+    batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
     drop_last = False
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int):
         self.lengths = np.asarray(lengths).tolist()
-        self.seed, self.epoch = seed, 0
-        self.layout = layout  # another cuts the same samples' steps in another way from then on, while `effective_batch` is the same
-        self.shortest = min(
-            range(len(self.lengths)), key=self.lengths.__getitem__
-        )  # the filler that costs least
+        self.seed = seed
+        self.epoch = 0
+        self.layout = layout  # may be replaced by another with the same `rows_per_step`
+        shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
+        self.filler = ~shortest  # the cheapest one
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return (
-            -(-len(self.lengths) // self.layout.rows_per_step)
-            * self.layout.micro_batches
-            * self.layout.world_size
-        )
+        optimizer_steps = -(-len(self.lengths) // self.layout.rows_per_step)
+        return optimizer_steps * self.layout.micro_batches * self.layout.world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for samples in steps(len(self.lengths), self.layout.rows_per_step, self.seed, self.epoch):
-            yield from self._packed(samples) if self.layout.is_packed else self._unpacked(samples)
+        samples_of_steps = steps(
+            len(self.lengths), self.layout.rows_per_step, self.seed, self.epoch
+        )
+        for samples in samples_of_steps:
+            if self.layout.is_packed:
+                yield from self._packed(samples)
+            else:
+                yield from self._unpacked(samples)
 
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
-        """Longest first, so that a micro-batch holds samples of similar length."""
+        """Yield the longest samples first, so that a micro-batch holds samples of similar length."""
         size = self.layout.batch_size
-        samples = sorted(samples, key=self.lengths.__getitem__, reverse=True) + [~self.shortest] * (
-            self.layout.rows_per_step - len(samples)
-        )
-        for start in range(0, len(samples), size):
-            yield [[index] for index in samples[start : start + size]]
+        ordered = sorted(samples, key=self.lengths.__getitem__, reverse=True)
+        ordered += [self.filler] * (self.layout.rows_per_step - len(samples))
+        for start in range(0, len(ordered), size):
+            yield [[index] for index in ordered[start : start + size]]
 
-    def _packed(self, samples: list[int]) -> list[MicroBatch]:
-        bins = self.layout.micro_batches * self.layout.world_size
+    def _packed(self, samples: list[int]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches with the most tokens first."""
+        micro_batches = self.layout.micro_batches * self.layout.world_size
+        max_sequences = micro_batches * self.layout.sequences
         lengths = [self.lengths[index] for index in samples]
-        sequences = pack_shortest(lengths, bins * self.layout.sequences, self.layout.max_seq_len)
-        tokens = [sum(lengths[i] for i in sequence) for sequence in sequences]
-        dealt = _deal(tokens, bins, self.layout.sequences)
-        return [
-            [[samples[i] for i in sequences[number]] for number in one] or [[~self.shortest]]
-            for one in dealt
-        ]
+        packed = pack_shortest(lengths, max_sequences, self.layout.max_seq_len)
+        sequences = [[samples[position] for position in positions] for positions in packed]
+        tokens = [sum(self.lengths[index] for index in sequence) for sequence in sequences]
+        for numbers in _distribute(tokens, micro_batches, self.layout.sequences):
+            yield [sequences[number] for number in numbers] or [[self.filler]]
 
 
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
@@ -94,11 +86,12 @@ def fullest_step(
 ) -> int:
     """Return how many sequences of `max_seq_len` tokens suffice for every packed step of `epochs` epochs."""
     lengths = np.asarray(lengths).tolist()
-    return max(
-        len(pack([lengths[index] for index in samples], layout.max_seq_len))
-        for epoch in range(epochs)
-        for samples in steps(len(lengths), layout.rows_per_step, seed, epoch)
-    )
+    fullest = 0
+    for epoch in range(epochs):
+        for samples in steps(len(lengths), layout.rows_per_step, seed, epoch):
+            sequences = pack([lengths[index] for index in samples], layout.max_seq_len)
+            fullest = max(fullest, len(sequences))
+    return fullest
 
 
 def padding(
@@ -106,50 +99,56 @@ def padding(
 ) -> PaddedTokens:
     """Return what the first epoch computes for its tokens under two layouts."""
     return PaddedTokens(
-        int(np.sum(lengths)),
-        *(_computed(StepSampler(lengths, layout, seed)) for layout in (unpacked, packed)),
+        real=int(np.sum(lengths)),
+        unpacked=_computed_tokens(StepSampler(lengths, unpacked, seed)),
+        packed=_computed_tokens(StepSampler(lengths, packed, seed)),
     )
 
 
-def _computed(order: StepSampler) -> int:
-    """Tokens of all micro-batches of an epoch at the width that the collators pad to."""
-    lengths = order.lengths
-
-    def width(micro_batch: MicroBatch) -> int:
-        longest = max(
-            sum(lengths[max(index, ~index)] for index in sequence) for sequence in micro_batch
-        )
-        return padded_width(longest, order.layout.max_seq_len)
-
-    return sum(len(micro_batch) * width(micro_batch) for micro_batch in order)
+def _computed_tokens(sampler: StepSampler) -> int:
+    """Return the tokens of all micro-batches of an epoch, at the width to which the collators pad."""
+    total = 0
+    for micro_batch in sampler:
+        longest = max(_sequence_tokens(sequence, sampler.lengths) for sequence in micro_batch)
+        total += len(micro_batch) * padded_width(longest, sampler.layout.max_seq_len)
+    return total
 
 
-def pack_shortest(lengths: Sequence[int], most: int, max_seq_len: int) -> list[list[int]]:
-    """Pack into at most `most` sequences that are as short as that allows.
+def _sequence_tokens(sequence: list[int], lengths: list[int]) -> int:
+    return sum(lengths[max(index, ~index)] for index in sequence)
 
-    Short ones spread over the ranks, and cost less attention where it is computed over whole sequences. Where `max_seq_len`
-    is too short for it, there are more than `most`.
+
+def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) -> list[list[int]]:
+    """Pack into at most `max_sequences` sequences that are as short as that number allows.
+
+    Short sequences spread better over the ranks, and cost less where attention is computed over whole sequences. There are more
+    than `max_sequences` where `max_seq_len` is too short for it.
     """
-    capacity = max(padded_width(max(lengths), max_seq_len), -(-sum(lengths) // most))
+    mean_tokens = -(-sum(lengths) // max_sequences)
+    capacity = max(padded_width(max(lengths), max_seq_len), mean_tokens)
     while capacity < max_seq_len:
         sequences = pack(lengths, capacity)
-        if len(sequences) <= most:
+        if len(sequences) <= max_sequences:
             return sequences
-        capacity += max(8, capacity // 64)  # by so much do the ranks' tokens differ
+        capacity += max(8, capacity // 64)  # the ranks' tokens may differ by as much
     return pack(lengths, max_seq_len)
 
 
-def _deal(tokens: Sequence[int], bins: int, room: int) -> list[list[int]]:
-    """Deal sequences to `bins` of at most `room` each, the longest first to the bin with the fewest tokens; return bins by tokens, most first."""
-    assert len(tokens) <= bins * room, (
-        f"{len(tokens)} sequences for {bins} micro-batches of {room}: count them with fullest_step"
+def _distribute(tokens: Sequence[int], micro_batches: int, max_sequences: int) -> list[list[int]]:
+    """Distribute sequences over micro-batches, the longest first to the micro-batch with the fewest tokens.
+
+    Return the sequence numbers of each micro-batch, the one with the most tokens first.
+    """
+    assert len(tokens) <= micro_batches * max_sequences, (
+        f"{len(tokens)} sequences for {micro_batches} micro-batches of {max_sequences}: "
+        "count them with fullest_step"
     )
-    dealt: list[list[int]] = [[] for _ in range(bins)]
-    filled = [0] * bins
+    sequences: list[list[int]] = [[] for _ in range(micro_batches)]
+    filled_tokens = [0] * micro_batches
     for number in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
-        least = min(
-            (bin_ for bin_ in range(bins) if len(dealt[bin_]) < room), key=filled.__getitem__
-        )
-        dealt[least].append(number)
-        filled[least] += tokens[number]
-    return [dealt[bin_] for bin_ in sorted(range(bins), key=filled.__getitem__, reverse=True)]
+        with_room = [k for k in range(micro_batches) if len(sequences[k]) < max_sequences]
+        emptiest = min(with_room, key=filled_tokens.__getitem__)
+        sequences[emptiest].append(number)
+        filled_tokens[emptiest] += tokens[number]
+    by_tokens = sorted(range(micro_batches), key=filled_tokens.__getitem__, reverse=True)
+    return [sequences[k] for k in by_tokens]

@@ -1,15 +1,16 @@
 """`make preview` as a page: one HTML file that loads nothing, runs nothing, and reads in light and dark. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
-from typing import Any
 
-from sft_play.data.check import Table, padding_lines, source_tables, split_table
-from sft_play.data.preview import Document, Shown, Span, counts, visible
+from sft_play.data.ledger import Ledger
+from sft_play.data.ledger_tables import Table, padding_lines, source_tables, split_table
+from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
+from sft_play.data.preview_text import make_visible
 
-# The policy makes a row that holds markup inert a second time, should escaping ever miss one.
+# The content security policy keeps markup in a row harmless even if it were not escaped.
 HEAD = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -59,81 +60,101 @@ u.blanks { font-family: ui-monospace, monospace; white-space: pre-wrap; backgrou
 """
 
 LEGEND = (
-    "<p>Shown as <mark>trained</mark> is what carries loss, the stop token included; the rest is context. Every token has a shade of its own, its "
-    'place and id under the pointer; <i class="special">special</i> tokens are labels; <u class="line"></u> is a line feed, '
+    "<p>Shown as <mark>trained</mark> is what carries loss, the stop token included; the rest is "
+    "context. Every token has a shade of its own, its place and id under the pointer; "
+    '<i class="special">special</i> tokens are labels; <u class="line"></u> is a line feed, '
     '<u class="blanks">   </u> are blanks that would be missed.</p>'
 )
 
 
-def page(facts: Mapping[str, str], ledger: Mapping[str, Any], sequences: Sequence[Shown]) -> str:
+def render_page(
+    facts: Mapping[str, str], ledger: Ledger, sequences: Sequence[PreviewSequence]
+) -> str:
     """Return the page: facts on the run, its ledger, and the sequences token by token."""
-    about = " · ".join(
-        f"{escape(visible(name))} {escape(visible(value))}" for name, value in facts.items()
-    )
-    tables = "".join(map(_table, [split_table(ledger), *source_tables(ledger)]))
-    padding = "".join(f"<p>{escape(line)}</p>\n" for line in padding_lines(ledger))
-    body = "".join(map(_sequence, sequences))
-    return (
-        f"{HEAD}<title>Preview of {escape(visible(next(iter(facts.values()), '')))}</title>\n<style>{STYLE}</style>\n<h1>What the model sees</h1>\n"
-        + (f'<p class="facts">{about}</p>\n{tables}{padding}{LEGEND}\n{body}</html>\n')
-    )
-
-
-def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.headings)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        + "</tr>\n"
-        for name, *cells in table.lines
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n'
-
-
-def _sequence(sequence: Shown) -> str:
-    documents = sequence.documents
+    title = _text(next(iter(facts.values()), ""))
+    about = " · ".join(f"{_text(name)} {_text(value)}" for name, value in facts.items())
     parts = [
-        (f"<h3>document {number}: {_named(document)}</h3>\n" if len(documents) > 1 else "")
-        + _document(document)
-        for number, document in enumerate(documents, 1)
+        f"{HEAD}<title>Preview of {title}</title>\n<style>{STYLE}</style>\n",
+        "<h1>What the model sees</h1>\n",
+        f'<p class="facts">{about}</p>\n',
+        *map(_table_html, [split_table(ledger), *source_tables(ledger)]),
+        *(f"<p>{escape(line)}</p>\n" for line in padding_lines(ledger)),
+        f"{LEGEND}\n",
+        *map(_sequence_html, sequences),
+        "</html>\n",
     ]
-    title = (
-        _named(documents[0])
-        if len(documents) == 1
-        else f"{len(documents)} documents · {counts(documents)}"
+    return "".join(parts)
+
+
+def span_html(span: TokenSpan) -> str:
+    """Return a span as an element whose text is the span's; the style sheet marks line feeds and whitespace."""
+    last = span.index + len(span.ids) - 1
+    where = f"tokens {span.index} to {last}, ids"
+    if last == span.index:
+        where = f"token {span.index}, id"
+    special = ' class="special"' if span.is_special else ""
+    ids = ", ".join(map(str, span.ids))
+    return f'<i{special} title="{where} {ids}">{_span_text(span.text)}</i>'
+
+
+def _text(text: str) -> str:
+    return escape(make_visible(text))
+
+
+def _table_html(table: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.headings)
+    body = "".join(map(_line_html, table.lines))
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}</tbody></table></div>\n"
     )
-    told = f'<h2>{sequence.split} · {title}</h2>\n<p class="facts">{escape(", ".join(sequence.reasons))}</p>\n'
-    return f'<section>\n{told}<div class="sequence">\n{"".join(parts)}</div>\n</section>\n'
 
 
-def _named(document: Document) -> str:
-    return f"{escape(visible(document.place))} · {counts([document])}"
+def _line_html(line: Sequence[str]) -> str:
+    name, *cells = line
+    cells_html = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(name)}</th>{cells_html}</tr>\n'
 
 
-def _document(document: Document) -> str:
-    note = f'<p class="note">{escape(document.note)}</p>\n' if document.note else ""
-    runs = groupby(document.spans, key=lambda span: span.is_trained)
-    text = "".join(
-        f"<mark>{_run(run)}</mark>" if is_trained else _run(run) for is_trained, run in runs
+def _sequence_html(sequence: PreviewSequence) -> str:
+    documents = sequence.documents
+    if len(documents) == 1:
+        title = _document_title(documents[0])
+        body = _document_html(documents[0])
+    else:
+        title = f"{len(documents)} documents · {counts(documents)}"
+        body = ""
+        for number, document in enumerate(documents, 1):
+            body += f"<h3>document {number}: {_document_title(document)}</h3>\n"
+            body += _document_html(document)
+    reasons = escape(", ".join(sequence.reasons))
+    return (
+        f"<section>\n<h2>{sequence.split} · {title}</h2>\n"
+        f'<p class="facts">{reasons}</p>\n'
+        f'<div class="sequence">\n{body}</div>\n</section>\n'
     )
-    return f"{note}<pre>{text}</pre>\n"
 
 
-def _run(spans: Any) -> str:
+def _document_title(document: PreviewDocument) -> str:
+    return f"{_text(document.origin)} · {counts([document])}"
+
+
+def _document_html(document: PreviewDocument) -> str:
+    html = ""
+    if document.note:
+        html += f'<p class="note">{escape(document.note)}</p>\n'
+    html += "<pre>"
+    for is_trained, run in groupby(document.spans, key=lambda span: span.is_trained):
+        spans = _spans_html(run)
+        html += f"<mark>{spans}</mark>" if is_trained else spans
+    return html + "</pre>\n"
+
+
+def _spans_html(spans: Iterable[TokenSpan]) -> str:
     return "".join(map(span_html, spans))
 
 
-def span_html(span: Span) -> str:
-    """Return a span as an element whose text is that of the span; marks for line feeds and blanks are the style sheet's."""
-    last = span.index + len(span.ids) - 1
-    where = (
-        f"token {span.index}, id" if last == span.index else f"tokens {span.index} to {last}, ids"
-    )
-    special = ' class="special"' if span.is_special else ""
-    return f'<i{special} title="{where} {", ".join(map(str, span.ids))}">{_html(span.text)}</i>'
-
-
-def _html(text: str) -> str:
-    text = re.sub("⟨U\\+[0-9A-F]+⟩", r"<u>\g<0></u>", escape(visible(text)))
-    text = re.sub(r"^ +$| {2,}| +(?=\n)", r'<u class="blanks">\g<0></u>', text)
-    return text.replace("\t", '<u class="tab">\t</u>').replace("\n", '<u class="line"></u>\n')
+def _span_text(text: str) -> str:
+    html = re.sub("⟨U\\+[0-9A-F]+⟩", r"<u>\g<0></u>", _text(text))
+    html = re.sub(r"^ +$| {2,}| +(?=\n)", r'<u class="blanks">\g<0></u>', html)
+    return html.replace("\t", '<u class="tab">\t</u>').replace("\n", '<u class="line"></u>\n')

@@ -1,31 +1,33 @@
 """Rows to token ids and labels, through the tokenizer's own chat template, for training and for use alike. Loads no torch.
 
-Nothing is believed of a template: what of a text is trained is found by `answers`, and here proven on the tokens. Training
-equals use: the ids before an answer are those that `render_prompt` gives the model when it is to answer.
+No template is trusted: `training_text` finds what is trained in a text, and this module proves it on the tokens. Training equals
+use: the ids before an answer are those that `render_prompt` gives the model when it is to answer.
 Legend: T tokens of one sample.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
-from sft_play.data.answers import Answer, AnswerFinder, Draft
+from sft_play.data.generation_marks import TokenSpan, check_generation_marks, marks_equal_answers
 from sft_play.data.rows import Message, Row
 from sft_play.data.templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
     RenderError,
     stop_ids,
+    template_messages,
     template_of,
-    turns_of,
 )
+from sft_play.data.training_text import AnswerSpan, TrainingText, TrainingTextBuilder
 
 __all__ = [
     "DEFAULT_TEMPLATE",
     "IGNORE_INDEX",
     "RenderError",
-    "Rendered",
+    "RenderedSample",
     "Renderer",
     "render_prompt",
     "stop_ids",
@@ -33,18 +35,17 @@ __all__ = [
 ]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
-SEAM_CHARACTERS = 64  # looked back from the end of a prompt for a token that texts are split at; then 16 times as far
+TAIL_CHARACTERS = 64  # searched first for the last added token of a prompt; then 16 times as many
+MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedSample:
     """One sequence as the model sees it: ids (T,) and labels (T,), IGNORE_INDEX where no loss."""
 
     ids: list[int]
     labels: list[int]
-    answer_start: int = (
-        0  # where the last answer begins, behind its prompt; 0: no prompt, as in plain text
-    )
+    answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
 
     @property
     def trained_tokens(self) -> int:
@@ -52,254 +53,215 @@ class Rendered:
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokenised:
-    """A draft's tokens, and for each of its answers the end of its prompt, and which token that begins at."""
+class PromptTail(NamedTuple):
+    """The end of a prompt, which is tokenized alone to prove that the prompt's ids begin the sample's."""
 
-    draft: Draft
+    first_token: int  # at which the tail begins, in the tokens of the whole text
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizedText:
+    """A training text, its ids, and the prompt tail of each of its answers."""
+
+    text: TrainingText
     ids: list[int]
-    seams: list[tuple[int, str]]
+    tails: list[PromptTail]
 
 
 class Renderer:
-    """Rows to samples, a batch at a time; what belongs to the tokenizer is found once."""
+    """Renders rows to samples, a batch at a time; everything that depends on the tokenizer alone is computed once."""
 
     def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
-        self._finder = AnswerFinder(tokenizer, train_on)
+        self._texts = TrainingTextBuilder(tokenizer, train_on)
         self._tokenizer = tokenizer.backend_tokenizer
-        self._tokenizer.no_truncation()  # what an earlier user of the tokenizer left set
+        self._tokenizer.no_truncation()  # an earlier user of the tokenizer may have set them
         self._tokenizer.no_padding()
-        self._stops, self._bos, self._eos = (
-            stop_ids(tokenizer),
-            tokenizer.bos_token_id,
-            tokenizer.eos_token_id,
-        )
-        self._splitting = {
-            token.content: number
-            for number, token in tokenizer.added_tokens_decoder.items()
+        self._stop_ids = stop_ids(tokenizer)
+        self._bos = tokenizer.bos_token_id
+        self._eos = tokenizer.eos_token_id
+        self._added_tokens = {
+            token.content: token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip()
         }
-        self._splits = re.compile(
-            "|".join(map(re.escape, sorted(self._splitting, key=len, reverse=True)))
-        )
-        with_special, without = (
-            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False)
-        )
-        self._text_begins = (
-            with_special[:1] if with_special[:1] == [self._bos] != without[:1] else []
-        )
+        longest_first = sorted(self._added_tokens, key=len, reverse=True)
+        self._added_token = re.compile("|".join(map(re.escape, longest_first)))
+        self._text_prefix = self._beginning_of_text()
 
-    def render(self, rows: Sequence[Row]) -> list[tuple[Rendered, ...] | RenderError]:
-        """Return the samples of each row, or why it cannot be proven.
+    def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
+        """Return the samples of each row, or why what they train cannot be proven.
 
-        A conversation is one sample, or several where the template writes an answer otherwise once the conversation has gone on;
-        every trained answer is in one of them, behind the prompt that use would give, with the stop token behind it. A plain text
-        is one sample, trained but for its first token, with bos before it if the tokenizer adds one, and eos behind it.
+        A conversation is one sample, or several if the template writes an answer differently once the conversation continues.
+        Every trained answer is in one of them, after the prompt that use would give and with its stop token. A plain text is one
+        sample, trained except for its first token, with bos before it if the tokenizer adds one, and eos after it.
         """
-        found = [self._drafts(row) for row in rows]
-        drafts = [
-            draft for of_row in found if not isinstance(of_row, RenderError) for draft in of_row
-        ]
-        texts = [
-            self._tokenised(draft, ids)
-            for draft, ids in zip(
-                drafts, self._ids_of([draft.text for draft in drafts]), strict=True
-            )
-        ]
-        seams = list({seam for text in texts for _, seam in text.seams})
-        seam_ids = dict(zip(seams, self._ids_of(seams), strict=True))
-        waiting = iter(texts)
-        return [
-            of_row
-            if isinstance(of_row, RenderError)
-            else self._samples(row, [next(waiting) for _ in of_row], seam_ids)
-            for row, of_row in zip(rows, found, strict=True)
-        ]
+        texts_of_rows = [self._training_texts(row) for row in rows]
+        texts: list[TrainingText] = []
+        for found in texts_of_rows:
+            if not isinstance(found, RenderError):
+                texts.extend(found)
+        tokenized = self._tokenize_texts(texts)
+        tails = list({tail.text for text in tokenized for tail in text.tails})
+        tail_ids = dict(zip(tails, self._tokenize(tails), strict=True))
+        remaining = iter(tokenized)
+        results: list[tuple[RenderedSample, ...] | RenderError] = []
+        for row, found in zip(rows, texts_of_rows, strict=True):
+            if isinstance(found, RenderError):
+                results.append(found)
+            else:
+                results.append(self._label(row, list(islice(remaining, len(found))), tail_ids))
+        return results
 
-    def _drafts(self, row: Row) -> list[Draft] | RenderError:
+    def _beginning_of_text(self) -> list[int]:
+        """Return [bos] if the tokenizer puts it before every text, else []."""
+        with_special = self._tokenizer.encode("a", add_special_tokens=True).ids
+        without = self._tokenizer.encode("a", add_special_tokens=False).ids
+        adds_bos = with_special[:1] == [self._bos] != without[:1]
+        return [self._bos] if adds_bos else []
+
+    def _training_texts(self, row: Row) -> list[TrainingText] | RenderError:
         if row.text is not None:
-            return [Draft(row.text)]
+            return [TrainingText(row.text)]
         try:
-            return self._finder.drafts(row)
+            return self._texts.build(row)
         except RenderError as error:
             return RenderError(f"{row.origin}: {error}")
 
-    def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ]  # fast: without offsets
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
-    def _tokenised(self, draft: Draft, ids: list[int]) -> _Tokenised:
-        return _Tokenised(
-            draft, ids, [self._seam(draft.text, answer.start, ids) for answer in draft.answers]
-        )
+    def _tokenize_texts(self, texts: list[TrainingText]) -> list[_TokenizedText]:
+        tokenized = []
+        for text, ids in zip(texts, self._tokenize([text.text for text in texts]), strict=True):
+            tails = [self._prompt_tail(text.text, answer.start, ids) for answer in text.answers]
+            tokenized.append(_TokenizedText(text, ids, tails))
+        return tokenized
 
-    def _seam(self, text: str, start: int, ids: list[int]) -> tuple[int, str]:
-        """Return (token, text from it to the end of a prompt), which, tokenised alone, proves that the prompt's ids begin the sample's.
+    def _prompt_tail(self, text: str, prompt_end: int, ids: list[int]) -> PromptTail:
+        """Return the tail of a prompt, from its last added token (as in `<|im_start|>assistant\n`).
 
-        Tokenizers split texts at their added tokens first, so that what is before one does not depend on what is behind it: it is
-        enough to compare from the last one in the prompt (`<|im_start|>assistant\n`). Without one, the whole prompt is compared.
+        Tokenizers split texts at their added tokens first, so the tokens before an added token do not depend on what follows it,
+        and comparing from the last one is enough. Without one, the tail is the whole prompt.
         """
-        found, reach = None, SEAM_CHARACTERS
-        while found is None and reach < 16 * start:
-            *_, found = None, *self._splits.finditer(text, max(0, start - reach), start)
-            reach *= 16
-        if found is not None:
-            number = self._splitting[found[0]]
-            if ids.count(number) == text.count(
-                found[0]
-            ):  # then its n-th place in the text is its n-th among the tokens
-                token = -1
-                for _ in range(text.count(found[0], 0, found.end())):
-                    token = ids.index(number, token + 1)
-                return token, text[found.start() : start]
-        return 0, text[:start]
+        found = self._last_added_token(text, prompt_end)
+        if found is None:
+            return PromptTail(0, text[:prompt_end])
+        token_id = self._added_tokens[found[0]]
+        if ids.count(token_id) != text.count(found[0]):
+            return PromptTail(0, text[:prompt_end])
+        # so its n-th place in the text is its n-th among the tokens
+        token = -1
+        for _ in range(text.count(found[0], 0, found.end())):
+            token = ids.index(token_id, token + 1)
+        return PromptTail(token, text[found.start() : prompt_end])
 
-    def _samples(
-        self, row: Row, texts: list[_Tokenised], seam_ids: dict[str, list[int]]
-    ) -> tuple[Rendered, ...] | RenderError:
+    def _last_added_token(self, text: str, end: int) -> re.Match[str] | None:
+        """Return the last added token in a text before `end`."""
+        searched = TAIL_CHARACTERS
+        while searched < 16 * end:
+            matches = list(self._added_token.finditer(text, max(0, end - searched), end))
+            if matches:
+                return matches[-1]
+            searched *= 16
+        return None
+
+    def _label(
+        self, row: Row, texts: list[_TokenizedText], tail_ids: dict[str, list[int]]
+    ) -> tuple[RenderedSample, ...] | RenderError:
+        samples = []
         try:
-            return tuple(
-                self._plain(text.ids) if row.text is not None else self._labelled(text, seam_ids)
-                for text in texts
-            )
+            for text in texts:
+                if row.text is not None:
+                    samples.append(self._label_plain_text(text.ids))
+                else:
+                    samples.append(self._label_answers(text, tail_ids))
         except RenderError as error:
             return RenderError(f"{row.origin}: {error}")
+        return tuple(samples)
 
-    def _plain(self, ids: list[int]) -> Rendered:
-        ids = [*self._text_begins, *ids, *([] if ids[-1:] == [self._eos] else [self._eos])]
-        self._refuse_two_beginnings(ids)
-        return Rendered(ids, [IGNORE_INDEX, *ids[1:]])
+    def _label_plain_text(self, ids: list[int]) -> RenderedSample:
+        ids = [*self._text_prefix, *ids]
+        if ids[-1:] != [self._eos]:
+            ids.append(self._eos)
+        self._refuse_second_bos(ids)
+        return RenderedSample(ids, [IGNORE_INDEX, *ids[1:]])
 
-    def _labelled(self, text: _Tokenised, seam_ids: dict[str, list[int]]) -> Rendered:
-        ids = text.ids
-        self._refuse_two_beginnings(ids)
-        labels = [IGNORE_INDEX] * len(ids)
+    def _label_answers(
+        self, tokenized: _TokenizedText, tail_ids: dict[str, list[int]]
+    ) -> RenderedSample:
+        ids = tokenized.ids
+        text = tokenized.text
+        self._refuse_second_bos(ids)
         spans = [
-            self._span(text, answer, before, seam_ids[seam])
-            for answer, (before, seam) in zip(text.draft.answers, text.seams, strict=True)
+            self._token_span(tokenized, answer, tail.first_token, tail_ids[tail.text])
+            for answer, tail in zip(text.answers, tokenized.tails, strict=True)
         ]
-        for first, behind in spans:
-            labels[first:behind] = ids[first:behind]
-        if text.draft.marks is not None and not _marks_are_answers(text.draft):
-            check_marks(
-                text.draft, spans, self._tokenizer.encode(text.draft.text, add_special_tokens=False)
-            )
+        labels = [IGNORE_INDEX] * len(ids)
+        for start, end in spans:
+            labels[start:end] = ids[start:end]
+        if text.generated is not None and not marks_equal_answers(text):
+            encoding = self._tokenizer.encode(text.text, add_special_tokens=False)
+            check_generation_marks(text, spans, encoding)
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
-        return Rendered(ids, labels, spans[-1][0])
+        return RenderedSample(ids, labels, spans[-1].start)
 
-    def _span(
-        self, text: _Tokenised, answer: Answer, before: int, seam_ids: list[int]
-    ) -> tuple[int, int]:
-        """Return the tokens of an answer as (first, behind the stop token). Raises RenderError unless they are just its text."""
-        ids, first = text.ids, before + len(seam_ids)
-        if ids[before:first] != seam_ids:
-            straddling = next(
-                index
-                for index, number in enumerate(seam_ids, before)
-                if ids[index : index + 1] != [number]
-            )
-            token = self._tokenizer.decode(
-                ids[straddling : straddling + 1], skip_special_tokens=False
-            )
+    def _token_span(
+        self, tokenized: _TokenizedText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
+    ) -> TokenSpan:
+        """Return the tokens of an answer with its stop token. Raises RenderError unless they are exactly its text."""
+        ids = tokenized.ids
+        text = tokenized.text.text
+        start = tail_start + len(tail_ids)
+        if ids[tail_start:start] != tail_ids:
             raise RenderError(
-                f"the token {token!r} straddles the end of the prompt of messages[{answer.number}]"
+                f"the token {self._first_difference(ids[tail_start:], tail_ids)!r} "
+                f"straddles the end of the prompt of messages[{answer.message}]"
             )
-        rest, written = ids[first:], text.draft.text
-        ends = [rest.index(stop) for stop in self._stops if stop in rest]
-        if not ends:
+        following = ids[start:]
+        stops = [following.index(stop) for stop in self._stop_ids if stop in following]
+        if not stops:
             raise RenderError(
-                f"the tokenizer does not read {written[answer.stop : answer.end]!r} behind messages[{answer.number}] as its stop token"
+                f"the tokenizer does not read {text[answer.stop : answer.end]!r} "
+                f"behind messages[{answer.message}] as its stop token"
             )
-        behind = first + 1 + min(ends)
-        self._check_read_back(ids[first:behind], written[answer.start : answer.end], answer.number)
-        return first, behind
+        end = start + min(stops) + 1
+        self._check_decoded(ids[start:end], text[answer.start : answer.end], answer.message)
+        return TokenSpan(start, end)
 
-    def _check_read_back(self, ids: list[int], piece: str, number: int) -> None:
+    def _first_difference(self, ids: list[int], expected: list[int]) -> str:
+        """Return the first token of ids that is not the expected one."""
+        for index, token_id in enumerate(expected):
+            if ids[index : index + 1] != [token_id]:
+                return self._tokenizer.decode(ids[index : index + 1], skip_special_tokens=False)
+        raise AssertionError("the ids are as expected")
+
+    def _check_decoded(self, ids: list[int], text: str, message: int) -> None:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
-        if decoded != piece and self._spelled(decoded) != self._spelled(piece):
+        if decoded != text and self._normalize(decoded) != self._normalize(text):
             raise RenderError(
-                f"the tokens of messages[{number}] read {decoded[:80]!r}, not the answer; the tokenizer lacks characters of it"
+                f"the tokens of messages[{message}] read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
+                "not the answer; the tokenizer lacks characters of it"
             )
 
-    def _spelled(self, text: str) -> str:
-        """Return a text as the tokenizer reads it, without blanks: some decoders put them between tokens or drop the first."""
-        normalizer = self._tokenizer.normalizer
-        return "".join(
-            (normalizer.normalize_str(text) if normalizer else text).replace("\u2581", " ").split()
-        )
+    def _normalize(self, text: str) -> str:
+        """Return a text as the tokenizer reads it, without whitespace: some decoders add it between tokens or drop the first."""
+        if self._tokenizer.normalizer:
+            text = self._tokenizer.normalizer.normalize_str(text)
+        return "".join(text.replace("\u2581", " ").split())
 
-    def _refuse_two_beginnings(self, ids: list[int]) -> None:
+    def _refuse_second_bos(self, ids: list[int]) -> None:
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             raise RenderError(
-                "the text begins with the beginning-of-text token twice: the row brings one that is written anyway"
+                "the text begins with the beginning-of-text token twice: "
+                "the row brings one that is written anyway"
             )
-
-
-def _marks_are_answers(draft: Draft) -> bool:
-    """Return whether a draft's marks are its answers to the character, but for blanks behind them; then they are to the token."""
-    joined: list[tuple[int, int]] = []
-    for start, end in draft.marks or []:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return (
-        draft.is_whole
-        and [start for start, _ in joined] == [answer.start for answer in draft.answers]
-        and all(
-            end >= answer.end and not draft.text[answer.end : end].strip()
-            for (_, end), answer in zip(joined, draft.answers, strict=True)
-        )
-    )
-
-
-def check_marks(draft: Draft, spans: Sequence[tuple[int, int]], encoding: Any) -> None:
-    """Raise RenderError unless `{% generation %}` marks the tokens of `spans` and no others, but for blanks behind a stop token.
-
-    Tokens are marked as transformers marks them for a mask of the assistant's tokens.
-    """
-    assert draft.marks is not None, "the template has marks"
-    marked = bytearray(len(encoding))
-    for start, end in draft.marks:
-        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-        if first is None:
-            break
-        behind = last + 1 if last else len(marked)
-        marked[first:behind] = b"\1" * (behind - first)
-    for answer, (first, behind) in zip(draft.answers, spans, strict=True):
-        where = f"messages[{answer.number}]"
-        if not marked[behind - 1]:
-            raise RenderError(
-                f"the template's generation marks leave out the stop token of {where}"
-            )
-        if 0 in marked[first:behind]:
-            raise RenderError(f"the template's generation marks leave out a part of {where}")
-        if first and marked[first - 1]:
-            raise RenderError(
-                f"the template's generation marks begin before {where}, in its prompt"
-            )
-        after = marked.find(0, behind) if 0 in marked[behind:] else len(marked)
-        if (
-            after > behind
-            and draft.text[answer.end : encoding.token_to_chars(after - 1)[1]].strip()
-        ):
-            raise RenderError(
-                f"the template's generation marks go on behind the stop token of {where}"
-            )
-        marked[first:after] = bytes(after - first)
-    if draft.is_whole and 1 in marked:
-        start, end = encoding.token_to_chars(marked.find(1))
-        raise RenderError(
-            f"the template's generation marks hold {draft.text[start:end]!r}, which no answer holds"
-        )
 
 
 def render_prompt(
     messages: Sequence[Message], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
 ) -> list[int]:
     """Return the ids of a prompt, ready for the model to answer. Raises RenderError when the template refuses it."""
-    return tokenizer(
-        ChatTemplate(tokenizer).prompt(turns_of(messages), tools), add_special_tokens=False
-    )["input_ids"]
+    text = ChatTemplate(tokenizer).render_prompt(template_messages(messages), tools)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

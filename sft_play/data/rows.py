@@ -1,22 +1,23 @@
-"""What the data room is about: messages, rows, and rows that cannot be used. Types and their refusal; reads nothing, loads no torch."""
+"""The types of the data room: messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from sft_play.errors import DataError
 
-SHOWN = 5  # bad rows named in an error
+MAX_LISTED_ROWS = 5  # bad rows that an error lists
+MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation: role system, user, assistant or tool."""
+    """One message of a conversation, with the role system, user, assistant or tool."""
 
     role: str
     content: str
     reasoning: str | None = None  # what an assistant thinks before it answers
-    tool_calls: tuple[dict[str, Any], ...] = ()  # of an assistant, in OpenAI's shape
+    tool_calls: tuple[dict[str, Any], ...] = ()  # of an assistant, in OpenAI's format
     name: str | None = None  # of the tool that a tool message answers for
     tool_call_id: str | None = None
 
@@ -27,13 +28,13 @@ class Row:
 
     messages: tuple[Message, ...]
     origin: str
-    text: str | None = None  # then there are no messages, and every token is trained
-    tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call, as JSON schemas
+    text: str | None = None  # plain text: then there are no messages, and every token is trained
+    tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call: JSON schemas
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A record that is no row: where it stands, why, and its text, in which bytes that are no UTF-8 are escaped."""
+    """A record that is no row: where it is, why, and its text with bytes that are no UTF-8 escaped."""
 
     origin: str
     reason: str
@@ -41,16 +42,29 @@ class BadRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableRecord:
     """A record of a file that is no object with keys: why, and its text."""
 
     reason: str
     raw: str
 
 
-def refuse(bad: Sequence[BadRow], count: int) -> NoReturn:
-    """Raise DataError that names the first of `count` bad rows, how many more there are, and how to go on without them."""
-    named = [f"{row.origin}: {row.reason}" for row in bad[:SHOWN]]
-    more = [f"... and {count - len(named)} more bad rows"] if count > len(named) else []
-    advice = "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
-    raise DataError("\n".join([*named, *more, advice]))
+class NumberedRecord(NamedTuple):
+    """One record of a text file, with its line or index and its size."""
+
+    number: int
+    record: Any
+    characters: int
+
+
+def raise_bad_rows(listed: Sequence[BadRow], total: int) -> NoReturn:
+    """Raise DataError with the first of `total` bad rows and how to go on without them."""
+    listed = listed[:MAX_LISTED_ROWS]
+    lines = [f"{row.origin}: {row.reason}" for row in listed]
+    if total > len(listed):
+        lines.append(f"... and {total - len(listed)} more bad rows")
+    lines.append(
+        "correct them, or go on without: "
+        "DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
+    )
+    raise DataError("\n".join(lines))

@@ -1,6 +1,6 @@
 """Which samples are trained on and which are evaluated on: held-out rows, overlap, and the mix of sources. Pure; loads no torch.
 
-Works on the samples' records (`store.RECORD`); indices are of samples within one store.
+Works on the samples' records (`store.RECORD`). Indices are of samples in one array of records.
 """
 
 import random
@@ -9,93 +9,91 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_HELD_OUT = 500  # rows; more does not sharpen a loss, and every evaluation pays for it
+from sft_play.data.ledger import EqualRows
+from sft_play.data.rows import MAX_HELD_OUT_ROWS
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Training samples whose rows are evaluated on, too: (K,) indices each, and for each the first sample that it equals."""
+    """Training samples whose rows are also evaluated on: (K,) indices each."""
 
     exact: np.ndarray
-    normalised: np.ndarray  # the same words; exact ones are among them
-    equal_to: np.ndarray  # (K,) beside `normalised`: index of an evaluated sample
+    normalized: np.ndarray  # the same words; the exact ones are among them
+    equal_to: np.ndarray  # for each of `normalized`, the first evaluated sample that it equals
 
 
-def row_count(records: np.ndarray) -> int:
-    """Return how many rows samples come from; samples of one row stand together."""
-    if not len(records):
-        return 0
-    differs = (records["file"][1:] != records["file"][:-1]) | (
-        records["number"][1:] != records["number"][:-1]
-    )
-    return 1 + int(np.count_nonzero(differs))
+def count_rows(records: np.ndarray) -> int:
+    """Return how many rows samples come from; the samples of one row are adjacent."""
+    return int(np.count_nonzero(begins_row(records)))
 
 
-def hold_out(records: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Return a mask (N,) of the samples that are held out, about `fraction` of the rows and at most MOST_HELD_OUT.
+def begins_row(records: np.ndarray) -> np.ndarray:
+    """Return a mask (N,) of the samples that are the first of their row."""
+    mask = np.ones(len(records), dtype=bool)
+    same_file = records["file"][1:] == records["file"][:-1]
+    same_number = records["number"][1:] == records["number"][:-1]
+    mask[1:] = ~(same_file & same_number)
+    return mask
 
-    Rows of the same words go to the same side: what is evaluated is never trained. Everything may be on one side.
+
+def choose_held_out(records: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Return a mask (N,) of the samples to hold out, about `fraction` of the rows and at most MAX_HELD_OUT_ROWS.
+
+    Rows of the same words are held out together, so that nothing evaluated is trained on. The mask may be all true or all false.
     """
-    _, group = np.unique(records["normalised"], return_inverse=True)
-    rows_of_group = np.bincount(
-        group
-    )  # samples of split rows count as rows here, which makes fewer rows held out
-    wanted = min(max(1, round(len(records) * fraction)), MOST_HELD_OUT)
-    order = list(range(len(rows_of_group)))
+    _, group_of = np.unique(records["normalized"], return_inverse=True)
+    # samples of split rows count as rows here, so that fewer rows are held out
+    group_sizes = np.bincount(group_of).tolist()
+    target = min(max(1, round(len(records) * fraction)), MAX_HELD_OUT_ROWS)
+    order = list(range(len(group_sizes)))
     random.Random(seed).shuffle(order)
-    chosen, held = [], 0
-    for number in order:
-        if held + rows_of_group[number] <= wanted:
-            chosen.append(number)
-            held += int(rows_of_group[number])
-        if held == wanted:
+    groups: list[int] = []
+    held_out = 0
+    for group in order:
+        if held_out + group_sizes[group] <= target:
+            groups.append(group)
+            held_out += group_sizes[group]
+        if held_out == target:
             break
-    return np.isin(group, chosen)
+    return np.isin(group_of, groups)
 
 
-def overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
+def find_overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
     """Return the training samples whose row is a row of the evaluated samples, by their records."""
     exact = np.flatnonzero(np.isin(trained["exact"], evaluated["exact"]))
-    normalised = np.flatnonzero(np.isin(trained["normalised"], evaluated["normalised"]))
-    values, first = np.unique(evaluated["normalised"], return_index=True)
-    return Overlap(
-        exact,
-        normalised,
-        first[np.searchsorted(values, trained["normalised"][normalised])]
-        if len(values)
-        else normalised,
+    normalized = np.flatnonzero(np.isin(trained["normalized"], evaluated["normalized"]))
+    values, first_samples = np.unique(evaluated["normalized"], return_index=True)
+    positions = np.searchsorted(values, trained["normalized"][normalized])
+    return Overlap(exact, normalized, first_samples[positions])
+
+
+def count_duplicates(records: np.ndarray) -> EqualRows:
+    """Return how many rows repeat an earlier one, exactly and by their words."""
+    rows = records[begins_row(records)]
+    return EqualRows(
+        exact=len(rows) - len(np.unique(rows["exact"])),
+        normalized=len(rows) - len(np.unique(rows["normalized"])),
     )
 
 
-def duplicates(records: np.ndarray) -> dict[str, int]:
-    """Return how many rows repeat an earlier one, to the letter and in the same words."""
-    starts = (
-        np.r_[
-            True,
-            (records["file"][1:] != records["file"][:-1])
-            | (records["number"][1:] != records["number"][:-1]),
-        ]
-        if len(records)
-        else []
-    )
-    rows = records[starts]
-    return {name: len(rows) - len(np.unique(rows[name])) for name in ("exact", "normalised")}
+def mix_sources(
+    indices: Sequence[np.ndarray], weights: Sequence[float], seed: int
+) -> list[np.ndarray]:
+    """Return each source's samples in one epoch, repeated so that the sources have the ratio of `weights`.
 
+    The source with the most samples for its weight is taken once. The others repeat, and the seed draws the samples of the last,
+    incomplete repeat. So no source ends early and none is cut.
 
-def mixed(indices: Sequence[np.ndarray], weights: Sequence[float], seed: int) -> list[np.ndarray]:
-    """Return each source's samples in one epoch, repeated so that sources stand in the ratio of `weights`.
-
-    The source that has most for its weight is taken once, whole; the others repeat, and the part of the last repeat that
-    is needed is drawn by seed. So nothing stops early and nothing is cut.
-
-    >>> [len(taken) for taken in mixed([np.arange(100), np.arange(10)], [3, 1], seed=0)]
+    >>> [len(taken) for taken in mix_sources([np.arange(100), np.arange(10)], [3, 1], seed=0)]
     [100, 33]
     """
-    per_weight = max(len(found) / weight for found, weight in zip(indices, weights, strict=True))
-    draw = np.random.default_rng(seed)
-    taken = []
-    for found, weight in zip(indices, weights, strict=True):
-        repeats, rest = divmod(round(per_weight * weight), max(1, len(found)))
-        part = draw.choice(found, rest, replace=False) if rest else found[:0]
-        taken.append(np.concatenate([np.tile(found, repeats), np.sort(part)]))
-    return taken
+    samples_per_weight = max(
+        len(source) / weight for source, weight in zip(indices, weights, strict=True)
+    )
+    generator = np.random.default_rng(seed)
+    mixed = []
+    for source, weight in zip(indices, weights, strict=True):
+        repeats, rest = divmod(round(samples_per_weight * weight), max(1, len(source)))
+        last = generator.choice(source, rest, replace=False) if rest else source[:0]
+        mixed.append(np.concatenate([np.tile(source, repeats), np.sort(last)]))
+    return mixed

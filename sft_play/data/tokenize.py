@@ -1,226 +1,127 @@
-"""Rows of a source to a store of samples, on all cores, in memory that does not grow with the rows. Loads no torch.
+"""The rows of sources as stores of samples, on all cores, in memory that does not grow with the rows. Loads no torch.
 
-The parent reads chunks of raw records and appends arrays to the store; processes parse, render and tokenise in between.
+The parent process reads chunks of raw records and appends arrays to the store; worker processes parse, render and tokenize.
 """
 
 import gc
-import itertools
-import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, read_chunks
+from sft_play.data import cache
+from sft_play.data.chunk_tokenizer import (
+    ChunkTask,
+    ChunkTokenizer,
+    TokenizedChunk,
+    TokenizePolicy,
+    longest_first,
+)
+from sft_play.data.files import read_chunks
 from sft_play.data.ledger import Tally
-from sft_play.data.length import fit
-from sft_play.data.render import Rendered, Renderer, RenderError
-from sft_play.data.rows import SHOWN, BadRow, Row, refuse
-from sft_play.data.shapes import Shape, recognise, rows_of
+from sft_play.data.render import template_of
+from sft_play.data.row_formats import detect_format
+from sft_play.data.rows import MAX_LISTED_ROWS, raise_bad_rows
 from sft_play.data.sources import Source
-from sft_play.data.store import Origin, StoreWriter, as_arrays
+from sft_play.data.store import StoreWriter
+from sft_play.data.tokenized import (
+    BAD_ROWS,
+    LongRow,
+    StoredBadRow,
+    StoreSummary,
+    TokenizedSource,
+    TokenizedSplits,
+)
 from sft_play.errors import OutOfMemory
 
-META, BAD_ROWS = "meta.json", "bad_rows.jsonl"
-SMALL_BYTES = 2 << 20  # of files: under it starting processes takes longer than the work
-MOST_PROCESSES = 32
-FIRST_ROWS = 2000
-CHUNK_ROWS = 500  # few enough that 32 processes share 50,000 rows evenly; more are no faster
-AHEAD = 3  # chunks in flight for each process
+MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
+MAX_PROCESSES = 32
+ROWS_PER_CHUNK = 500  # few enough that 32 processes share 50,000 rows evenly; more are no faster
+CHUNKS_IN_FLIGHT = 3  # for each process
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What is done with every row; a part of the cache's key."""
-
-    max_seq_len: int
-    too_long: Literal["drop", "truncate_left", "split"]
-    train_on: Literal["all", "last"]
-    system_prompt: str | None
-    replaces_system: bool
-    on_bad_row: Literal["fail", "quarantine"]
-
-    @classmethod
-    def of(cls, config: Config) -> "Policy":
-        """Return what the settings say."""
-        data = config.data
-        return cls(
-            config.model.max_seq_len,
-            data.too_long,
-            data.train_on,
-            data.system_prompt,
-            data.system_prompt_mode == "replace",
-            data.on_bad_row,
+def tokenize_sources(
+    config: Config, found: Mapping[str, Sequence[Source]], tokenizer: Any
+) -> TokenizedSplits:
+    """Return every source with the folder of its samples, tokenized now if the cache has none. Raises DataError, OutOfMemory."""
+    tokenizer_digest = cache.digest_tokenizer(tokenizer, template_of(tokenizer))
+    splits: TokenizedSplits = {}
+    for split, sources in found.items():
+        splits[split] = tuple(
+            _tokenize_source(config, source, tokenizer, tokenizer_digest) for source in sources
         )
+    return splits
 
 
-@dataclass(frozen=True)
-class Task:
-    """A chunk of the source's file number `file`, whose rows have one shape."""
-
-    file: int
-    chunk: Chunk
-    shape: Shape
-
-
-@dataclass
-class Tokenised:
-    """What became of a chunk: samples as arrays, and an account of its rows."""
-
-    ids: np.ndarray
-    trained: np.ndarray
-    records: np.ndarray
-    tally: Tally
-    bad: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # rows that were set aside: file, place, reason, row
-    long: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # (file, number, tokens) of the longest rows over the limit
-
-
-class Tokeniser:
-    """Chunks to arrays. Holds all that a process needs, and nothing that changes."""
-
-    def __init__(self, policy: Policy, tokenizer: Any):
-        self.policy, self.renderer = policy, Renderer(tokenizer, policy.train_on)
-        self.bos_id = tokenizer.bos_token_id
-
-    def __call__(self, task: Task) -> Tokenised:
-        """Return what becomes of a chunk's rows."""
-        tally, rows, bad = Tally(rows_in=len(task.chunk.records)), [], []
-        for number, row in zip(task.chunk.numbers, self._parsed(task), strict=True):
-            if isinstance(row, BadRow):
-                tally.dropped["bad_row"] += 1
-                bad.append(row)
-            else:
-                rows.append((number, row))
-        samples: list[tuple[Rendered, Origin, int]] = []
-        long: list[tuple[int, int, int]] = []
-        for (number, row), rendered in zip(
-            rows, self.renderer.render([row for _, row in rows]), strict=True
-        ):
-            if isinstance(rendered, RenderError):
-                tally.dropped["unproven"] += 1
-                bad.append(
-                    BadRow(
-                        row.origin,
-                        str(rendered).removeprefix(f"{row.origin}: "),
-                        json.dumps(asdict(row), ensure_ascii=False),
-                    )
-                )
-                continue
-            longest = max(len(sample.ids) for sample in rendered)
-            if longest > self.policy.max_seq_len:
-                long.append((task.file, number, longest))
-            origin = Origin(task.file, number, *hashes(row))
-            samples += [(sample, origin, cut) for sample, cut in self._fitted(rendered, tally)]
-        ids, trained, records = as_arrays(samples)
-        tally.samples, tally.tokens, tally.trained_tokens = (
-            len(records),
-            len(ids),
-            int(trained.sum()),
-        )
-        tally.check()
-        path = str(task.chunk.path)
-        aside = [
-            {
-                "file": task.file,
-                "place": row.origin.removeprefix(path),
-                "reason": row.reason,
-                "row": row.raw,
-            }
-            for row in bad
-        ]
-        return Tokenised(
-            ids, trained, records, tally, aside, sorted(long, key=lambda row: -row[2])[:SHOWN]
-        )
-
-    def _parsed(self, task: Task) -> Iterator[Row | BadRow]:
-        return rows_of(
-            task.chunk, task.shape, self.policy.system_prompt, self.policy.replaces_system
-        )
-
-    def _fitted(
-        self, rendered: tuple[Rendered, ...], tally: Tally
-    ) -> Iterator[tuple[Rendered, int]]:
-        """Yield a row's samples within the limit, each with the tokens cut off its left, and account for the row."""
-        kept, reasons = 0, []
-        for sample in rendered:
-            fitted = fit(sample, self.policy.max_seq_len, self.policy.too_long, self.bos_id)
-            tally.lost_trained_tokens += fitted.lost_trained_tokens
-            reasons += [fitted.reason] if fitted.reason else []
-            for part in fitted.samples:
-                if (
-                    part.trained_tokens
-                ):  # a row of which nothing is learned never reaches the trainer
-                    kept += 1
-                    yield part, fitted.cut
-        if kept:
-            tally.rows_used += 1
-            tally.shortened.update(set(reasons))
-        else:
-            tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
-
-
-def hashes(row: Row) -> tuple[int, int]:
-    """Return 64-bit hashes of a row: of all its text, and of what is said without case, punctuation and spacing; system messages aside."""
-    if row.text is not None:
-        whole = said = row.text
-    else:
-        whole = repr(
-            [
-                (m.role, m.content, m.reasoning, m.tool_calls, m.name, m.tool_call_id)
-                for m in row.messages
-            ]
-        )
-        said = "\n".join(message.content for message in row.messages if message.role != "system")
-    words = " ".join(re.findall(r"\w+", said.casefold()))
-    return _hash(whole), _hash(words or said)  # texts without a word are compared as they are
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(
-        blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
-    )
-
-
-def look(source: Source, policy: Policy) -> None:
-    """Read the first rows of every file: most mistakes show there, before a tokenizer is loaded. Raises DataError."""
-    bad: list[BadRow] = []
-    for path in source.files:
-        shape = recognise(path, source.columns)
-        for chunk in itertools.islice(read_chunks(path, FIRST_ROWS), 1):
-            found = rows_of(chunk, shape, policy.system_prompt, policy.replaces_system)
-            bad += [row for row in found if isinstance(row, BadRow)]
-    if bad and policy.on_bad_row == "fail":
-        refuse(bad, len(bad))
-
-
-def build(folder: Path, source: Source, policy: Policy, tokenizer: Any) -> None:
+def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer: Any) -> None:
     """Fill a store folder with a source's samples.
 
-    Raises: DataError for rows that cannot be used, unless they are to be quarantined; OutOfMemory when a process is killed.
+    Raises: DataError for rows that cannot be used, unless they are quarantined; OutOfMemory when a process is killed.
     """
     tally = Tally()
-    long: list[tuple[int, int, int]] = []
-    bad: list[dict[str, Any]] = []
-    total = sum(path.stat().st_size for path in source.files)
-    bar = tqdm(
-        total=total,
+    long_rows: list[LongRow] = []
+    first_bad: list[StoredBadRow] = []
+    processes = count_processes(source.file_bytes)
+    tasks = _iterate_tasks(source)
+    with (
+        _progress_bar(source) as bar,
+        StoreWriter(folder) as writer,
+        (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
+    ):
+        for done in _tokenize_tasks(tasks, ChunkTokenizer(policy, tokenizer), processes):
+            bar.update(done.bytes_read)
+            writer.append(done.samples)
+            tally.add(done.tally)
+            long_rows = longest_first([*long_rows, *done.long_rows])
+            first_bad = [*first_bad, *done.bad_rows][:MAX_LISTED_ROWS]
+            bad_rows.writelines(row.as_line() for row in done.bad_rows)
+    unusable = tally.dropped["bad_row"] + tally.dropped["unproven"]
+    if unusable and policy.on_bad_row == "fail":
+        files = tuple(map(str, source.files))
+        raise_bad_rows([row.named(files) for row in first_bad], unusable)
+    StoreSummary(tally, tuple(long_rows)).write(folder)
+
+
+def count_processes(file_bytes: int) -> int:
+    """Return how many processes tokenize files of this size; 1 is this one alone."""
+    if file_bytes < MIN_PARALLEL_BYTES:
+        return 1
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def _tokenize_source(
+    config: Config, source: Source, tokenizer: Any, tokenizer_digest: str
+) -> TokenizedSource:
+    policy = TokenizePolicy.of(config)
+    files_digest = cache.digest_files(source.files)
+    key_facts = {
+        **asdict(policy),
+        "columns": dict(source.columns),
+        "suffixes": [path.suffix for path in source.files],
+    }
+    key = cache.entry_key(files_digest, tokenizer_digest, key_facts)
+    folder = cache.get_or_build(
+        cache.cache_folder(config),
+        key,
+        lambda unfinished: build_store(unfinished, source, policy, tokenizer),
+    )
+    files = tuple(map(str, source.files))
+    return TokenizedSource(source.name, files, source.weight, files_digest, str(folder))
+
+
+def _progress_bar(source: Source) -> tqdm:
+    return tqdm(
+        total=source.file_bytes,
         desc=f"tokenising {source.name}",
         unit="B",
         unit_scale=True,
@@ -228,85 +129,53 @@ def build(folder: Path, source: Source, policy: Policy, tokenizer: Any) -> None:
         leave=False,
         dynamic_ncols=True,
     )
-    with (
-        bar,
-        StoreWriter(folder) as writer,
-        (folder / BAD_ROWS).open("w", encoding="utf-8") as aside,
-    ):
-        for done, bytes_read in _tokenised(
-            _tasks(source), Tokeniser(policy, tokenizer), processes_for(total)
-        ):
-            bar.update(bytes_read)
-            writer.append(done.ids, done.trained, done.records)
-            tally.add(done.tally)
-            long = sorted([*long, *done.long], key=lambda row: -row[2])[:SHOWN]
-            bad += done.bad[: SHOWN - len(bad)] if len(bad) < SHOWN else []
-            aside.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done.bad)
-    unusable = tally.dropped["bad_row"] + tally.dropped["unproven"]
-    if unusable and policy.on_bad_row == "fail":
-        refuse(
-            [
-                BadRow(f"{source.files[row['file']]}{row['place']}", row["reason"], row["row"])
-                for row in bad
-            ],
-            unusable,
-        )
-    (folder / META).write_text(
-        json.dumps({"tally": tally.as_json(), "long": long}), encoding="utf-8"
-    )
 
 
-def processes_for(total_bytes: int) -> int:
-    """Return how many processes tokenise files of this size; 1 is this one alone."""
-    return 1 if total_bytes < SMALL_BYTES else min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-
-
-def _tasks(source: Source) -> Iterator[Task]:
+def _iterate_tasks(source: Source) -> Iterator[ChunkTask]:
     for number, path in enumerate(source.files):
-        shape = recognise(path, source.columns)
-        for chunk in read_chunks(path, CHUNK_ROWS):
-            yield Task(number, chunk, shape)
+        row_format = detect_format(path, source.columns)
+        for chunk in read_chunks(path, ROWS_PER_CHUNK):
+            yield ChunkTask(number, chunk, row_format)
 
 
-_tokeniser: Callable[[Task], Tokenised]  # of a worker process
+_tokenize_chunk: Callable[[ChunkTask], TokenizedChunk]  # of a worker process
 
 
-def _begin(tokeniser: Tokeniser) -> None:
-    global _tokeniser
-    _tokeniser = tokeniser
-    gc.freeze()  # what the parent had loaded is not looked through for garbage, nor copied for it: a tenth of the time
+def _begin_worker(chunk_tokenizer: ChunkTokenizer) -> None:
+    global _tokenize_chunk
+    _tokenize_chunk = chunk_tokenizer
+    # the garbage collector neither scans nor copies what the parent had loaded: a tenth of the time
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
 
 
-def _work(task: Task) -> Tokenised:
-    return _tokeniser(task)
+def _run_task(task: ChunkTask) -> TokenizedChunk:
+    return _tokenize_chunk(task)
 
 
-def _tokenised(
-    tasks: Iterator[Task], tokeniser: Tokeniser, processes: int
-) -> Iterator[tuple[Tokenised, int]]:
-    """Yield what became of each task, and the bytes it came from, in the order of the tasks."""
+def _tokenize_tasks(
+    tasks: Iterator[ChunkTask], chunk_tokenizer: ChunkTokenizer, processes: int
+) -> Iterator[TokenizedChunk]:
+    """Yield the samples of each task, in the order of the tasks."""
     if processes == 1:
-        yield from ((tokeniser(task), task.chunk.bytes_read) for task in tasks)
+        yield from map(chunk_tokenizer, tasks)
         return
     # by fork: a process starts with the tokenizer and its libraries loaded, and shares their memory
-    with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("fork"), _begin, (tokeniser,)
-    ) as pool:
-        waiting: deque[tuple[Future[Tokenised], int]] = deque()
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, _begin_worker, (chunk_tokenizer,)) as pool:
+        in_flight: deque[Future[TokenizedChunk]] = deque()
         try:
             for task in tasks:
-                waiting.append((pool.submit(_work, task), task.chunk.bytes_read))
-                if len(waiting) > AHEAD * processes:
-                    future, size = waiting.popleft()
-                    yield future.result(), size
-            while waiting:
-                future, size = waiting.popleft()
-                yield future.result(), size
+                in_flight.append(pool.submit(_run_task, task))
+                if len(in_flight) > CHUNKS_IN_FLIGHT * processes:
+                    yield in_flight.popleft().result()
+            while in_flight:
+                yield in_flight.popleft().result()
         except BrokenProcessPool:
             raise OutOfMemory(
-                "a process that tokenised rows was killed, most likely for memory; free some, or split the file"
+                "a process that tokenised rows was killed, most likely for memory; "
+                "free some, or split the file"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

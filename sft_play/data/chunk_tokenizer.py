@@ -1,0 +1,189 @@
+"""One chunk of records to samples, as any process may do it. Loads no torch."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, Self
+
+from sft_play.config.schema import Config
+from sft_play.data.files import Chunk
+from sft_play.data.ledger import Tally
+from sft_play.data.length import fit_sample
+from sft_play.data.render import RenderedSample, Renderer, RenderError
+from sft_play.data.row_formats import RowFormat, SystemPrompt, parse_rows
+from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Message, Row
+from sft_play.data.store import RowIdentity, SampleArrays, StoredSample, to_arrays
+from sft_play.data.tokenized import LongRow, StoredBadRow
+
+
+@dataclass(frozen=True)
+class TokenizePolicy:
+    """What is done with every row; a part of the cache's key."""
+
+    max_seq_len: int
+    too_long: Literal["drop", "truncate_left", "split"]
+    train_on: Literal["all", "last"]
+    system_prompt: str | None
+    replaces_system: bool
+    on_bad_row: Literal["fail", "quarantine"]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return what the settings say."""
+        data = config.data
+        return cls(
+            max_seq_len=config.model.max_seq_len,
+            too_long=data.too_long,
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            replaces_system=data.system_prompt_mode == "replace",
+            on_bad_row=data.on_bad_row,
+        )
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """A chunk of the source's file number `file`, and the format of that file."""
+
+    file: int
+    chunk: Chunk
+    row_format: RowFormat
+
+
+@dataclass
+class TokenizedChunk:
+    """The samples of a chunk, and what became of its rows."""
+
+    samples: SampleArrays
+    tally: Tally
+    bad_rows: list[StoredBadRow]
+    long_rows: list[LongRow]  # the longest rows over the limit
+    bytes_read: int  # that the chunk takes in its file
+
+
+class RowHashes(NamedTuple):
+    """64-bit hashes of a row: of all its text, and of its words without case, punctuation and spacing."""
+
+    exact: int
+    normalized: int
+
+
+@dataclass
+class _Progress:
+    """What became of the rows of a chunk so far."""
+
+    tally: Tally
+    samples: list[StoredSample] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
+    long_rows: list[LongRow] = field(default_factory=list)
+
+    def drop(self, row: BadRow, reason: str) -> None:
+        self.tally.dropped[reason] += 1
+        self.bad_rows.append(row)
+
+
+class ChunkTokenizer:
+    """Tokenizes chunks. Holds what a process needs for it, and nothing that changes."""
+
+    def __init__(self, policy: TokenizePolicy, tokenizer: Any):
+        self.policy = policy
+        self.renderer = Renderer(tokenizer, policy.train_on)
+        self.bos_id = tokenizer.bos_token_id
+        self.system_prompt = SystemPrompt(policy.system_prompt, policy.replaces_system)
+
+    def __call__(self, task: ChunkTask) -> TokenizedChunk:
+        """Return the samples of a chunk."""
+        progress = _Progress(Tally(rows_in=len(task.chunk.records)))
+        numbers: list[int] = []
+        rows: list[Row] = []
+        parsed = parse_rows(task.chunk, task.row_format, self.system_prompt)
+        for number, row in zip(task.chunk.numbers, parsed, strict=True):
+            if isinstance(row, BadRow):
+                progress.drop(row, "bad_row")
+            else:
+                numbers.append(number)
+                rows.append(row)
+        for number, row, rendered in zip(numbers, rows, self.renderer.render(rows), strict=True):
+            if isinstance(rendered, RenderError):
+                reason = str(rendered).removeprefix(f"{row.origin}: ")
+                text = json.dumps(asdict(row), ensure_ascii=False)
+                progress.drop(BadRow(row.origin, reason, text), "unproven")
+                continue
+            tokens = max(len(sample.ids) for sample in rendered)
+            if tokens > self.policy.max_seq_len:
+                progress.long_rows.append(LongRow(task.file, number, tokens))
+            identity = RowIdentity(task.file, number, *hash_row(row))
+            progress.samples.extend(self._fit(rendered, identity, progress.tally))
+        return _finish(progress, task)
+
+    def _fit(
+        self, rendered: Sequence[RenderedSample], identity: RowIdentity, tally: Tally
+    ) -> Iterator[StoredSample]:
+        """Yield a row's samples within the limit, and count the row."""
+        kept = 0
+        reasons: list[str] = []
+        for sample in rendered:
+            fitted = fit_sample(sample, self.policy.max_seq_len, self.policy.too_long, self.bos_id)
+            tally.lost_trained_tokens += fitted.lost_trained_tokens
+            if fitted.reason:
+                reasons.append(fitted.reason)
+            for part in fitted.samples:
+                if part.trained_tokens:  # nothing is learned from a sample without any
+                    kept += 1
+                    yield StoredSample(part, identity, fitted.cut_tokens)
+        if kept:
+            tally.rows_used += 1
+            tally.shortened.update(set(reasons))
+        else:
+            tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
+
+
+def hash_row(row: Row) -> RowHashes:
+    """Return hashes of a row without its system message."""
+    if row.text is not None:
+        exact = row.text
+        content = row.text
+    else:
+        exact = repr([_message_fields(message) for message in row.messages])
+        content = "\n".join(message.content for message in row.messages if message.role != "system")
+    words = " ".join(re.findall(r"\w+", content.casefold()))
+    return RowHashes(_hash(exact), _hash(words or content))  # a text may have no word
+
+
+def _message_fields(message: Message) -> tuple[Any, ...]:
+    return (
+        message.role,
+        message.content,
+        message.reasoning,
+        message.tool_calls,
+        message.name,
+        message.tool_call_id,
+    )
+
+
+def _hash(text: str) -> int:
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _finish(progress: _Progress, task: ChunkTask) -> TokenizedChunk:
+    samples = to_arrays(progress.samples)
+    tally = progress.tally
+    tally.samples = len(samples.records)
+    tally.tokens = len(samples.ids)
+    tally.trained_tokens = int(samples.trained.sum())
+    tally.check()
+    path = str(task.chunk.path)
+    bad_rows = [
+        StoredBadRow(task.file, row.origin.removeprefix(path), row.reason, row.raw)
+        for row in progress.bad_rows
+    ]
+    long_rows = longest_first(progress.long_rows)
+    return TokenizedChunk(samples, tally, bad_rows, long_rows, task.chunk.bytes_read)
+
+
+def longest_first(rows: Sequence[LongRow]) -> list[LongRow]:
+    """Return the longest rows, as many as an error lists."""
+    return sorted(rows, key=lambda row: -row.tokens)[:MAX_LISTED_ROWS]

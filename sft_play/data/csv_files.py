@@ -1,0 +1,78 @@
+"""The records of CSV and TSV files. Every value is a text; the first record names the columns."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from sft_play.data.rows import NumberedRecord, UnreadableRecord
+from sft_play.errors import DataError
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Characters. A quote that is never closed takes in everything after it. The csv module's own limit
+# is 128 KiB, shorter than some documents.
+MAX_FIELD_CHARACTERS = 64 << 20
+
+
+def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
+    """Yield the records of a table, each with the line on which it begins. Raises DataError."""
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:  # nobody can tell where the next row begins
+            raise DataError(f"{path}:{line}: {_reason_of(error)}") from None
+        if fields is None:
+            return
+        if not fields or (len(fields) == 1 and not fields[0].strip()):
+            continue
+        if not header:
+            _check_header(f"{path}:{line}: the first line names the columns", fields, delimiter)
+            header = fields
+            continue
+        row_text = delimiter.join(fields)
+        yield NumberedRecord(line, _parse_row(header, fields, row_text), len(row_text))
+
+
+def _reason_of(error: csv.Error) -> str:
+    if "field larger" in str(error) or "unexpected end" in str(error):
+        return "a quote is opened in this row and never closed; quotes inside a field are doubled"
+    return f"not valid CSV: {error}; quotes inside a field are doubled"
+
+
+def _check_header(where: str, names: list[str], delimiter: str) -> None:
+    for number, name in enumerate(names, 1):
+        if not name.strip():
+            raise DataError(f"{where}, and number {number} of {len(names)} has no name")
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{where}, and {name!r} stands there twice")
+    if len(names) > 1:
+        return
+    for other in ";\t|,":
+        if other != delimiter and other in names[0]:
+            expected = "tabs" if delimiter == "\t" else "commas"
+            raise DataError(
+                f"{where}, and this names one, {names[0]!r}; "
+                f"{expected} stand between fields, not {other!r}"
+            )
+
+
+def _parse_row(
+    header: list[str], fields: list[str], row_text: str
+) -> dict[str, Any] | UnreadableRecord:
+    try:
+        row_text.encode("utf-8")
+    except UnicodeEncodeError:
+        raw = row_text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return UnreadableRecord("not UTF-8; save the file as UTF-8", raw)
+    if len(fields) != len(header):
+        reason = (
+            f"{len(fields)} fields, and the first line names {len(header)} columns; "
+            "a field that holds the separator stands in quotes"
+        )
+        return UnreadableRecord(reason, row_text)
+    return dict(zip(header, fields, strict=True))

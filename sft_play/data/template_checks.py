@@ -1,0 +1,154 @@
+"""Checks that a chat template writes the messages of a conversation, all of them and unchanged. Pure."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sft_play.data.rows import Message
+from sft_play.data.templates import RenderError, decode_arguments, iterate_strings
+
+MAX_QUOTED_CHARACTERS = 24
+
+
+class AnswerText(NamedTuple):
+    """What a template writes for an answer."""
+
+    message: Message
+    index: int  # of the message in the conversation
+    text: str  # from the end of the prompt to the stop token
+    after: str  # what follows the stop token
+
+
+class Thought(NamedTuple):
+    """A content that holds both reasoning and answer."""
+
+    reasoning: str
+    answer: str
+
+
+def check_prompt(messages: Sequence[Message], prompt: str) -> None:
+    """Raise RenderError unless every message's content is in the prompt, apart from whitespace around it.
+
+    Of earlier answers only the part after the reasoning is required, since templates leave reasoning out of the history. Earlier
+    tool calls may be written in any way.
+    """
+    position = 0
+    for index, message in enumerate(messages):
+        # in order, so that a question asked twice is written twice; but Mistral's template puts the
+        # system message into the last question
+        start = 0 if message.role == "system" else position
+        end = _find_content(message, prompt, start)
+        if end is None:
+            raise RenderError(
+                f"the chat template leaves out or changes messages[{index}], "
+                f"of the role {message.role}: {quote(message.content.strip())}"
+            )
+        if message.role != "system":
+            position = end
+
+
+def check_answer(answer: AnswerText, ending: re.Pattern[str]) -> None:
+    """Raise RenderError unless an answer's text is its message.
+
+    A template may write something before the content (an empty think block, the name of a channel), which the model learns to
+    write; between the content and the stop token there may be only `ending`, or tool calls.
+    """
+    message = answer.message
+    where = f"messages[{answer.index}]"
+    reasoning = (message.reasoning or "").strip()
+    if reasoning not in answer.text:
+        raise RenderError(
+            f"the chat template leaves out or changes the reasoning of {where}: {quote(reasoning)}"
+        )
+    content = message.content.strip()
+    if message.tool_calls:
+        _check_calls(answer.text, message, where)
+        if content in answer.text:
+            return
+    elif _ends_with(answer.text, content, ending) or _ends_with_thought(
+        answer.text, content, ending
+    ):
+        return
+    if content in answer.text:
+        extra = answer.text[answer.text.rfind(content) + len(content) :].strip()
+        raise RenderError(
+            f"the chat template writes {quote(extra)} behind {where}; "
+            "if it ends answers, name it as eos_token in tokenizer_config.json"
+        )
+    if content in answer.after:
+        raise RenderError(
+            f"the chat template writes a stop token before {where}, "
+            "so the answer would not be learned"
+        )
+    raise RenderError(
+        f"the chat template leaves out or changes {where}, an answer: {quote(content)}"
+    )
+
+
+def quote(text: str) -> str:
+    """Return a text in quotes, shortened for an error."""
+    if len(text) > MAX_QUOTED_CHARACTERS:
+        text = text[:MAX_QUOTED_CHARACTERS] + "..."
+    return repr(text)
+
+
+def _find_content(message: Message, prompt: str, start: int) -> int | None:
+    """Return where a message's content ends in a prompt, None where the prompt does not hold it."""
+    for form in _accepted_forms(message):
+        place = prompt.find(form, start)
+        if place >= 0:
+            return place + len(form)
+    return None
+
+
+def _accepted_forms(message: Message) -> list[str]:
+    content = message.content.strip()
+    if message.role == "assistant" and message.tool_calls:
+        return [""]
+    if message.role == "assistant":
+        return [content, _split_thought(content).answer]
+    if message.role == "tool":  # Llama 3 and gpt-oss write it as JSON
+        return [content, _json_characters(content)]
+    return [content]
+
+
+def _check_calls(text: str, message: Message, where: str) -> None:
+    for call in message.tool_calls:
+        for word in _call_strings(call):
+            ascii_word = json.dumps(word)[1:-1]
+            if not any(form in text for form in (word, _json_characters(word), ascii_word)):
+                raise RenderError(
+                    f"the chat template leaves out or changes a tool call of {where}: {quote(word)}"
+                )
+
+
+def _call_strings(call: Mapping[str, Any]) -> list[str]:
+    """Return the name of the function that a call names, and all texts and keys in its arguments."""
+    function = call.get("function", call)
+    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
+    return [function.get("name", ""), *iterate_strings(decode_arguments(arguments))]
+
+
+def _json_characters(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _ends_with(text: str, content: str, ending: re.Pattern[str]) -> bool:
+    if text.rstrip().endswith(content):
+        return True
+    place = text.rfind(content)
+    return place >= 0 and ending.fullmatch(text, place + len(content)) is not None
+
+
+def _ends_with_thought(text: str, content: str, ending: re.Pattern[str]) -> bool:
+    if "</think>" not in content:
+        return False
+    thought = _split_thought(content)
+    return thought.reasoning in text and _ends_with(text, thought.answer, ending)
+
+
+def _split_thought(content: str) -> Thought:
+    """Split a content into its reasoning and its answer; some templates change the whitespace between them."""
+    before, _, answer = content.rpartition("</think>")
+    return Thought(before.strip().removeprefix("<think>").strip(), answer.strip())

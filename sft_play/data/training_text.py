@@ -1,0 +1,193 @@
+"""The texts that train a conversation's answers, and where in them each answer is. Tokenizes nothing.
+
+The *generation view* of an answer is the conversation up to and including it, as the template writes it when that answer is
+the last: first the prompt that the model is given at use, then what it is to write. Templates write some answers differently
+once the conversation continues (Qwen 3 and DeepSeek R1 leave the reasoning out of the history, gpt-oss ends the last answer with a
+token of its own), so one row may give several texts: every answer is trained in a text that begins with its generation view, up
+to its stop token.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Any, Literal
+
+from sft_play.data.rows import Message, Row
+from sft_play.data.template_checks import AnswerText, check_answer, check_prompt, quote
+from sft_play.data.templates import (
+    CharacterSpan,
+    ChatTemplate,
+    RenderError,
+    iterate_strings,
+    stop_ids,
+    template_messages,
+)
+
+# Messages of the longest conversation whose places are checked: a longer one continues as it began, and is costly to render twice
+MAX_CHECKED_MESSAGES = 16
+WHITESPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSpan:
+    """The characters of one trained answer in a text."""
+
+    message: int  # its index in the conversation
+    start: int  # where its prompt ends
+    stop: int  # where its stop token begins
+    end: int  # where its stop token ends
+
+
+@dataclass(slots=True)
+class TrainingText:
+    """The text of one sample and the answers that are trained in it, in their order."""
+
+    text: str
+    answers: list[AnswerSpan] = field(default_factory=list)
+    generated: list[CharacterSpan] | None = None  # marked by `{% generation %}`; None: no marks
+    trains_all: bool = False  # every answer of the text is trained in it
+
+
+class TrainingTextBuilder:
+    """Builds training texts by one tokenizer's template and stop tokens."""
+
+    def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
+        self._template = ChatTemplate(tokenizer)
+        self._train_on = train_on
+        self._eos = tokenizer.eos_token
+        stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
+        self._stop = re.compile("|".join(map(re.escape, sorted(stop_tokens))))
+        added = tokenizer.added_tokens_decoder.values()
+        special = [re.escape(token.content) for token in added if token.special]
+        self._whitespace_or_special = re.compile("(?:" + "|".join([r"\s", *special]) + ")*")
+        # (role, has tool calls) of each message of conversations whose places were checked
+        self._checked: set[tuple[tuple[str, bool], ...]] = set()
+
+    def build(self, row: Row) -> list[TrainingText]:
+        """Return the texts that train a conversation's answers, each answer once. Raises RenderError."""
+        answers = [
+            index for index, message in enumerate(row.messages) if message.role == "assistant"
+        ]
+        if not answers:
+            raise RenderError("no message is the assistant's, so there is nothing to train")
+        texts: list[TrainingText] = []
+        for view in reversed(self._generation_views(row, answers)):
+            (answer,) = view.answers
+            for later in texts:
+                if later.text.startswith(view.text[: answer.end]):
+                    later.answers.insert(0, answer)  # the later text trains this answer too
+                    break
+            else:
+                texts.append(view)
+        for text in texts:
+            last = text.answers[-1].message
+            text.trains_all = len(text.answers) == sum(index <= last for index in answers)
+        return texts[::-1]
+
+    def _generation_views(self, row: Row, answers: list[int]) -> list[TrainingText]:
+        messages = template_messages(row.messages)
+        if self._train_on == "last" or len(answers) == 1:
+            return [self._generation_view(row, messages, answers[-1])]
+        try:
+            return [self._generation_view(row, messages, index) for index in answers]
+        except RenderError as error:
+            if not self._is_trainable(row, messages, answers[-1]):
+                raise
+            raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
+
+    def _is_trainable(self, row: Row, messages: list[dict[str, Any]], index: int) -> bool:
+        try:
+            self._generation_view(row, messages, index)
+        except RenderError:
+            return False
+        return True
+
+    def _generation_view(
+        self, row: Row, messages: list[dict[str, Any]], index: int
+    ) -> TrainingText:
+        """Return the generation view of the answer `messages[index]`, with its span.
+
+        If the template writes no stop token, eos is put after the last character: the model must learn to end. At use it reads
+        its earlier answers as the template writes them, without eos, so in a longer conversation such an answer has a text of its own.
+        """
+        self._refuse_inner_stop(row.messages[index], index)
+        prompt = self._template.render_prompt(messages[:index], row.tools)
+        text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
+        if not text.startswith(prompt):
+            raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
+        check_prompt(row.messages[:index], prompt)
+        found = self._stop.search(text, len(prompt))
+        stop, end = found.span() if found else (len(text), len(text))
+        answer = AnswerText(row.messages[index], index, text[len(prompt) : stop], text[end:])
+        check_answer(answer, self._whitespace_or_special if found else WHITESPACE)
+        if not self._whitespace_or_special.fullmatch(text, end):
+            raise RenderError(
+                f"the chat template writes {quote(answer.after.strip())} "
+                f"behind the stop token of messages[{index}]"
+            )
+        self._check_places(messages[: index + 1], row.tools)
+        if not found:
+            text += self._eos
+            end = len(text)
+            if generated:
+                generated = [*generated, CharacterSpan(stop, end)]
+        return TrainingText(text, [AnswerSpan(index, len(prompt), stop, end)], generated)
+
+    def _refuse_inner_stop(self, message: Message, index: int) -> None:
+        call_texts = iterate_strings(message.tool_calls)
+        for text in (message.content, message.reasoning or "", *call_texts):
+            found = self._stop.search(text)
+            if found:
+                raise RenderError(
+                    f"messages[{index}] holds {found[0]}, which ends an answer, "
+                    "so what stands behind it would not be learned"
+                )
+
+    def _check_places(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> None:
+        """Raise RenderError unless the template writes every message of such a conversation, and its answer once.
+
+        The template renders words that it would not write by itself: a content as short as "a" is in many places by chance.
+        """
+        structure = tuple((message["role"], "tool_calls" in message) for message in messages)
+        if len(messages) > MAX_CHECKED_MESSAGES or structure in self._checked:
+            return
+        last = len(messages) - 1
+        words: dict[int, str] = {}
+        for index, (role, has_calls) in enumerate(structure):
+            if role in ("system", "user") or (index == last and not has_calls):
+                words[index] = f"Place{index}Of{len(messages)}Messages"
+        marked = [dict(message) for message in messages]
+        for index, word in words.items():
+            marked[index]["content"] = word
+        prompt_end = len(self._template.render_prompt(marked[:-1], tools))
+        text = self._template.render_conversation(marked, tools).text
+        for index, word in words.items():
+            if word not in text:
+                raise RenderError(
+                    f"the chat template leaves out or changes messages[{index}], "
+                    f"of the role {messages[index]['role']}"
+                )
+        if last in words and text.count(words[last], prompt_end) > 1:
+            raise RenderError(
+                f"the chat template writes messages[{last}], an answer, more than once"
+            )
+        self._checked.add(structure)
+
+
+def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: str) -> str:
+    """Return why an answer cannot be found in a text that does not begin with its prompt."""
+    system = messages[0].content.strip() if messages[0].role == "system" else ""
+    if system in prompt and system not in text:  # as Mistral's template does
+        return (
+            "the chat template leaves out the system message once a question is answered; "
+            "write it into the first question"
+        )
+    same = len(commonprefix((prompt, text)))  # noqa: RUF071 - of texts, not of paths
+    return (
+        f"the chat template writes what is before messages[{index}] otherwise once it is answered, "
+        f"so the answer cannot be found: the prompt has {quote(prompt[same:])} "
+        f"where the conversation has {quote(text[same:])}"
+    )
