@@ -117,15 +117,15 @@ def data_check(
     config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False
 ) -> None:
     """Read and render all rows as a run would, and account for each."""
-    from sft_play.data.check import check_lines
+    from sft_play.data.ledger_tables import ledger_lines
 
     called = _call(config, set_)
     planned = commands.plan_run(called, commands.load_config(called))
     ledger = preparation.ledger(planned)
     if json:
-        typer.echo(commands.as_text(ledger))
+        typer.echo(commands.as_text(ledger.as_json()))
     else:
-        _echo_lines(check_lines(ledger))
+        _echo_lines(ledger_lines(ledger))
 
 
 @app.command()

@@ -79,14 +79,14 @@ def rows(tmp_path_factory) -> dict[str, Path]:
 def prepared_rows(rows, tokenizer, tmp_path_factory):
     """The rows above as a run prepares them."""
     from sft_play.config.schema import Config
-    from sft_play.data.prepare import prepare
+    from sft_play.data.pipeline import build_run_data
 
     data = {
         "train_path": str(rows["train"]),
         "val_path": str(rows["val"]),
         "cache_dir": str(tmp_path_factory.mktemp("samples")),
     }
-    return prepare(Config.model_validate({"data": data}), tokenizer)
+    return build_run_data(Config.model_validate({"data": data}), tokenizer)
 
 
 @pytest.fixture(scope="session")
@@ -236,7 +236,7 @@ def build_trainer() -> Callable:
     import torch
 
     from sft_play.data.assemble import assemble
-    from sft_play.data.prepare import from_json
+    from sft_play.data.data_facts import DataFacts
     from sft_play.models.load import load_model
     from sft_play.models.tokenizer import load_tokenizer
     from sft_play.plan.run_plan import PlannedRun
@@ -253,7 +253,7 @@ def build_trainer() -> Callable:
         context = RunContext(PlannedRun.read(folder), folder, process, MemoryMeter(process))
         config = context.config
         tokenizer = load_tokenizer(config)
-        data = assemble(config, from_json(folder.read_data()["sources"]))
+        data = assemble(config, DataFacts.from_json(folder.read_data()).sources)
         runtime.seed_everything(config.train.seed)
         arguments = training_arguments(context.planned, folder)
         model = load_model(config, process)

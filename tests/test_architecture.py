@@ -19,7 +19,7 @@ ALLOWED = {
     "config": {"errors"},
     "runs": {"errors", "config"},
     "plan": {"errors", "config", "runs"},
-    "data": {"errors", "config", "plan"},
+    "data": {"errors", "config", "runs", "plan"},
     "models": {"errors", "process", "config", "plan", "data"},
     "evaluation": {"errors", "process", "config", "data", "models"},
     "training": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},

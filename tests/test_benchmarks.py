@@ -36,7 +36,7 @@ from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_in
 from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
-from sft_play.data.shapes import read_all
+from sft_play.data.row_formats import read_rows
 
 
 def test_alpaca_rows_are_the_same_each_time(tmp_path):
@@ -51,7 +51,7 @@ def test_alpaca_rows_are_the_same_each_time(tmp_path):
 def test_alpaca_rows_say_the_same_in_both_shapes(tmp_path):
     alpaca_rows(tmp_path / "alpaca.jsonl", tmp_path / "messages.jsonl", rows=50)
     said = [
-        [row.messages for row in read_all(tmp_path / f"{shape}.jsonl")]
+        [row.messages for row in read_rows(tmp_path / f"{shape}.jsonl")]
         for shape in ("alpaca", "messages")
     ]
     assert said[0] == said[1]

@@ -23,7 +23,7 @@ def fill(folder: Path, text: str = "samples") -> None:
 def test_an_entry_is_built_once(tmp_path: Path) -> None:
     built = []
     for _ in range(2):
-        folder = cache.entry(tmp_path, KEY, lambda aside: (built.append(aside), fill(aside)))
+        folder = cache.get_or_build(tmp_path, KEY, lambda aside: (built.append(aside), fill(aside)))
         assert (folder / "ids.bin").read_text() == "samples"
     assert len(built) == 1 and built[0] != folder
 
@@ -34,15 +34,15 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        cache.entry(tmp_path, KEY, broken)
+        cache.get_or_build(tmp_path, KEY, broken)
     assert [path.name for path in tmp_path.iterdir()] == [f".{KEY}.lock"]
-    assert cache.entry(tmp_path, KEY, fill).is_dir()
+    assert cache.get_or_build(tmp_path, KEY, fill).is_dir()
 
 
 def test_an_entry_that_is_not_complete_is_built_anew(tmp_path: Path) -> None:
     (tmp_path / KEY).mkdir(parents=True)
     (tmp_path / KEY / "ids.bin").write_text("half")
-    assert (cache.entry(tmp_path, KEY, fill) / "ids.bin").read_text() == "samples"
+    assert (cache.get_or_build(tmp_path, KEY, fill) / "ids.bin").read_text() == "samples"
 
 
 def _slow(root: str, log: str) -> None:
@@ -52,7 +52,7 @@ def _slow(root: str, log: str) -> None:
         time.sleep(0.5)
         fill(aside, str(os.getpid()))
 
-    folder = cache.entry(Path(root), KEY, build)
+    folder = cache.get_or_build(Path(root), KEY, build)
     assert (folder / cache.COMPLETE).is_file()
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_leaves_neither_an_entry_nor_a_lock_that_holds(tmp_
     os.kill(run.pid, signal.SIGKILL)
     run.join(60)
     assert not (tmp_path / "cache" / KEY).exists()
-    assert (cache.entry(tmp_path / "cache", KEY, fill) / "ids.bin").read_text() == "samples"
+    assert (cache.get_or_build(tmp_path / "cache", KEY, fill) / "ids.bin").read_text() == "samples"
 
 
 def test_the_content_of_files_counts_and_not_their_names(tmp_path: Path) -> None:
@@ -91,23 +91,23 @@ def test_the_content_of_files_counts_and_not_their_names(tmp_path: Path) -> None
     one.write_text("rows")
     moved.parent.mkdir()
     shutil.copy(one, moved)
-    digest = cache.digest_of_files([one])
-    assert cache.digest_of_files([moved]) == digest
+    digest = cache.digest_files([one])
+    assert cache.digest_files([moved]) == digest
     stat = one.stat()
     one.write_text("rowz")
     os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
-    assert cache.digest_of_files([one]) != digest
-    assert cache.digest_of_files([one, moved]) != cache.digest_of_files([moved, one]), (
+    assert cache.digest_files([one]) != digest
+    assert cache.digest_files([one, moved]) != cache.digest_files([moved, one]), (
         "the order is that of the samples"
     )
 
 
 def test_the_tokenizer_its_template_and_the_policy_are_in_the_key(tokenizer) -> None:
-    plain = cache.digest_of_tokenizer(tokenizer, "a")
-    assert cache.digest_of_tokenizer(tokenizer, "b") != plain
+    plain = cache.digest_tokenizer(tokenizer, "a")
+    assert cache.digest_tokenizer(tokenizer, "b") != plain
     keys = {
-        cache.key_of("rows", plain, {"max_seq_len": 8}),
-        cache.key_of("rows", plain, {"max_seq_len": 9}),
-        cache.key_of("other", plain, {"max_seq_len": 8}),
+        cache.entry_key("rows", plain, {"max_seq_len": 8}),
+        cache.entry_key("rows", plain, {"max_seq_len": 9}),
+        cache.entry_key("other", plain, {"max_seq_len": 8}),
     }
     assert len(keys) == 3

@@ -17,11 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sft_play.data import files
-from sft_play.data.files import Unreadable, parsed, read_chunks
-from sft_play.data.rows import BadRow, Row
-from sft_play.data.shapes import read_all, recognise, rows_of
-from sft_play.data.sources import Source, SourceEntry, find
+from sft_play.config.schema import SourceSection
+from sft_play.data import csv_files, files
+from sft_play.data.files import parse_records, read_chunks
+from sft_play.data.row_formats import detect_format, parse_rows, read_rows
+from sft_play.data.rows import BadRow, Row, UnreadableRecord
+from sft_play.data.sources import Source, find_source
 from sft_play.errors import DataError, ExitClass
 
 Records = list[dict[str, Any]]
@@ -132,8 +133,8 @@ def test_the_same_rows_are_read_from_every_format(name: str, shape: str, tmp_pat
     reference.write_bytes(to_jsonl(GOLDEN[shape]))
     path = tmp_path / name
     path.write_bytes(WRITERS[name](GOLDEN[shape]))
-    assert recognise(path, {}).name == shape
-    assert without_origin(read_all(path)) == without_origin(read_all(reference))
+    assert detect_format(path, {}).name == shape
+    assert without_origin(read_rows(path)) == without_origin(read_rows(reference))
 
 
 def random_text(draw: random.Random) -> str:
@@ -171,10 +172,11 @@ def test_random_rows_come_back_as_they_were_written(name: str, tmp_path: Path) -
         ]
         (tmp_path / name).write_bytes(WRITERS[name](records))
         assert [
-            (row.messages[0].content, row.messages[-1].content) for row in read_all(tmp_path / name)
+            (row.messages[0].content, row.messages[-1].content)
+            for row in read_rows(tmp_path / name)
         ] == [tuple(record.values()) for record in records]
         of_any_size = [
-            list(parsed(chunk))
+            list(parse_records(chunk))
             for chunk in read_chunks(tmp_path / name, rows_per_chunk=draw.randint(1, 9))
         ]
         assert [record for part in of_any_size for record in part] == records
@@ -197,7 +199,7 @@ def test_chunks_hold_all_rows_with_their_places_and_bytes(name: str, tmp_path: P
     assert [number for chunk in chunks for number in chunk.numbers] == list(
         range(first, first + 50)
     )
-    assert [record["question"] for chunk in chunks for record in parsed(chunk)] == [
+    assert [record["question"] for chunk in chunks for record in parse_records(chunk)] == [
         f"q{number}" for number in range(50)
     ]
     assert 0 < sum(chunk.bytes_read for chunk in chunks) <= path.stat().st_size
@@ -258,7 +260,7 @@ def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
 
 def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(to_table([{"question": "q" * 300_000, "answer": "a"}]))
-    assert len(read_all(tmp_path / "a.csv")[0].messages[0].content) == 300_000
+    assert len(read_rows(tmp_path / "a.csv")[0].messages[0].content) == 300_000
 
 
 # Files that are not what they should be
@@ -372,7 +374,7 @@ def test_a_bad_file_is_named_with_the_place_and_the_reason(
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError) as error:
-        read_all(path)
+        read_rows(path)
     first = str(error.value).splitlines()[0]
     assert first.startswith(f"{path}{place}: ")
     assert reason in first
@@ -397,7 +399,7 @@ def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -
         path = tmp_path / name
         path.write_bytes(damaged(WRITERS[name](GOLDEN[draw.choice(list(GOLDEN))]), draw))
         try:
-            assert read_all(path)
+            assert read_rows(path)
         except DataError as error:
             assert str(path) in str(error)
 
@@ -405,21 +407,21 @@ def test_damage_is_named_and_never_ends_the_process(name: str, tmp_path: Path) -
 def test_a_line_without_end_is_refused_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b" " + b"x" * (2 << 20))
     with pytest.raises(
         DataError, match=r"a.jsonl:2: a line of more than 1 MiB; rows are one JSON object a line"
     ):
-        read_all(tmp_path / "a.jsonl")
+        read_rows(tmp_path / "a.jsonl")
 
 
 def test_a_quote_without_end_is_refused_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LONGEST_FIELD", 1 << 20)
+    monkeypatch.setattr(csv_files, "MAX_FIELD_CHARACTERS", 1 << 20)
     (tmp_path / "a.csv").write_bytes(b'question,answer\nq,a\n"q,a\n' + b"q,a\n" * (1 << 20))
     with pytest.raises(DataError, match=r"a.csv:3: a quote is opened in this row and never closed"):
-        read_all(tmp_path / "a.csv")
+        read_rows(tmp_path / "a.csv")
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
@@ -432,15 +434,15 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         ("x" * 300 + ".jsonl", "cannot be read: File name too long"),
     ]:
         with pytest.raises(DataError, match=words):
-            read_all(tmp_path / name)
+            read_rows(tmp_path / name)
 
 
 def test_a_bad_row_in_a_batch_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet_of(question=["q", "q"], answer=bad_text(b"\xff")))
     (chunk,) = read_chunks(tmp_path / "a.parquet")
-    assert list(parsed(chunk)) == [
+    assert list(parse_records(chunk)) == [
         {"question": "q", "answer": "q"},
-        Unreadable("a text is not UTF-8", "\\xff"),
+        UnreadableRecord("a text is not UTF-8", "\\xff"),
     ]
 
 
@@ -450,7 +452,7 @@ def test_a_bad_row_is_set_aside_with_all_its_columns(name: str, tmp_path: Path) 
         WRITERS[name]([{**QA, "id": "1"}, {**QA, "answer": " ", "id": "2"}])
     )
     (chunk,) = read_chunks(tmp_path / name)
-    _, bad = rows_of(chunk, recognise(tmp_path / name, {}))
+    _, bad = parse_rows(chunk, detect_format(tmp_path / name, {}))
     assert isinstance(bad, BadRow)
     assert (bad.reason, json.loads(bad.raw)) == (
         "answer is empty",
@@ -462,7 +464,7 @@ def test_a_bad_row_is_set_aside_with_all_its_columns(name: str, tmp_path: Path) 
 
 
 def found(path: Path | str, **more: Any) -> Source:
-    return find(SourceEntry(str(path), **more), "data.train_path")
+    return find_source(SourceSection(path=str(path), **more), "data.train_path")
 
 
 def test_a_folder_is_its_data_files_in_order(tmp_path: Path) -> None:
@@ -494,9 +496,9 @@ def test_rows_that_datasets_saved_to_disk_are_read(tmp_path: Path) -> None:
     saved.save_to_disk(tmp_path / "one", num_shards=3)
     source = found(tmp_path / "one")
     assert len(source.files) == 3
-    rows = [row for path in source.files for row in read_all(path)]
+    rows = [row for path in source.files for row in read_rows(path)]
     (tmp_path / "a.jsonl").write_bytes(to_jsonl(GOLDEN["messages"]))
-    assert without_origin(rows) == without_origin(read_all(tmp_path / "a.jsonl")) * 50
+    assert without_origin(rows) == without_origin(read_rows(tmp_path / "a.jsonl")) * 50
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
     with pytest.raises(
         DataError, match=r"two: holds the splits test, train; name one: .*/two/test"

@@ -14,17 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sft_play.data.shapes import read_all
+from sft_play.data.row_formats import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = "a" * 40
 ASK = """
 import json, sys
-from sft_play.data.sources import SourceEntry, find
+from sft_play.config.schema import SourceSection
+from sft_play.data.sources import find_source
 from sft_play.errors import SftPlayError
 for entry in json.loads(sys.argv[1]):
     try:
-        source = find(SourceEntry(**entry), "data.train_path")
+        source = find_source(SourceSection(**entry), "data.train_path")
         print(json.dumps([source.name, *map(str, source.files)]))
     except SftPlayError as error:
         print(json.dumps([error.exit_class.name, str(error)]))
@@ -149,7 +150,7 @@ def ask(entries: list[dict[str, str]], home: Path, **env: str) -> list[list[str]
 
 
 def questions(path: str) -> list[str]:
-    return [row.messages[0].content for row in read_all(Path(path))]
+    return [row.messages[0].content for row in read_rows(Path(path))]
 
 
 def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
+from sft_play.data.ledger import PaddedTokens
 from sft_play.data.order import (
-    Layout,
-    PaddedTokens,
     StepSampler,
     fullest_step,
     pack_shortest,
     padding,
     steps,
 )
+from sft_play.plan.layout import Layout
 
 MAX_SEQ_LEN, EFFECTIVE, SEED = 64, 8, 5
 LAYOUTS = [(1, 1), (2, 1), (8, 1), (2, 2), (1, 4), (2, 4), (1, 8)]  # (batch_size, world_size)
@@ -25,10 +25,14 @@ def lengths_of(samples: int) -> list[int]:
     return [min(MAX_SEQ_LEN, 1 + int(draw.expovariate(1 / 12))) for _ in range(samples)]
 
 
+def layout_of(max_seq_len: int, batch: int, effective: int, world: int = 1) -> Layout:
+    return Layout(batch, effective // (batch * world), world, max_seq_len)
+
+
 def sampler(
     lengths: list[int], batch: int, world: int, packed: bool, seed: int = SEED
 ) -> StepSampler:
-    layout = Layout(MAX_SEQ_LEN, batch, EFFECTIVE, world)
+    layout = layout_of(MAX_SEQ_LEN, batch, EFFECTIVE, world)
     return StepSampler(
         lengths,
         layout.packed(fullest_step(lengths, layout, seed, epochs=3)) if packed else layout,
@@ -104,11 +108,6 @@ def test_a_seed_of_any_size_orders_samples() -> None:
     assert len(list(steps(4, 1, 10**30, 0))) == 4
 
 
-def test_a_step_that_micro_batches_do_not_fill_is_refused() -> None:
-    with pytest.raises(AssertionError, match="a step of 8 samples is no multiple of 6"):
-        Layout(64, 3, 8, 2)
-
-
 def test_micro_batches_hold_samples_of_similar_length_the_longest_first() -> None:
     lengths = [9, 1, 7, 3, 8, 2, 6, 5]
     assert [
@@ -147,7 +146,7 @@ def test_packed_sequences_are_no_longer_than_the_longest_that_may_be(
 
 
 def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do() -> None:
-    layout = Layout(10, 1, 4)
+    layout = layout_of(10, 1, 4)
     assert fullest_step([10, 10, 10, 10], layout, SEED, 1) == 4
     assert fullest_step([5, 5, 5, 5], layout, SEED, 1) == 2
     assert fullest_step([2, 2, 2, 2], layout, SEED, 1) == 1
@@ -169,17 +168,13 @@ def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do() -> None:
 def test_packed_micro_batches_are_as_few_as_suffice_and_then_no_larger(
     batch: int, world: int, fullest: int, number: int, sequences: int
 ) -> None:
-    packed = Layout(10, batch, 64, world).packed(fullest)
-    assert (packed.packed_into, packed.micro_batches, packed.batch_size) == (
-        number,
-        number,
-        sequences,
-    )
+    packed = Layout(batch, grad_accum=1, world_size=world, max_seq_len=10).packed(fullest)
+    assert (packed.micro_batches, packed.sequences) == (number, sequences)
     assert (number - 1) * batch * world < fullest <= number * sequences * world
 
 
 def test_the_fullest_step_is_that_of_all_epochs() -> None:
-    lengths, layout = [9, 9, 1, 1, 1, 1, 1, 1], Layout(12, 1, 4)
+    lengths, layout = [9, 9, 1, 1, 1, 1, 1, 1], layout_of(12, 1, 4)
     met = [
         any({0, 1} <= set(step) for step in steps(8, 4, seed, epoch))
         for seed in range(8)
@@ -198,13 +193,13 @@ def test_the_fullest_step_is_that_of_all_epochs() -> None:
 
 
 def test_sequences_are_as_short_as_the_number_of_them_allows() -> None:
-    assert sorted(map(len, pack_shortest([8] * 8, most=8, max_seq_len=64))) == [1] * 8
-    assert sorted(map(len, pack_shortest([8] * 8, most=2, max_seq_len=64))) == [4, 4]
-    assert pack_shortest([8] * 8, most=1, max_seq_len=64) == [list(range(8))]
-    assert sorted(map(len, pack_shortest([40, 8, 8, 8, 8, 8], most=5, max_seq_len=64))) == [1, 5], (
-        "no shorter than the longest sample"
-    )
-    assert len(pack_shortest([60, 60, 60], most=2, max_seq_len=64)) == 3, (
+    assert sorted(map(len, pack_shortest([8] * 8, max_sequences=8, max_seq_len=64))) == [1] * 8
+    assert sorted(map(len, pack_shortest([8] * 8, max_sequences=2, max_seq_len=64))) == [4, 4]
+    assert pack_shortest([8] * 8, max_sequences=1, max_seq_len=64) == [list(range(8))]
+    assert sorted(
+        map(len, pack_shortest([40, 8, 8, 8, 8, 8], max_sequences=5, max_seq_len=64))
+    ) == [1, 5], "no shorter than the longest sample"
+    assert len(pack_shortest([60, 60, 60], max_sequences=2, max_seq_len=64)) == 3, (
         "more than may be, where the limit leaves no choice"
     )
 
@@ -212,7 +207,7 @@ def test_sequences_are_as_short_as_the_number_of_them_allows() -> None:
 def test_ranks_that_run_at_the_same_time_have_about_as_many_tokens() -> None:
     draw = random.Random(0)
     lengths = [draw.randint(1, 200) for _ in range(640)]
-    layout = Layout(1024, 1, 64, world_size=4)
+    layout = layout_of(1024, 1, 64, world=4)
     batches = list(
         StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED)
     )
@@ -231,11 +226,11 @@ def padding_of(lengths: list[int], layout: Layout) -> PaddedTokens:
 def test_packing_leaves_little_padding() -> None:
     draw = random.Random(0)
     lengths = [min(2048, 1 + int(draw.lognormvariate(6, 0.8))) for _ in range(4096)]
-    found = padding_of(lengths, Layout(2048, 8, 64))
+    found = padding_of(lengths, layout_of(2048, 8, 64))
     assert found.real == sum(lengths)
     assert found.real <= found.packed < 1.1 * found.real < found.unpacked
     # by hand: 3 samples of a step of 4, one sequence each and one filler, at widths that are multiples of 8
-    assert vars(padding_of([8, 16, 24], Layout(64, 2, 4))) == {
+    assert vars(padding_of([8, 16, 24], layout_of(64, 2, 4))) == {
         "real": 48,
         "unpacked": 2 * 24 + 2 * 8,
         "packed": 48,

@@ -17,26 +17,32 @@ from sft_play import commands, preparation
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.data import preview
-from sft_play.data.check import ledger_json
-from sft_play.data.order import Layout
-from sft_play.data.prepare import prepare
+from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger
+from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import (
-    Document,
-    Shown,
-    Span,
+    PreviewDocument,
+    PreviewSequence,
     SpanFinder,
-    choose,
+    TokenSpan,
+    choose_samples,
     cut_note,
-    in_colour,
-    in_marks,
-    packed_samples,
-    show,
-    visible,
+    first_packed_sequence,
+    preview_sequences,
 )
-from sft_play.data.preview_page import page
-from sft_play.data.render import IGNORE_INDEX, Rendered
-from sft_play.data.store import Origin, Sample, Split, Store, StoreWriter, as_arrays
+from sft_play.data.preview_page import render_page
+from sft_play.data.preview_text import in_color, in_marks, make_visible, print_sequences
+from sft_play.data.render import IGNORE_INDEX, RenderedSample
+from sft_play.data.store import (
+    RowIdentity,
+    Sample,
+    Split,
+    Store,
+    StoredSample,
+    StoreWriter,
+    to_arrays,
+)
 from sft_play.errors import EnvironmentFault
+from sft_play.plan.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
@@ -92,7 +98,7 @@ def sample_of(ids: list[int], trained: list[bool] | None = None) -> Sample:
     return Sample(np.array(ids, dtype=np.int32), np.where(mask, ids, IGNORE_INDEX), answer_start=0)
 
 
-def text_of(spans: tuple[Span, ...]) -> str:
+def text_of(spans: tuple[TokenSpan, ...]) -> str:
     return "".join(span.text for span in spans)
 
 
@@ -167,25 +173,20 @@ def test_special_tokens_stand_alone(tokenizer) -> None:
 # Which samples
 
 
-def split_of(folder: Path, samples: list[tuple[Rendered, Origin, int]]) -> Split:
+def split_of(folder: Path, samples: list[StoredSample]) -> Split:
     with StoreWriter(folder) as writer:
-        writer.append(*as_arrays(samples))
+        writer.append(to_arrays(samples))
     return Split.whole(Store(folder))
 
 
 def plain(
     tokens: int, number: int, cut: int = 0, trained: tuple[bool, ...] | None = None
-) -> tuple[Rendered, Origin, int]:
+) -> StoredSample:
     mask = trained or (False, *[True] * (tokens - 1))
     ids = list(range(10, 10 + tokens))
-    return (
-        Rendered(
-            ids,
-            [i if is_trained else IGNORE_INDEX for i, is_trained in zip(ids, mask, strict=True)],
-        ),
-        Origin(0, number, number, number),
-        cut,
-    )
+    labels = [i if is_trained else IGNORE_INDEX for i, is_trained in zip(ids, mask, strict=True)]
+    identity = RowIdentity(0, number, number, number)
+    return StoredSample(RenderedSample(ids, labels), identity, cut)
 
 
 def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:
@@ -203,7 +204,7 @@ def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:
             plain(4, 7, trained=turns),
         ],
     )
-    assert choose(split, 2) == {
+    assert choose_samples(split, 2) == {
         0: ["sample 1"],
         1: ["sample 2"],
         2: ["longest"],
@@ -215,25 +216,27 @@ def test_the_first_and_the_instructive_are_chosen(tmp_path) -> None:
 
 
 def test_a_sample_is_shown_once_with_all_its_reasons(tmp_path) -> None:
-    assert choose(split_of(tmp_path, [plain(3, 1)]), 5) == {0: ["sample 1", "longest", "shortest"]}
+    assert choose_samples(split_of(tmp_path, [plain(3, 1)]), 5) == {
+        0: ["sample 1", "longest", "shortest"]
+    }
 
 
 def test_a_source_of_one_row_that_repeats_has_no_pieces(tmp_path) -> None:
     split = split_of(tmp_path, [plain(3, 1)])
-    assert list(choose(Split(split.stores, [(0, np.zeros(4, dtype=np.int64))]), 0)) == [0]
+    assert list(choose_samples(Split(split.stores, [np.zeros(4, dtype=np.int64)]), 0)) == [0]
 
 
-def test_a_packed_example_is_a_sequence_with_a_seam() -> None:
+def test_a_packed_example_is_a_sequence_of_several_documents() -> None:
     lengths = np.array([3, 4, 5, 2, 6, 8])
-    found = packed_samples(
-        lengths, Layout(max_seq_len=10, batch_size=3, effective_batch=6, packed_into=1), seed=0
+    found = first_packed_sequence(
+        lengths, Layout(3, grad_accum=2, world_size=1, max_seq_len=10, fullest_step=3), seed=0
     )
     assert len(found) > 1
     assert sum(lengths[found]) <= 10
     assert (
-        packed_samples(
+        first_packed_sequence(
             np.array([10, 10, 10]),
-            Layout(max_seq_len=10, batch_size=1, effective_batch=3, packed_into=3),
+            Layout(1, grad_accum=3, world_size=1, max_seq_len=10, fullest_step=3),
             seed=0,
         )
         == []
@@ -250,10 +253,10 @@ def test_what_was_cut_is_said_in_the_words_of_the_policy() -> None:
 
 
 def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, rows) -> None:
-    sequences = show(prepared_rows, tokenizer, 2, "drop", packed=[0, 3])
+    sequences = preview_sequences(prepared_rows, tokenizer, 2, "drop", packed=[0, 3])
     assert sequences[0].heading.startswith(f"train  {rows['train']}:1  ")
-    assert sequences[1].documents[0].place == f"{rows['train']}:2"
-    assert [document.place for document in sequences[-1].documents] == [
+    assert sequences[1].documents[0].origin == f"{rows['train']}:2"
+    assert [document.origin for document in sequences[-1].documents] == [
         f"{rows['train']}:1",
         f"{rows['train']}:4",
     ]
@@ -275,7 +278,7 @@ def shown(
     place: str = "rows.jsonl:1",
     note: str | None = None,
     documents: int = 1,
-) -> Shown:
+) -> PreviewSequence:
     """One conversation `documents` times, as the model would see it."""
     before = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
@@ -284,7 +287,9 @@ def shown(
     spans = SpanFinder(tokenizer)(
         sample_of(ids, [index >= len(before) for index in range(len(ids))])
     )
-    return Shown("train", ("longest",), (Document(place, spans, note),) * documents)
+    return PreviewSequence(
+        "train", ("longest",), (PreviewDocument(place, spans, note),) * documents
+    )
 
 
 def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
@@ -300,7 +305,7 @@ def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
 
 def test_colours_say_what_marks_say(tokenizer) -> None:
     sequence = shown(tokenizer, "Red or blue?", "Red it is")
-    fragments = in_colour(sequence)
+    fragments = in_color(sequence)
     assert "".join(text for text, _ in fragments) == in_marks(sequence).translate(
         {ord("⟦"): None, ord("⟧"): None}
     )
@@ -326,7 +331,7 @@ def test_nothing_in_a_row_commands_a_terminal(tokenizer) -> None:
 
 def test_joined_emoji_and_letters_stay_joined() -> None:
     for text in ("👩‍👩‍👧‍👦", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "می‌خواهم", "日本\u3000語", "é"):
-        assert visible(text) == text
+        assert make_visible(text) == text
 
 
 def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None:
@@ -334,7 +339,7 @@ def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None
     told = in_marks(sequence)
     hidden = sequence.documents[0].tokens - preview.TERMINAL_TOKENS
     assert f"{hidden:,} tokens more, on the page" in told
-    assert told.count("word") < page_text(page({}, LEDGER, [sequence])).count("word") == 900
+    assert told.count("word") < page_text(render_page({}, LEDGER, [sequence])).count("word") == 900
 
 
 def test_seams_of_a_packed_sequence_are_named(tokenizer) -> None:
@@ -351,22 +356,21 @@ def test_seams_of_a_packed_sequence_are_named(tokenizer) -> None:
 
 # The page
 
-FACTS = {
-    "rows_in": 1,
-    "rows_used": 1,
-    "dropped": {},
-    "shortened": {},
-    "samples": 1,
-    "tokens": 2,
-    "trained_tokens": 1,
-    "lost_fraction": 0.0,
-}
-FACTS |= {
-    "lengths": {"p50": 2, "p90": 2, "p99": 2, "max": 2},
-    "duplicates": {"exact": 0, "normalised": 0},
-    "sources": [],
-}
-LEDGER = {"splits": {"train": FACTS}, "max_seq_len": 8}
+TRAIN = SplitLedger(
+    rows_in=1,
+    rows_used=1,
+    samples=1,
+    tokens=2,
+    trained_tokens=1,
+    lost_trained_tokens=0,
+    lost_fraction=0.0,
+    dropped={},
+    shortened={},
+    lengths=LengthPercentiles(2, 2, 2, max=2),
+    duplicates=EqualRows(0, 0),
+    sources=(),
+)
+LEDGER = Ledger({"train": TRAIN}, max_seq_len=8)
 
 
 class Reader(HTMLParser):
@@ -410,7 +414,7 @@ HOSTILE = "<script>document.title='owned'</script></pre></mark><img src=x onerro
 
 def test_a_row_with_markup_is_inert(tokenizer) -> None:
     sequence = shown(tokenizer, HOSTILE, HOSTILE, place=f"/tmp/{HOSTILE}.jsonl:1", note=HOSTILE)
-    found = read(page({"config": HOSTILE}, LEDGER, [sequence]))
+    found = read(render_page({"config": HOSTILE}, LEDGER, [sequence]))
     assert {tag for tag, _ in found.tags} <= set(
         "html meta title style h1 h2 h3 p section div table thead tbody tr th td pre i u mark".split()
     )
@@ -422,13 +426,13 @@ def test_a_row_with_markup_is_inert(tokenizer) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_of_the_page_is_that_of_the_sample(tokenizer, text: str) -> None:
-    found = read(page({}, LEDGER, [shown(tokenizer, text, text)]))
+    found = read(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
     assert found.text == f"<|user|>{text}<|assistant|>{text}<|end|>"
     assert found.marked == f"{text}<|end|>"
 
 
 def test_the_page_loads_nothing(tokenizer) -> None:
-    text = page({"model": "m"}, LEDGER, [shown(tokenizer, "a", "b")])
+    text = render_page({"model": "m"}, LEDGER, [shown(tokenizer, "a", "b")])
     assert not any(
         word in text for word in ("http:", "https:", "url(", "@import", "<script", "<link", "src=")
     )
@@ -440,7 +444,7 @@ def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer) -> None:
     sequence = shown(tokenizer, "Red 🙂", "Blue")
     titles = [
         attributes["title"]
-        for tag, attributes in read(page({}, LEDGER, [sequence])).tags
+        for tag, attributes in read(render_page({}, LEDGER, [sequence])).tags
         if tag == "i" and "title" in attributes
     ]
     spans = sequence.documents[0].spans
@@ -460,16 +464,20 @@ def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer) -> None:
 def test_documents_of_a_packed_sequence_are_apart_on_the_page(tokenizer) -> None:
     tags = [
         tag
-        for tag, _ in read(page({}, LEDGER, [shown(tokenizer, "One", "1", documents=3)])).tags
+        for tag, _ in read(
+            render_page({}, LEDGER, [shown(tokenizer, "One", "1", documents=3)])
+        ).tags
         if tag in ("h3", "pre")
     ]
     assert tags == ["h3", "pre"] * 3
 
 
 def test_the_ledger_is_on_the_page(prepared_rows, tokenizer) -> None:
-    ledger = ledger_json(prepared_rows, 1024)
-    text = page({}, ledger, [])
-    assert f'<tr><th scope="row">trained tokens</th><td>{ledger["trained_tokens"]:,}</td>' in text
+    ledger = prepared_rows.ledger
+    text = render_page({}, ledger, [])
+    assert (
+        f'<tr><th scope="row">trained tokens</th><td>{ledger.train.trained_tokens:,}</td>' in text
+    )
 
 
 # The command
@@ -533,9 +541,7 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", **environ}.items():
         monkeypatch.setenv(name, value)
-    preparation.print_sequences(
-        [shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color
-    )
+    print_sequences([shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color)
     told = capsys.readouterr().out
     assert ("\x1b[1;32m" in told, "⟦" in told) == (has_colour, not has_colour)
     assert "Red [bold]or[/bold] :smile:" in told, "a row is no markup"
@@ -543,21 +549,23 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(
 
 
 def test_a_truncated_row_says_how_much_was_cut(tmp_path, rows, tokenizer) -> None:
-    data = {
+    settings = {
         "train_path": str(rows["train"]),
         "val_path": str(rows["val"]),
         "too_long": "truncate_left",
         "max_lost": 0.9,
         "cache_dir": str(tmp_path),
     }
-    prepared = prepare(
-        Config.model_validate({"data": data, "model": {"max_seq_len": 12}}), tokenizer
+    data = build_run_data(
+        Config.model_validate({"data": settings, "model": {"max_seq_len": 12}}), tokenizer
     )
     (sequence,) = [
         sequence
-        for sequence in show(prepared, tokenizer, 0, "truncate_left")
+        for sequence in preview_sequences(data, tokenizer, 0, "truncate_left")
         if "shortened" in sequence.reasons
     ]
-    record = next(record for record in prepared.train.records if record["cut"])
+    record = next(record for record in data.train.records if record["cut"])
     assert f"┄┄ {record['cut']} tokens before this text were cut off" in in_marks(sequence)
-    assert f"{record['cut']} tokens before this text were cut off" in page({}, LEDGER, [sequence])
+    assert f"{record['cut']} tokens before this text were cut off" in render_page(
+        {}, LEDGER, [sequence]
+    )

@@ -9,11 +9,11 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from sft_play.data import length
-from sft_play.data.length import fit
+from sft_play.data.length import fit_sample
 from sft_play.data.render import (
     DEFAULT_TEMPLATE,
     IGNORE_INDEX,
-    Rendered,
+    RenderedSample,
     Renderer,
     RenderError,
     render_prompt,
@@ -42,7 +42,7 @@ def row(*contents: str, system: str | None = None) -> Row:
     return Row(tuple(([Message("system", system)] if system else []) + turns), "rows.jsonl:7")
 
 
-def trained(rendered: Rendered, tok: PreTrainedTokenizerFast) -> list[str]:
+def trained(rendered: RenderedSample, tok: PreTrainedTokenizerFast) -> list[str]:
     """Decode every run of labelled tokens."""
     found: list[list[int]] = [[]]
     for label in rendered.labels:
@@ -53,7 +53,7 @@ def trained(rendered: Rendered, tok: PreTrainedTokenizerFast) -> list[str]:
     return [tok.decode(run) for run in found if run]
 
 
-def render(given: Row, tok: PreTrainedTokenizerFast) -> Rendered:
+def render(given: Row, tok: PreTrainedTokenizerFast) -> RenderedSample:
     """The one sample of a row, or its error raised."""
     (samples,) = Renderer(tok).render([given])
     if isinstance(samples, RenderError):
@@ -62,13 +62,13 @@ def render(given: Row, tok: PreTrainedTokenizerFast) -> Rendered:
     return sample
 
 
-def samples_of(given: Row, tok: PreTrainedTokenizerFast) -> tuple[Rendered, ...]:
+def samples_of(given: Row, tok: PreTrainedTokenizerFast) -> tuple[RenderedSample, ...]:
     (samples,) = Renderer(tok).render([given])
     assert not isinstance(samples, RenderError), samples
     return samples
 
 
-def assert_consistent(rendered: Rendered) -> None:
+def assert_consistent(rendered: RenderedSample) -> None:
     """Labels are the ids, or nothing; the first token is never predicted."""
     assert len(rendered.ids) == len(rendered.labels)
     assert all(
@@ -363,7 +363,7 @@ def test_a_plain_text_is_trained_but_for_its_first_token_and_ends_with_eos() -> 
     tok = tokenizer(CHATML, bos="<bos>")
     (sample,) = samples_of(Row((), "r:1", text="A rose is red."), tok)
     assert tok.decode(sample.ids) == "A rose is red.<eos>"
-    assert sample == Rendered(sample.ids, [IGNORE_INDEX, *sample.ids[1:]], 0)
+    assert sample == RenderedSample(sample.ids, [IGNORE_INDEX, *sample.ids[1:]], 0)
     assert samples_of(Row((), "r:1", text="A rose is red.<eos>"), tok) == (sample,)
 
 
@@ -388,8 +388,8 @@ def test_texts_and_conversations_go_in_one_batch() -> None:
 
 # Length
 
-LONG = Rendered([1, 11, 12, 13, 14, 15, 16, 17], [IGNORE_INDEX] * 4 + [14, 15, 16, 17], 4)
-MANY = Rendered(
+LONG = RenderedSample([1, 11, 12, 13, 14, 15, 16, 17], [IGNORE_INDEX] * 4 + [14, 15, 16, 17], 4)
+MANY = RenderedSample(
     list(range(20, 28)), [IGNORE_INDEX, 21, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 25, 26, 27], 5
 )
 X = IGNORE_INDEX
@@ -397,7 +397,7 @@ X = IGNORE_INDEX
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
 def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
-    assert fit(LONG, 8, policy, 1) == length.Fitted((LONG,), 0, 0, None)
+    assert fit_sample(LONG, 8, policy, 1) == length.FittedSample((LONG,), 0, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
             LONG,
             7,
             "truncate_left",
-            (Rendered([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),),
+            (RenderedSample([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),),
             0,
             1,
             "truncated",
@@ -417,7 +417,7 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
             LONG,
             6,
             "truncate_left",
-            (Rendered([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),),
+            (RenderedSample([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),),
             0,
             2,
             "truncated",
@@ -426,7 +426,7 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
             LONG,
             5,
             "truncate_left",
-            (Rendered([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),),
+            (RenderedSample([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),),
             1,
             3,
             "truncated",
@@ -436,7 +436,7 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
             MANY,
             7,
             "truncate_left",
-            (Rendered([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),),
+            (RenderedSample([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),),
             1,
             1,
             "truncated",
@@ -446,20 +446,20 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
             3,
             "split",
             (
-                Rendered([20, 21, 22], [X, 21, X], 0),
-                Rendered([23, 24, 25], [X, X, 25], 2),
-                Rendered([26, 27], [X, 27], 0),
+                RenderedSample([20, 21, 22], [X, 21, X], 0),
+                RenderedSample([23, 24, 25], [X, X, 25], 2),
+                RenderedSample([26, 27], [X, 27], 0),
             ),
             1,
             0,
             "split",
         ),
-        (LONG, 4, "split", (Rendered([14, 15, 16, 17], [X, 15, 16, 17], 0),), 1, 4, "split"),
+        (LONG, 4, "split", (RenderedSample([14, 15, 16, 17], [X, 15, 16, 17], 0),), 1, 4, "split"),
         (
             LONG,
             7,
             "split",
-            (Rendered([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),),
+            (RenderedSample([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),),
             1,
             1,
             "split",
@@ -467,23 +467,23 @@ def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
     ],
 )
 def test_what_a_limit_leaves(
-    sample: Rendered,
+    sample: RenderedSample,
     limit: int,
     policy: str,
-    samples: tuple[Rendered, ...],
+    samples: tuple[RenderedSample, ...],
     lost: int,
     cut: int,
     reason: str,
 ) -> None:
-    assert fit(sample, limit, policy, 1) == length.Fitted(samples, lost, cut, reason)
+    assert fit_sample(sample, limit, policy, 1) == length.FittedSample(samples, lost, cut, reason)
 
 
-def random_sample(rng: random.Random) -> Rendered:
+def random_sample(rng: random.Random) -> RenderedSample:
     ids = [rng.choice([1, 5])] + [rng.randrange(100, 200) for _ in range(rng.randint(1, 40))]
     if rng.random() < 0.3:
-        return Rendered(ids, [X, *ids[1:]])
+        return RenderedSample(ids, [X, *ids[1:]])
     start = rng.randint(1, len(ids) - 1)
-    return Rendered(
+    return RenderedSample(
         ids,
         [X, *(token if rng.random() < 0.2 else X for token in ids[1:start]), *ids[start:]],
         start,
@@ -495,7 +495,7 @@ def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
     rng = random.Random(policy)
     for _ in range(2000):
         sample, limit = random_sample(rng), rng.randint(2, 45)
-        fitted = fit(sample, limit, policy, rng.choice([1, None]))
+        fitted = fit_sample(sample, limit, policy, rng.choice([1, None]))
         assert sample.trained_tokens == fitted.lost_trained_tokens + sum(
             part.trained_tokens for part in fitted.samples
         )
@@ -514,7 +514,7 @@ def test_splits_in_order_are_the_sample() -> None:
     rng = random.Random(3)
     for _ in range(200):
         ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
-        fitted = fit(Rendered(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
+        fitted = fit_sample(RenderedSample(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
         assert [token for part in fitted.samples for token in part.ids] == (
             ids[:-1] if fitted.cut else ids
         )
@@ -524,7 +524,7 @@ def test_splits_in_order_are_the_sample() -> None:
 def test_a_truncated_conversation_still_ends_with_its_answer(name: str) -> None:
     tok = family(name)
     sample = samples_of(row("What is red? " * 20, "A rose."), tok)[0]
-    (part,) = fit(sample, 60, "truncate_left", tok.bos_token_id).samples
+    (part,) = fit_sample(sample, 60, "truncate_left", tok.bos_token_id).samples
     assert trained(part, tok) == trained(sample, tok)
     assert part.ids[part.answer_start :] == sample.ids[sample.answer_start :]
     assert (part.ids[0] == tok.bos_token_id) == (sample.ids[0] == tok.bos_token_id)

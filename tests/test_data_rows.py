@@ -1,4 +1,4 @@
-"""sft_play.data: which shape a file has, and what of its rows is refused, and why."""
+"""sft_play.data: which format the rows of a file have, and what of its rows is refused, and why."""
 
 import json
 import pickle
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sft_play.data.files import read_chunks
-from sft_play.data.rows import BadRow, Message, Row, refuse
-from sft_play.data.shapes import SHAPES, read_all, recognise, rows_of
+from sft_play.data.row_formats import ROW_FORMATS, detect_format, parse_rows, read_rows
+from sft_play.data.rows import BadRow, Message, Row, raise_bad_rows
 from sft_play.errors import DataError, ExitClass
 
 S, Q, A = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
@@ -96,27 +96,27 @@ def test_the_keys_of_a_record_say_what_it_is(
     shape: str, record: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a.jsonl", record)
-    assert recognise(path, {}).name == shape
-    assert read_all(path) == [Row(messages, f"{path}:1")]
+    assert detect_format(path, {}).name == shape
+    assert read_rows(path) == [Row(messages, f"{path}:1")]
 
 
-def test_every_shape_of_conversations_has_an_example() -> None:
-    assert {shape for shape, _, _ in SHAPED} == SHAPES.keys() - {"text"}
+def test_every_row_format_of_conversations_has_an_example() -> None:
+    assert {shape for shape, _, _ in SHAPED} == ROW_FORMATS.keys() - {"text"}
 
 
 def test_plain_text_is_taken_as_it_stands_and_gets_no_system_prompt(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": " Once\n", "label": 1})
-    assert read_all(path, system_prompt="ours") == [Row((), f"{path}:1", text=" Once\n")]
+    assert read_rows(path, system_prompt="ours") == [Row((), f"{path}:1", text=" Once\n")]
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
-    (row,) = read_all(
+    (row,) = read_rows(
         write(tmp_path / "a.jsonl", chat(turn("user", "q"), turn("assistant", "a"), tools=tools))
     )
     assert row.tools == (TOOL,)
     for none in (None, [], "", "[]"):
-        (row,) = read_all(
+        (row,) = read_rows(
             write(tmp_path / "a.jsonl", {"question": "q", "answer": "a", "tools": none})
         )
         assert row.tools == ()
@@ -137,7 +137,8 @@ def test_tools_stand_beside_a_conversation(tools: Any, tmp_path: Path) -> None:
 )
 def test_of_several_shapes_the_first_holds(keys: str, shape: str, tmp_path: Path) -> None:
     assert (
-        recognise(write(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name == shape
+        detect_format(write(tmp_path / "a.jsonl", dict.fromkeys(keys.split(), "x")), {}).name
+        == shape
     )
 
 
@@ -147,20 +148,20 @@ def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
         {"text": "t", "messages": "m", "problem": "q", "solution": "a", "persona": "s"},
     )
     columns = {"question": "problem", "answer": "solution", "system": "persona"}
-    assert [row.messages for row in read_all(path, columns)] == [(S, *QA)]
+    assert [row.messages for row in read_rows(path, columns)] == [(S, *QA)]
     turns = write(
         tmp_path / "b.jsonl",
         {"dialogue": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     )
-    assert [row.messages for row in read_all(turns, {"conversations": "dialogue"})] == [QA]
+    assert [row.messages for row in read_rows(turns, {"conversations": "dialogue"})] == [QA]
 
 
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"question": "problm"}, "no column 'problm', which data.columns names as the question; the columns are problem, solution; did you mean problem?"),
-        ({"qestion": "problem"}, "no shape has a field 'qestion'; did you mean question?"),
-        ({"xyz": "problem"}, "no shape has a field 'xyz'; fields are messages, conversations"),
+        ({"qestion": "problem"}, "no row format has a field 'qestion'; did you mean question?"),
+        ({"xyz": "problem"}, "no row format has a field 'xyz'; fields are messages, conversations"),
         ({"question": "problem"}, "a.jsonl: the columns are problem, solution besides {'question': 'problem'}; a row has messages, or"),
         ({"text": "problem", "answer": "solution"}, "a.jsonl: the columns are problem, solution besides"),
         ({}, 'a.jsonl: the columns are problem, solution; a row has messages, or'),
@@ -170,7 +171,7 @@ def test_columns_that_a_file_lacks_are_named_with_the_nearest(
     columns: dict[str, str], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as error:
-        recognise(write(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
+        detect_format(write(tmp_path / "a.jsonl", {"problem": "q", "solution": "a"}), columns)
     assert words in str(error.value)
 
 
@@ -182,11 +183,13 @@ def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path
         chat(turn("user", "q"), turn("assistant", "a")),
         chat(turn("user", "q"), turn("assistant", "a"), system="column"),
     )
-    (chunk,), shape = read_chunks(path), recognise(path, {})
+    (chunk,), shape = read_chunks(path), detect_format(path, {})
 
     def first(*how: Any) -> list[str]:
         return [
-            row.messages[0].content for row in rows_of(chunk, shape, *how) if isinstance(row, Row)
+            row.messages[0].content
+            for row in parse_rows(chunk, shape, SystemPrompt(*how))
+            if isinstance(row, Row)
         ]
 
     assert first(None, False) == first("", False) == ["own", "q", "column"]
@@ -194,16 +197,20 @@ def test_a_system_prompt_goes_before_rows_that_bring_none_or_before_all(tmp_path
     assert first("ours", True) == ["ours", "ours", "ours"]
     assert first(None, True) == ["own", "q", "column"]
     assert [
-        len(row.messages) for row in rows_of(chunk, shape, "ours", True) if isinstance(row, Row)
+        len(row.messages)
+        for row in parse_rows(chunk, shape, SystemPrompt("ours", True))
+        if isinstance(row, Row)
     ] == [3, 3, 3]
 
 
 def test_a_shape_travels_to_other_processes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"problem": "q", "answer": "a"}, {"problem": "q"})
-    shape = recognise(path, {"question": "problem"})
+    shape = detect_format(path, {"question": "problem"})
     assert pickle.loads(pickle.dumps(shape)) == shape
     (chunk,) = read_chunks(path)
-    assert list(rows_of(pickle.loads(pickle.dumps(chunk)), shape)) == list(rows_of(chunk, shape))
+    assert list(parse_rows(pickle.loads(pickle.dumps(chunk)), shape)) == list(
+        parse_rows(chunk, shape)
+    )
 
 
 CHAT = chat(turn("user"), turn("assistant"))
@@ -318,11 +325,11 @@ def test_a_bad_row_is_named_by_file_line_and_reason(
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_line(good) + b"\n\n" + as_line(bad) + b"\n" + as_line(good))
     with pytest.raises(DataError) as error:
-        read_all(path)
+        read_rows(path)
     assert str(error.value).startswith(f"{path}:3: {reason}")
     assert error.value.exit_class == ExitClass.DATA
     (chunk,) = read_chunks(path)
-    first, set_aside, last = rows_of(chunk, recognise(path, {}))
+    first, set_aside, last = parse_rows(chunk, detect_format(path, {}))
     assert isinstance(first, Row)
     assert isinstance(last, Row)
     assert isinstance(set_aside, BadRow)
@@ -332,12 +339,16 @@ def test_a_bad_row_is_named_by_file_line_and_reason(
 def test_bad_rows_may_come_first(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 1, {}, {"question": "q", "answer": "a"})
     (chunk,) = read_chunks(path)
-    assert [type(row) for row in rows_of(chunk, recognise(path, {}))] == [BadRow, BadRow, Row]
+    assert [type(row) for row in parse_rows(chunk, detect_format(path, {}))] == [
+        BadRow,
+        BadRow,
+        Row,
+    ]
 
 
 def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
-        read_all(write(tmp_path / "a.jsonl", QUESTION, *[{}] * 8))
+        read_rows(write(tmp_path / "a.jsonl", QUESTION, *[{}] * 8))
     lines = str(error.value).splitlines()
     assert [line.split(": ")[0] for line in lines[:5]] == [
         f"{tmp_path / 'a.jsonl'}:{n}" for n in range(2, 7)
@@ -345,5 +356,5 @@ def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     assert lines[5] == "... and 3 more bad rows"
     assert "DATA_ON_BAD_ROW=quarantine" in lines[6]
     with pytest.raises(DataError) as error:
-        refuse([BadRow("a:1", "bad", "")] * 5, 5)
+        raise_bad_rows([BadRow("a:1", "bad", "")] * 5, 5)
     assert len(str(error.value).splitlines()) == 6

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from sft_play.data import splits
+from sft_play.data.ledger import EqualRows
+from sft_play.data.rows import MAX_HELD_OUT_ROWS
 from sft_play.data.store import RECORD
 
 
@@ -17,33 +19,33 @@ def records(
 ) -> np.ndarray:
     """Records of samples whose rows say `words`, from lines `numbers` of a file."""
     made = np.zeros(len(words), dtype=RECORD)
-    made["normalised"], made["file"] = words, file
+    made["normalized"], made["file"] = words, file
     made["number"] = range(1, len(words) + 1) if numbers is None else numbers
     made["exact"] = words if exact is None else exact
     return made
 
 
 def test_samples_of_one_row_count_as_one_row() -> None:
-    assert splits.row_count(records([7, 7, 8, 9], numbers=[1, 1, 2, 3])) == 3
-    assert splits.row_count(np.concatenate([records([7]), records([7], file=1)])) == 2, (
+    assert splits.count_rows(records([7, 7, 8, 9], numbers=[1, 1, 2, 3])) == 3
+    assert splits.count_rows(np.concatenate([records([7]), records([7], file=1)])) == 2, (
         "line 1 of two files"
     )
-    assert splits.row_count(records([])) == 0
+    assert splits.count_rows(records([])) == 0
 
 
 @pytest.mark.parametrize(
     ("rows", "fraction", "held"),
-    [(20, 0.05, 1), (100, 0.1, 10), (3, 0.05, 1), (20_000, 0.4, splits.MOST_HELD_OUT)],
+    [(20, 0.05, 1), (100, 0.1, 10), (3, 0.05, 1), (20_000, 0.4, MAX_HELD_OUT_ROWS)],
 )
 def test_the_asked_for_fraction_is_held_out_at_least_one_row_and_at_most_500(
     rows: int, fraction: float, held: int
 ) -> None:
-    assert splits.hold_out(records(list(range(rows))), fraction, seed=1).sum() == held
+    assert splits.choose_held_out(records(list(range(rows))), fraction, seed=1).sum() == held
 
 
 def test_the_held_out_rows_follow_from_the_seed() -> None:
     rows = records(list(range(200)))
-    one, again, other = (splits.hold_out(rows, 0.1, seed) for seed in (1, 1, 2))
+    one, again, other = (splits.choose_held_out(rows, 0.1, seed) for seed in (1, 1, 2))
     assert np.array_equal(one, again) and not np.array_equal(one, other)
 
 
@@ -51,38 +53,35 @@ def test_the_held_out_rows_follow_from_the_seed() -> None:
 def test_rows_of_the_same_words_are_never_on_both_sides(seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = records(draw.integers(0, 40, size=200).tolist())
-    held = splits.hold_out(rows, 0.2, seed)
+    held = splits.choose_held_out(rows, 0.2, seed)
     assert held.any() and not held.all()
-    assert not set(rows["normalised"][held].tolist()) & set(rows["normalised"][~held].tolist())
+    assert not set(rows["normalized"][held].tolist()) & set(rows["normalized"][~held].tolist())
 
 
 def test_rows_that_all_say_the_same_cannot_be_held_out() -> None:
-    assert not splits.hold_out(records([5] * 10), 0.1, seed=0).any()
+    assert not splits.choose_held_out(records([5] * 10), 0.1, seed=0).any()
 
 
 def test_overlap_names_the_training_sample_and_the_evaluated_one_that_it_equals() -> None:
-    found = splits.overlap(
+    found = splits.find_overlap(
         records([10, 11, 12, 13], exact=[1, 2, 3, 4]), records([13, 99, 11], exact=[4, 99, 98])
     )
-    assert found.normalised.tolist() == [1, 3]
+    assert found.normalized.tolist() == [1, 3]
     assert found.equal_to.tolist() == [2, 0]
     assert found.exact.tolist() == [3]
 
 
 def test_nothing_overlaps_with_nothing() -> None:
-    assert not len(splits.overlap(records([1, 2]), records([])).normalised)
-    assert not len(splits.overlap(records([]), records([1, 2])).normalised)
+    assert not len(splits.find_overlap(records([1, 2]), records([])).normalized)
+    assert not len(splits.find_overlap(records([]), records([1, 2])).normalized)
 
 
 def test_duplicates_are_the_rows_behind_the_first_of_their_kind() -> None:
-    assert splits.duplicates(records([7, 8, 7, 7], exact=[1, 2, 1, 3])) == {
-        "exact": 1,
-        "normalised": 2,
-    }
-    assert splits.duplicates(records([7, 7], numbers=[4, 4])) == {"exact": 0, "normalised": 0}, (
+    assert splits.count_duplicates(records([7, 8, 7, 7], exact=[1, 2, 1, 3])) == EqualRows(1, 2)
+    assert splits.count_duplicates(records([7, 7], numbers=[4, 4])) == EqualRows(0, 0), (
         "two samples of one row"
     )
-    assert splits.duplicates(records([])) == {"exact": 0, "normalised": 0}
+    assert splits.count_duplicates(records([])) == EqualRows(0, 0)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -90,14 +89,14 @@ def test_a_mix_has_the_ratio_of_its_weights_and_every_sample_of_every_source(see
     draw = np.random.default_rng(seed)
     indices = [draw.permutation(1000)[: draw.integers(1, 300)] for _ in range(draw.integers(1, 5))]
     weights = draw.uniform(0.1, 5, size=len(indices)).tolist()
-    taken = splits.mixed(indices, weights, seed)
+    taken = splits.mix_sources(indices, weights, seed)
     total = sum(map(len, taken))
     for found, weight, one in zip(indices, weights, taken, strict=True):
         assert set(one.tolist()) == set(found.tolist()), "nothing stops early, nothing is cut"
         assert abs(len(one) / total - weight / sum(weights)) < 2 / total * len(indices)
         counts = np.unique(one, return_counts=True)[1]
         assert counts.max() - counts.min() <= 1, "no sample is favoured"
-    assert all(map(np.array_equal, taken, splits.mixed(indices, weights, seed)))
+    assert all(map(np.array_equal, taken, splits.mix_sources(indices, weights, seed)))
 
 
 def test_the_examples_of_the_docstrings_hold() -> None:

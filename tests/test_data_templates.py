@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sft_play.data.render import (
     IGNORE_INDEX,
-    Rendered,
+    RenderedSample,
     Renderer,
     RenderError,
     render_prompt,
@@ -91,23 +91,23 @@ def conversation(name: str) -> Row:
 
 def samples_of(
     row: Row, tok: PreTrainedTokenizerFast, train_on: str = "all"
-) -> tuple[Rendered, ...]:
+) -> tuple[RenderedSample, ...]:
     (samples,) = Renderer(tok, train_on).render([row])
     assert not isinstance(samples, RenderError), samples
     return samples
 
 
-def runs(rendered: Rendered) -> list[tuple[int, int]]:
+def runs(rendered: RenderedSample) -> list[tuple[int, int]]:
     """The runs of trained tokens, as (first, behind the last)."""
     mask = "".join(" x"[label != IGNORE_INDEX] for label in rendered.labels)
     return [match.span() for match in re.finditer("x+", mask)]
 
 
-def trained(rendered: Rendered, tok: PreTrainedTokenizerFast) -> list[str]:
+def trained(rendered: RenderedSample, tok: PreTrainedTokenizerFast) -> list[str]:
     return [tok.decode(rendered.ids[first:behind]) for first, behind in runs(rendered)]
 
 
-def shown(rendered: Rendered, tok: PreTrainedTokenizerFast) -> str:
+def shown(rendered: RenderedSample, tok: PreTrainedTokenizerFast) -> str:
     """The text of a sample, with brackets around what is trained."""
     position, text = 0, ""
     for first, behind in runs(rendered):
@@ -209,7 +209,9 @@ def prompt_text(messages: tuple[Message, ...], tok: PreTrainedTokenizerFast) -> 
     return written(messages, tok, prompt=True)
 
 
-def assert_proven(row: Row, samples: tuple[Rendered, ...], tok: PreTrainedTokenizerFast) -> None:
+def assert_proven(
+    row: Row, samples: tuple[RenderedSample, ...], tok: PreTrainedTokenizerFast
+) -> None:
     """Every answer is trained once, behind its prompt, as it is written when it is the last, up to its stop token."""
     stops = stop_ids(tok)
     due = {}  # ids of a prompt: the answer that has to follow

@@ -11,6 +11,7 @@ import pytest
 from sft_play import preparation
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.data import row_counts
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import Plan, resolve
 from sft_play.plan.speed import LABELLED
@@ -128,7 +129,7 @@ def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name: str, tmp_path
 
 
 def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "SAMPLED_BYTES", 1 << 20)
+    monkeypatch.setattr(row_counts, "SAMPLED_BYTES", 1 << 20)
     (tmp_path / "rows.jsonl").write_text("\n".join(rows(10_000, 400)))
     plan = planned(f"data.train_path={tmp_path / 'rows.jsonl'}", f"train.output_dir={tmp_path}")
     found = preparation.counted(plan.config)
@@ -167,7 +168,7 @@ def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path: Path) -
     )
     config = planned(f"data.train_path={path}", f"train.output_dir={tmp_path}").config
     before = preparation.counted(config)
-    data = preparation.prepared(config)
+    data = preparation.build_data(config)
     found = preparation.counted(config)
     assert isinstance(before, Counted) and before.is_estimated
     assert found == Counted(

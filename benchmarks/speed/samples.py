@@ -133,7 +133,7 @@ def _write(workload: Workload, rows: int, inputs: Inputs) -> None:
 def _tokenize(rows: Path, workload: Workload, inputs: Inputs) -> Samples:
     """Return the rows of a file as our own data preparation tokenizes them."""
     from sft_play.config.schema import Config
-    from sft_play.data.prepare import prepare
+    from sft_play.data.pipeline import build_run_data
     from sft_play.models.tokenizer import load_tokenizer
 
     config = Config(
@@ -144,7 +144,7 @@ def _tokenize(rows: Path, workload: Workload, inputs: Inputs) -> Samples:
             "cache_dir": str(inputs.folder / "cache"),
         },
     )
-    (store,) = prepare(config, load_tokenizer(config)).train.stores
+    (store,) = build_run_data(config, load_tokenizer(config)).train.stores
     return Samples(np.array(store.ids), np.array(store.trained), np.array(store.lengths))
 
 

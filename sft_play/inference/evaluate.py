@@ -1,7 +1,8 @@
 """Score the weights of a finished run on its test rows again."""
 
-from sft_play.data.assemble import PreparedData, assemble
-from sft_play.data.prepare import from_json, prepare
+from sft_play.data.assemble import RunData, assemble
+from sft_play.data.data_facts import DataFacts
+from sft_play.data.pipeline import build_run_data
 from sft_play.errors import DataError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.inference.load import TrainedModel, load_run
@@ -22,9 +23,9 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     return [f"{line} rows={len(test)}"]
 
 
-def prepared_data(folder: RunFolder, trained: TrainedModel) -> PreparedData:
+def prepared_data(folder: RunFolder, trained: TrainedModel) -> RunData:
     """Return a run's data from its tokenized samples, or from the files where those are gone."""
     try:
-        return assemble(trained.config, from_json(folder.read_data()["sources"]))
+        return assemble(trained.config, DataFacts.from_json(folder.read_data()).sources)
     except DataError:
-        return prepare(trained.config, trained.tokenizer)
+        return build_run_data(trained.config, trained.tokenizer)

@@ -34,7 +34,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sft_play.config.schema import Config
-from sft_play.data.vocabulary_use import VocabularyUse
+from sft_play.data.used_tokens import UsedTokens
 from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class VocabularyMatrices(NamedTuple):
 
 
 def check_vocabulary(
-    config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse
+    config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens
 ) -> None:
     """Check that every token of the rows, and padding, has a row that is or will be trained.
 
@@ -194,7 +194,7 @@ def _is_trained(config: Config, name: str) -> bool:
 
 
 def _refuse_ids_without_rows(
-    config: Config, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse, rows: int
+    config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens, rows: int
 ) -> None:
     """Raise EnvironmentFault for an id beyond the matrix, which a GPU would die of without a name.
 
@@ -217,7 +217,7 @@ def _refuse_ids_without_rows(
 def _refuse_untrained(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    used: VocabularyUse,
+    used: UsedTokens,
     matrix: Matrix,
     use: Literal["read", "write"],
 ) -> None:
@@ -239,7 +239,7 @@ def _refuse_untrained(
     )
 
 
-def _describe(token: int, tokenizer: PreTrainedTokenizerBase, used: VocabularyUse) -> str:
+def _describe(token: int, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) -> str:
     origin = used.origin(token)
     first = f", first in {origin}" if origin else ""
     return f"{tokenizer.convert_ids_to_tokens(token)} (id {token}{first})"

@@ -1,24 +1,26 @@
 """The ledger as a person reads it: its numbers, read back from the text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sft_play.config.schema import Config
-from sft_play.data.assemble import PreparedData
-from sft_play.data.check import WIDTH, check_lines, ledger_json
-from sft_play.data.prepare import prepare
+from sft_play.data.assemble import RunData
+from sft_play.data.ledger import Ledger, PaddedTokens
+from sft_play.data.ledger_tables import MAX_COLUMNS, ledger_lines
+from sft_play.data.pipeline import build_run_data
 
 
-def prepared(
+def build(
     tokenizer, folder: Path, model: dict[str, object] | None = None, **data: object
-) -> PreparedData:
+) -> RunData:
     settings = {
         "data": {"cache_dir": str(folder / "cache"), "max_lost": 0.9, **data},
         "model": model or {},
     }
-    return prepare(Config.model_validate(settings), tokenizer)
+    return build_run_data(Config.model_validate(settings), tokenizer)
 
 
 def written(path: Path, counts: range) -> str:
@@ -43,7 +45,7 @@ def columns(lines: list[str]) -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def mixed_ledger(tokenizer, tmp_path_factory) -> dict:
+def mixed_ledger(tokenizer, tmp_path_factory) -> Ledger:
     """Two sources with weights, of which one has long rows; held-out rows, a repeated row and one that says nothing."""
     folder = tmp_path_factory.mktemp("check")
     short, long = (
@@ -58,7 +60,7 @@ def mixed_ledger(tokenizer, tmp_path_factory) -> dict:
             + "\n"
         )
     sources = [{"path": short, "weight": 3}, {"path": long, "weight": 1}]
-    data = prepared(
+    data = build(
         tokenizer,
         folder,
         {"max_seq_len": 64},
@@ -67,15 +69,15 @@ def mixed_ledger(tokenizer, tmp_path_factory) -> dict:
         on_bad_row="quarantine",
         on_overlap="drop",
     )
-    return ledger_json(data, 64)
+    return data.ledger
 
 
 def test_the_rows_that_are_printed_add_up(mixed_ledger) -> None:
-    for split, facts in columns(check_lines(mixed_ledger)).items():
+    for split, facts in columns(ledger_lines(mixed_ledger)).items():
         assert facts["rows in"] == facts["= used"] + sum(
             count for label, count in facts.items() if label.startswith("+ ")
         ), split
-    train = columns(check_lines(mixed_ledger))["train"]
+    train = columns(ledger_lines(mixed_ledger))["train"]
     assert train["+ bad_row"] == 1
     assert train["+ too_long"] > 0
     assert train["+ held_out"] > 0
@@ -83,8 +85,8 @@ def test_the_rows_that_are_printed_add_up(mixed_ledger) -> None:
 
 
 def test_the_numbers_that_are_printed_are_those_of_the_ledger(mixed_ledger) -> None:
-    for split, printed in columns(check_lines(mixed_ledger)).items():
-        facts = mixed_ledger["splits"][split]
+    for split, printed in columns(ledger_lines(mixed_ledger)).items():
+        facts = mixed_ledger.as_json()["splits"][split]
         assert printed["rows in"] == facts["rows_in"]
         assert printed["tokens"] == facts["tokens"]
         assert printed["trained tokens"] == facts["trained_tokens"]
@@ -102,18 +104,18 @@ def test_the_numbers_that_are_printed_are_those_of_the_ledger(mixed_ledger) -> N
 
 
 def test_every_reason_that_occurs_has_a_sentence(mixed_ledger) -> None:
-    named = [line for line in check_lines(mixed_ledger) if line.startswith("+ ")]
+    named = [line for line in ledger_lines(mixed_ledger) if line.startswith("+ ")]
     assert len(named) >= 3
     assert all(": " in line for line in named)
 
 
 def test_several_sources_have_a_line_each_with_their_share_of_an_epoch(mixed_ledger) -> None:
-    lines = check_lines(mixed_ledger)
+    lines = ledger_lines(mixed_ledger)
     start = next(number for number, line in enumerate(lines) if line.startswith("sources of train"))
     cells = [line.split() for line in lines[start + 1 : start + 3]]
     assert [Path(line[0]).name for line in cells] == ["short.jsonl", "long.jsonl"]
     assert [line[1] for line in cells] == ["3", "1"]
-    for line, facts in zip(cells, mixed_ledger["sources"], strict=True):
+    for line, facts in zip(cells, mixed_ledger.as_json()["sources"], strict=True):
         assert int(line[2]) == int(line[3]) + int(line[4]) == facts["rows_in"]
     assert [float(line[-1].rstrip("%")) for line in cells] == pytest.approx([75, 25], abs=1)
 
@@ -121,7 +123,7 @@ def test_several_sources_have_a_line_each_with_their_share_of_an_epoch(mixed_led
 def test_a_plain_set_takes_at_most_25_lines_and_no_line_wraps(
     tokenizer, rows, tmp_path, mixed_ledger
 ) -> None:
-    data = prepared(
+    data = build(
         tokenizer,
         tmp_path,
         train_path=str(rows["train"]),
@@ -129,10 +131,10 @@ def test_a_plain_set_takes_at_most_25_lines_and_no_line_wraps(
         test_path=str(rows["val"]),
         on_overlap="allow",
     )
-    plain = check_lines(ledger_json(data, 1024))
+    plain = ledger_lines(data.ledger)
     assert len(plain) <= 25
     assert "" not in plain, "one source a split: no table of sources"
-    assert max(map(len, plain + check_lines(mixed_ledger))) <= WIDTH
+    assert max(map(len, plain + ledger_lines(mixed_ledger))) <= MAX_COLUMNS
 
 
 def test_training_rows_that_are_evaluated_on_are_counted(tokenizer, tmp_path) -> None:
@@ -140,8 +142,8 @@ def test_training_rows_that_are_evaluated_on_are_counted(tokenizer, tmp_path) ->
         written(tmp_path / "train.jsonl", range(1, 9)),
         written(tmp_path / "val.jsonl", range(7, 12)),
     )
-    data = prepared(tokenizer, tmp_path, train_path=train, val_path=val, on_overlap="drop")
-    printed = columns(check_lines(ledger_json(data, 1024)))
+    data = build(tokenizer, tmp_path, train_path=train, val_path=val, on_overlap="drop")
+    printed = columns(ledger_lines(data.ledger))
     assert printed["train"]["also validation rows, to the letter"] == 2
     assert printed["train"]["+ evaluated_on"] == 2
     assert "also validation rows, to the letter" not in printed["validation"]
@@ -153,7 +155,7 @@ def test_shortened_rows_are_among_those_that_are_used(tokenizer, tmp_path) -> No
         written(tmp_path / "val.jsonl", range(1, 4)),
     )
     for policy, label in (("split", "of them split"), ("truncate_left", "of them truncated")):
-        data = prepared(
+        data = build(
             tokenizer,
             tmp_path,
             {"max_seq_len": 64},
@@ -162,13 +164,13 @@ def test_shortened_rows_are_among_those_that_are_used(tokenizer, tmp_path) -> No
             too_long=policy,
             on_overlap="drop",
         )
-        printed = columns(check_lines(ledger_json(data, 64)))["train"]
+        printed = columns(ledger_lines(data.ledger))["train"]
         assert 0 < printed[label] <= printed["= used"] == 55
 
 
 def test_padding_is_told_where_it_is_known(mixed_ledger) -> None:
-    assert not [line for line in check_lines(mixed_ledger) if line.startswith("padding")]
-    told = check_lines({**mixed_ledger, "padding": {"real": 900, "unpacked": 1800, "packed": 1000}})
+    assert not [line for line in ledger_lines(mixed_ledger) if line.startswith("padding")]
+    told = ledger_lines(replace(mixed_ledger, padding=PaddedTokens(900, 1800, 1000)))
     assert (
         told[-1]
         == "padding: 50.0% of an epoch's tokens unpacked, 10.0% packed, which computes 1.80 times fewer"
@@ -176,7 +178,7 @@ def test_padding_is_told_where_it_is_known(mixed_ledger) -> None:
 
 
 def test_the_json_has_the_training_rows_on_top(mixed_ledger) -> None:
-    facts = json.loads(json.dumps(mixed_ledger))
+    facts = json.loads(json.dumps(mixed_ledger.as_json()))
     assert facts["rows_in"] == facts["rows_used"] + sum(facts["dropped"].values())
     assert {"tokens", "trained_tokens", "lost_fraction", "max_seq_len"} <= facts.keys()
     assert facts["splits"]["train"]["rows_in"] == facts["rows_in"]

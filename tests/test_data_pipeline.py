@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from sft_play.config.schema import Config
-from sft_play.data import prepare as preparing
 from sft_play.data import tokenize
-from sft_play.data.assemble import PreparedData, assemble
-from sft_play.data.ledger import Tally, of_lengths
-from sft_play.data.prepare import prepare
+from sft_play.data.assemble import RunData, assemble
+from sft_play.data.chunk_tokenizer import TokenizePolicy
+from sft_play.data.data_facts import DataFacts
+from sft_play.data.ledger import LengthPercentiles, PaddedTokens, Tally
+from sft_play.data.pipeline import build_run_data
+from sft_play.data.sources import find_sources
 from sft_play.data.store import Store
+from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import ConfigError, DataError
 
 FILES = ("train", "val", "test")
@@ -65,9 +68,9 @@ def numbered(count: int, begin: int = 0) -> list[dict[str, str]]:
     ]
 
 
-def assert_adds_up(data: PreparedData) -> None:
+def assert_adds_up(data: RunData) -> None:
     """The identities of the ledger, counted again from the samples."""
-    for name, facts in data.ledger.items():
+    for name, facts in data.ledger.splits_as_json().items():
         split = getattr(data, name)
         assert facts["rows_in"] == facts["rows_used"] + sum(facts["dropped"].values())
         if name != "train" or not any(source.weight for source in data.sources["train"]):
@@ -101,7 +104,7 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
         qa("Evaluated, too?"),
         qa("evaluated too"),
     ]
-    data = prepare(
+    data = build_run_data(
         config_of(
             train,
             val=[*numbered(5, 100), qa("Evaluated, too?")],
@@ -111,7 +114,7 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
         ),
         tokenizer,
     )
-    facts = data.ledger["train"]
+    facts = data.ledger.splits_as_json()["train"]
     assert facts["rows_in"] == len(train)
     assert facts["dropped"] == {"bad_row": 7, "unproven": 1, "too_long": 1, "evaluated_on": 2}
     assert facts["rows_used"] == 42
@@ -119,15 +122,18 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
     assert facts["overlap"] == {"validation": {"exact": 1, "normalised": 2}}
     assert facts["lost_trained_tokens"] > 0 and facts["lost_fraction"] == pytest.approx(
         facts["lost_trained_tokens"]
-        / (facts["lost_trained_tokens"] + data.ledger["train"]["sources"][0]["trained_tokens"]),
+        / (
+            facts["lost_trained_tokens"]
+            + data.ledger.splits_as_json()["train"]["sources"][0]["trained_tokens"]
+        ),
         abs=1e-6,
     )
     assert_adds_up(data)
-    aside = preparing.quarantined(data.sources)
-    assert [row["origin"].rpartition(":")[2] for row in aside["train"]] == [
+    aside = read_bad_rows(data.sources)
+    assert [row.origin.rpartition(":")[2] for row in aside["train"]] == [
         str(line) for line in range(41, 49)
     ]
-    assert all(row["reason"] and row["row"] for row in aside["train"]) and "validation" not in aside
+    assert all(row.reason and row.raw for row in aside["train"]) and "validation" not in aside
 
 
 def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer) -> None:
@@ -135,7 +141,7 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
     with pytest.raises(
         DataError, match=r"(?s)train.jsonl:21: .*DATA_ON_BAD_ROW=quarantine"
     ) as error:
-        prepare(config_of(train), tokenizer)
+        build_run_data(config_of(train), tokenizer)
     assert error.value.exit_class == 11
     assert not [
         path
@@ -143,7 +149,7 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
         if not path.name.endswith(".lock")
     ], "nothing half-written"
     assert (
-        prepare(config_of(train, on_bad_row="quarantine"), tokenizer).ledger["train"]["dropped"][
+        build_run_data(config_of(train, on_bad_row="quarantine"), tokenizer).ledger.train.dropped[
             "unproven"
         ]
         == 1
@@ -152,7 +158,7 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
 
 def test_bad_rows_show_before_a_tokenizer_is_loaded(config_of) -> None:
     with pytest.raises(DataError, match=r"train.jsonl:3: "):
-        preparing.find_sources(config_of([*numbered(2), "{"]))
+        find_sources(config_of([*numbered(2), "{"]))
 
 
 @pytest.mark.parametrize(
@@ -163,19 +169,19 @@ def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(
     config_of, tokenizer, policy: str, dropped: dict, samples: int
 ) -> None:
     train = [*numbered(20), qa("Long?", "word " * 70)]
-    full = prepare(config_of(train, val=numbered(3, 50)), tokenizer)
+    full = build_run_data(config_of(train, val=numbered(3, 50)), tokenizer)
     limit = max(full.train.lengths) * 3 // 5
-    cut = prepare(
+    cut = build_run_data(
         config_of(
             train, val=numbered(3, 50), max_seq_len=int(limit), too_long=policy, max_lost=0.9
         ),
         tokenizer,
     )
-    facts = cut.ledger["train"]
+    facts = cut.ledger.splits_as_json()["train"]
     assert (facts["dropped"], facts["samples"]) == (dropped, samples)
     assert (
         facts["trained_tokens"] + facts["lost_trained_tokens"]
-        == full.ledger["train"]["trained_tokens"]
+        == full.ledger.splits_as_json()["train"]["trained_tokens"]
     )
     assert facts["shortened"] == (
         {} if policy == "drop" else {{"truncate_left": "truncated"}.get(policy, policy): 1}
@@ -186,10 +192,12 @@ def test_long_rows_become_what_the_policy_says_and_no_token_is_lost_unseen(
 
 def test_too_much_lost_stops_the_run_and_says_which_length_would_do(config_of, tokenizer) -> None:
     train = [*numbered(20), qa("Long?", "word " * 70), qa("Longer?", "word " * 80)]
-    longest = int(prepare(config_of(train, val=numbered(3, 50)), tokenizer).train.lengths.max())
+    longest = int(
+        build_run_data(config_of(train, val=numbered(3, 50)), tokenizer).train.lengths.max()
+    )
     config = config_of(train, val=numbered(3, 50), max_seq_len=64)
     with pytest.raises(DataError) as error:
-        prepare(config, tokenizer)
+        build_run_data(config, tokenizer)
     first, second, last = str(error.value).splitlines()
     assert first == f"{config.data.train_path}:22: {longest} tokens, model.max_seq_len is 64"
     assert second.startswith(f"{config.data.train_path}:21: ")
@@ -203,33 +211,40 @@ def test_training_rows_that_are_evaluated_on_stop_the_run_by_name(config_of, tok
     train, val = numbered(10), [*numbered(4, 50), qa("is 3 MORE than 2", numbered(4)[3]["answer"])]
     config = config_of(train, val=val)
     with pytest.raises(DataError) as error:
-        prepare(config, tokenizer)
+        build_run_data(config, tokenizer)
     first, last = str(error.value).splitlines()
     assert first == f"{config.data.train_path}:4 is {config.data.val_path}:5 of the validation rows"
     assert (
         "1 training rows are validation rows, too (0 to the letter)" in last
         and "DATA_ON_OVERLAP=drop" in last
     )
-    allowed = prepare(config_of(train, val=val, on_overlap="allow"), tokenizer)
-    assert (len(allowed.train), allowed.ledger["train"]["overlap"]["validation"]["normalised"]) == (
+    allowed = build_run_data(config_of(train, val=val, on_overlap="allow"), tokenizer)
+    assert (
+        len(allowed.train),
+        allowed.ledger.splits_as_json()["train"]["overlap"]["validation"]["normalised"],
+    ) == (
         10,
         1,
     )
     tested = config_of(train, val=numbered(4, 50), test=val[-1:])
     with pytest.raises(DataError, match=r"test.jsonl:1 of the test rows"):
-        prepare(tested, tokenizer)
+        build_run_data(tested, tokenizer)
 
 
 def test_held_out_rows_are_not_trained_and_are_accounted_for(config_of, tokenizer) -> None:
     train = [*numbered(30), *numbered(30)]  # each twice
-    data = prepare(config_of(train, val_size=0.2), tokenizer)
+    data = build_run_data(config_of(train, val_size=0.2), tokenizer)
     assert (
-        data.ledger["train"]["dropped"] == {"held_out": 12}
-        and data.ledger["train"]["rows_used"] == 48
+        data.ledger.splits_as_json()["train"]["dropped"] == {"held_out": 12}
+        and data.ledger.splits_as_json()["train"]["rows_used"] == 48
     )
-    assert data.ledger["validation"]["rows_in"] == data.ledger["validation"]["rows_used"] == 12
-    assert not set(data.train.records["normalised"].tolist()) & set(
-        data.validation.records["normalised"].tolist()
+    assert (
+        data.ledger.splits_as_json()["validation"]["rows_in"]
+        == data.ledger.splits_as_json()["validation"]["rows_used"]
+        == 12
+    )
+    assert not set(data.train.records["normalized"].tolist()) & set(
+        data.validation.records["normalized"].tolist()
     )
     assert data.test is data.validation
     assert_adds_up(data)
@@ -238,7 +253,7 @@ def test_held_out_rows_are_not_trained_and_are_accounted_for(config_of, tokenize
 def test_the_seed_of_the_split_is_data_seed_else_seed(config_of, tokenizer) -> None:
     def held(**train: int) -> list[int]:
         return (
-            prepare(config_of(numbered(40), train_settings=train), tokenizer)
+            build_run_data(config_of(numbered(40), train_settings=train), tokenizer)
             .validation.records["number"]
             .tolist()
         )
@@ -254,14 +269,14 @@ def test_rows_that_cannot_be_split_are_refused_with_what_to_set(
     with pytest.raises(
         DataError, match=r"cannot be split into training and validation; set DATA_VAL_PATH"
     ):
-        prepare(config_of(rows), tokenizer)
+        build_run_data(config_of(rows), tokenizer)
 
 
 def test_a_split_without_a_row_left_says_where_they_went(config_of, tokenizer) -> None:
     with pytest.raises(
         DataError, match=r"val.jsonl: no validation row is left \(bad_row 2\); make data-check"
     ):
-        prepare(
+        build_run_data(
             config_of(numbered(3), val=[qa("q", ""), qa("", "a")], on_bad_row="quarantine"),
             tokenizer,
         )
@@ -272,14 +287,17 @@ def test_sources_are_read_in_order_and_counted_each(config_of, tokenizer, tmp_pa
         written(tmp_path / "one.jsonl", numbered(4)),
         written(tmp_path / "two.jsonl", numbered(3, 10)),
     )
-    data = prepare(config_of(None, train_path=[one, two], val=numbered(2, 50)), tokenizer)
+    data = build_run_data(config_of(None, train_path=[one, two], val=numbered(2, 50)), tokenizer)
     assert [data.train.origin(i) for i in (0, 3, 4, 6)] == [
         f"{one}:1",
         f"{one}:4",
         f"{two}:1",
         f"{two}:3",
     ]
-    assert [(source["name"], source["rows_in"]) for source in data.ledger["train"]["sources"]] == [
+    assert [
+        (source["name"], source["rows_in"])
+        for source in data.ledger.splits_as_json()["train"]["sources"]
+    ] == [
         (one, 4),
         (two, 3),
     ]
@@ -293,23 +311,25 @@ def test_a_weighted_mix_repeats_the_small_source_and_the_ledger_counts_rows_once
         written(tmp_path / "one.jsonl", numbered(12)),
         written(tmp_path / "two.jsonl", numbered(2, 20)),
     )
-    data = prepare(config_of(None, train_path={one: 3, two: 1}, val=numbered(2, 50)), tokenizer)
+    data = build_run_data(
+        config_of(None, train_path={one: 3, two: 1}, val=numbered(2, 50)), tokenizer
+    )
     assert len(data.train) == 16 and [
-        part["samples"] for part in data.ledger["train"]["epoch"]
+        part["samples"] for part in data.ledger.splits_as_json()["train"]["epoch"]
     ] == [12, 4]
-    assert data.ledger["train"]["rows_used"] == 14
+    assert data.ledger.splits_as_json()["train"]["rows_used"] == 14
     assert_adds_up(data)
     half = [{"path": one, "weight": 2}, two]
     with pytest.raises(ConfigError, match=r"two.jsonl has no weight and others have one"):
-        prepare(config_of(None, train_path=half, val=numbered(2, 50)), tokenizer)
+        build_run_data(config_of(None, train_path=half, val=numbered(2, 50)), tokenizer)
 
 
 def test_columns_map_a_files_own_names(config_of, tokenizer) -> None:
     rows = [{"problem": f"{n}?", "solution": "yes"} for n in range(9)]
-    data = prepare(
+    data = build_run_data(
         config_of(rows, columns={"question": "problem", "answer": "solution"}), tokenizer
     )
-    assert data.ledger["train"]["rows_in"] == 9
+    assert data.ledger.splits_as_json()["train"]["rows_in"] == 9
 
 
 def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer) -> None:
@@ -321,7 +341,7 @@ def test_a_system_prompt_changes_what_is_trained(config_of, tokenizer) -> None:
         "add": {"system_prompt": "Ours."},
         "replace": {"system_prompt": "Ours.", "system_prompt_mode": "replace"},
     }.items():
-        data = prepare(config_of(own, val=numbered(1, 50), **settings), tokenizer)
+        data = build_run_data(config_of(own, val=numbered(1, 50), **settings), tokenizer)
         texts[name] = tokenizer.decode(data.train[0].ids)
         assert ("Ours." in tokenizer.decode(data.validation[0].ids)) == (name != "none"), (
             "a row without its own gets it"
@@ -341,7 +361,7 @@ def test_train_on_last_leaves_earlier_answers_as_context(config_of, tokenizer) -
         )
     ]
     both, last = (
-        prepare(
+        build_run_data(
             config_of([{"messages": turns}], val=numbered(1, 50), train_on=which), tokenizer
         ).train[0]
         for which in ("all", "last")
@@ -354,7 +374,7 @@ def test_train_on_last_leaves_earlier_answers_as_context(config_of, tokenizer) -
 # What was tokenised is found again
 
 
-def folders(data: PreparedData) -> list[str]:
+def folders(data: RunData) -> list[str]:
     return [source.folder for parts in data.sources.values() for source in parts]
 
 
@@ -362,10 +382,10 @@ def test_a_moved_file_finds_its_samples_and_names_its_new_place(
     config_of, tokenizer, tmp_path, monkeypatch
 ) -> None:
     config = config_of([*numbered(9), qa("q", "a<|end|>b")], on_bad_row="quarantine")
-    first = prepare(config, tokenizer)
+    first = build_run_data(config, tokenizer)
     moved = shutil.move(config.data.train_path, tmp_path / "moved.jsonl")
-    monkeypatch.setattr(tokenize, "build", lambda *_: pytest.fail("tokenised again"))
-    again = prepare(
+    monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenised again"))
+    again = build_run_data(
         config.model_copy(
             update={"data": config.data.model_copy(update={"train_path": str(moved)})}
         ),
@@ -373,7 +393,7 @@ def test_a_moved_file_finds_its_samples_and_names_its_new_place(
     )
     assert folders(again) == folders(first)
     assert again.train.origin(0) == f"{moved}:{again.train.records['number'][0]}"
-    assert preparing.quarantined(again.sources)["train"][0]["origin"] == f"{moved}:10"
+    assert read_bad_rows(again.sources)["train"][0].origin == f"{moved}:10"
 
 
 @pytest.mark.parametrize(
@@ -384,14 +404,14 @@ def test_whatever_changes_a_sample_is_tokenised_anew(
 ) -> None:
     import copy
 
-    before = prepare(config_of(numbered(9)), tokenizer)
+    before = build_run_data(config_of(numbered(9)), tokenizer)
     tokenizer, rows, settings = copy.deepcopy(tokenizer), numbered(9), {}
     if change == "row":
         rows[4] = qa(rows[4]["question"], "no")
     elif change == "template":
         tokenizer.chat_template = "{# ours #}" + tokenizer.chat_template
     elif change == "code":
-        monkeypatch.setattr("sft_play.data.cache._digest_of_code", lambda: "another")
+        monkeypatch.setattr("sft_play.data.cache._digest_code", lambda: "another")
     else:
         settings = {
             change: {
@@ -401,34 +421,41 @@ def test_whatever_changes_a_sample_is_tokenised_anew(
                 "too_long": "split",
             }[change]
         }
-    assert not set(folders(prepare(config_of(rows, **settings), tokenizer))) & set(folders(before))
+    assert not set(folders(build_run_data(config_of(rows, **settings), tokenizer))) & set(
+        folders(before)
+    )
 
 
 def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, monkeypatch) -> None:
     config = config_of(numbered(30))
-    data = prepare(config, tokenizer)
-    facts = json.loads(json.dumps(preparing.as_json(data.sources)))
-    monkeypatch.setattr(tokenize, "build", lambda *_: pytest.fail("tokenised again"))
-    opened = assemble(config, preparing.from_json(facts))
-    assert opened.ledger == data.ledger and json.loads(json.dumps(opened.ledger)) == opened.ledger
+    data = build_run_data(config, tokenizer)
+    facts = json.loads(json.dumps(DataFacts(data.sources, PaddedTokens(3, 5, 4)).to_json()))
+    monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenised again"))
+    read = DataFacts.from_json(facts)
+    assert read == DataFacts(data.sources, PaddedTokens(3, 5, 4))
+    opened = assemble(config, read.sources)
+    assert opened.ledger == data.ledger
+    assert json.loads(json.dumps(opened.ledger.as_json())) == opened.ledger.as_json()
     assert all(
         np.array_equal(one.ids, two.ids) and np.array_equal(one.labels, two.labels)
         for one, two in zip(opened.train, data.train, strict=True)
     )
     shutil.rmtree(folders(data)[0])
     with pytest.raises(DataError, match="are gone; start the run anew"):
-        preparing.from_json(facts)
+        DataFacts.from_json(facts)
 
 
 def test_several_processes_make_the_same_store_as_one(
     config_of, tokenizer, tmp_path, monkeypatch
 ) -> None:
     config = config_of([*numbered(5000), qa("q", "a<|end|>b")], on_bad_row="quarantine")
-    (source,) = preparing.find_sources(config)["train"]
+    (source,) = find_sources(config)["train"]
     made = {}
     for processes in (1, 3):
-        monkeypatch.setattr(tokenize, "processes_for", lambda _, count=processes: count)
-        tokenize.build(tmp_path / str(processes), source, tokenize.Policy.of(config), tokenizer)
+        monkeypatch.setattr(tokenize, "count_processes", lambda _, count=processes: count)
+        tokenize.build_store(
+            tmp_path / str(processes), source, TokenizePolicy.of(config), tokenizer
+        )
         made[processes] = {
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()
         }
@@ -437,8 +464,8 @@ def test_several_processes_make_the_same_store_as_one(
 
 
 def test_percentiles_are_lengths_of_samples() -> None:
-    assert of_lengths(np.array([5, 1, 9, 7])) == {"p50": 7, "p90": 9, "p99": 9, "max": 9}
-    assert of_lengths(np.array([], dtype=np.int64)) == {"p50": 0, "p90": 0, "p99": 0, "max": 0}
+    assert LengthPercentiles.of(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
+    assert LengthPercentiles.of(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="real rows are not part of the project")
@@ -447,12 +474,12 @@ def test_the_ledger_of_real_rows_adds_up(config_of, tokenizer) -> None:
         "train_path": str(GSM8K / "gsm8k_train.jsonl"),
         "test_path": str(GSM8K / "gsm8k_test.jsonl"),
     }
-    data = prepare(config_of(None, max_seq_len=320, max_lost=0.5, **files), tokenizer)
-    facts = data.ledger["train"]
+    data = build_run_data(config_of(None, max_seq_len=320, max_lost=0.5, **files), tokenizer)
+    facts = data.ledger.splits_as_json()["train"]
     assert (
         facts["rows_in"] == 7473
         and facts["dropped"]["too_long"] > 0
         and facts["dropped"]["held_out"] > 0
     )
-    assert data.ledger["test"]["rows_in"] == 1319
+    assert data.ledger.splits_as_json()["test"]["rows_in"] == 1319
     assert_adds_up(data)
