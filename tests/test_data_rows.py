@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from sft_play.data.files import read_chunks
-from sft_play.data.row_formats import ROW_FORMATS, detect_format, parse_rows, read_rows
+from sft_play.data.row_formats import (
+    ROW_FORMATS,
+    SystemPrompt,
+    detect_format,
+    parse_rows,
+    read_rows,
+)
 from sft_play.data.rows import BadRow, Message, Row, raise_bad_rows
 from sft_play.errors import DataError, ExitClass
 
