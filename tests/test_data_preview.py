@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from sft_play import commands, preparation
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
-from sft_play.data import preview
+from sft_play.data import preview_text
 from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import (
@@ -337,7 +337,7 @@ def test_joined_emoji_and_letters_stay_joined() -> None:
 def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None:
     sequence = shown(tokenizer, "word " * 900, "end")
     told = in_marks(sequence)
-    hidden = sequence.documents[0].tokens - preview.TERMINAL_TOKENS
+    hidden = sequence.documents[0].tokens - preview_text.MAX_TOKENS
     assert f"{hidden:,} tokens more, on the page" in told
     assert told.count("word") < page_text(render_page({}, LEDGER, [sequence])).count("word") == 900
 

@@ -499,7 +499,7 @@ def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
         assert sample.trained_tokens == fitted.lost_trained_tokens + sum(
             part.trained_tokens for part in fitted.samples
         )
-        assert len(sample.ids) == fitted.cut + sum(len(part.ids) for part in fitted.samples)
+        assert len(sample.ids) == fitted.cut_tokens + sum(len(part.ids) for part in fitted.samples)
         assert (fitted.reason is None) == (len(sample.ids) <= limit)
         for part in fitted.samples:
             assert_consistent(part)
@@ -516,7 +516,7 @@ def test_splits_in_order_are_the_sample() -> None:
         ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
         fitted = fit_sample(RenderedSample(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
         assert [token for part in fitted.samples for token in part.ids] == (
-            ids[:-1] if fitted.cut else ids
+            ids[:-1] if fitted.cut_tokens else ids
         )
 
 

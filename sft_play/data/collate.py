@@ -89,7 +89,7 @@ class PadCollator:
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         assert all(len(sequence.lengths) == 1 for sequence in sequences), (
-            "an attention mask does not separate documents"
+            "an attention mask keeps no documents apart"
         )
         width = _batch_width(sequences, self.max_seq_len)
         ids = [sequence.ids for sequence in sequences]
