@@ -146,7 +146,9 @@ def ours(rows: Path, work: Path) -> ArmReport:
     It reads, checks, hashes, tokenizes into a store, splits, and looks for overlap and duplicates.
     """
     from sft_play.config.schema import Config
-    from sft_play.data import prepare
+    from sft_play.data.data_facts import DataFacts
+    from sft_play.data.ledger import PaddedTokens
+    from sft_play.data.pipeline import build_run_data
     from sft_play.models.tokenizer import load_tokenizer
 
     config = Config(
@@ -155,9 +157,10 @@ def ours(rows: Path, work: Path) -> ArmReport:
     )
     tokenizer = load_tokenizer(config)
     stopwatch = Stopwatch()
-    data = prepare.prepare(config, tokenizer)
+    data = build_run_data(config, tokenizer)
     elapsed = stopwatch.read()
-    made = {"config": config.model_dump(mode="json"), "sources": prepare.as_json(data.sources)}
+    facts = DataFacts(data.sources, PaddedTokens(0, 0, 0))
+    made = {"config": config.model_dump(mode="json"), "data": facts.to_json()}
     (work / "data.json").write_text(json.dumps(made))
     (store,) = data.train.stores
     return _report(elapsed, len(store), store.ids, store.trained)
@@ -179,15 +182,15 @@ def ours_packed(rows: Path, work: Path) -> ArmReport:
 def ours_epoch(rows: Path, work: Path) -> ArmReport:
     """Open what `ours` made, as every rank does, and pack every step of the first epoch."""
     from sft_play.config.schema import Config
-    from sft_play.data import prepare
     from sft_play.data.assemble import assemble
+    from sft_play.data.data_facts import DataFacts
     from sft_play.data.order import StepSampler, fullest_step
     from sft_play.plan.layout import Layout
 
     made = json.loads((work / "data.json").read_text())
     libraries = Memory.of(psutil.Process())
     stopwatch = Stopwatch()
-    data = assemble(Config(**made["config"]), prepare.from_json(made["sources"]))
+    data = assemble(Config(**made["config"]), DataFacts.from_json(made["data"]).sources)
     grad_accum = EFFECTIVE_BATCH // BATCH_SIZE
     layout = Layout(BATCH_SIZE, grad_accum, world_size=1, max_seq_len=MAX_SEQ_LEN)
     packed = layout.packed(fullest_step(data.train.lengths, layout, seed=0, epochs=1))

@@ -109,7 +109,7 @@ class Harness:
         runtime.seed_everything(config.train.seed)
         runtime.allow_tf32(self.process)
         tokenizer = load_tokenizer(config)
-        data = preparation.prepared(config)
+        data = preparation.build_data(config)
         arguments = training_arguments(planned, RunFolder(folder))
         self.model = load_model(config, self.process)
         self.context = RunContext(

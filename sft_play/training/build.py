@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
-from sft_play.data.assemble import PreparedData
+from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.data.store import Split
@@ -22,7 +22,7 @@ def build_trainer(
     context: RunContext,
     arguments: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
-    data: PreparedData,
+    data: RunData,
     model: torch.nn.Module,
     run_stamp: dict[str, Any],
 ) -> SftTrainer:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sft_play.data.cache import root_of
+from sft_play.data.cache import cache_folder
 from sft_play.data.order import fullest_step, padding
 from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
@@ -72,7 +72,7 @@ class Probe:
 
         Raises: OutOfMemory on every rank when none fits, or a batch that the user set does not.
         """
-        folder = root_of(self.context.config) / "probes"
+        folder = cache_folder(self.context.config) / "probes"
         fingerprint = self._fingerprint()
         cached: tuple[Point, ...] = ()
         if self.chooses and self.process.is_main:

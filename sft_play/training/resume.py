@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sft_play.data.assemble import PreparedData
+from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
 from sft_play.errors import CheckpointError
 from sft_play.runs import stamp
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_stamp(
-    context: RunContext, data: PreparedData, tokenizer: PreTrainedTokenizerBase
+    context: RunContext, data: RunData, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return the stamp of this run's checkpoints and weights."""
     config, plan = context.config, context.plan

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as hf_logging
 
-from sft_play.data.assemble import PreparedData, assemble
-from sft_play.data.prepare import from_json
+from sft_play.data.assemble import RunData, assemble
+from sft_play.data.data_facts import DataFacts
 from sft_play.errors import ExitClass
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
@@ -68,7 +68,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     arguments = training_arguments(planned, folder)
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
-    check_vocabulary(config, tokenizer, data.vocabulary())
+    check_vocabulary(config, tokenizer, data.used_tokens())
     model = load_weights(context, recorder)
     clock.lap("load")
 
@@ -95,11 +95,11 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     leave_group(recorder)
 
 
-def load_data(context: RunContext, recorder: RunRecorder) -> PreparedData:
+def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
     """Return the tokenized rows that the front end prepared, and record what they are."""
-    facts = context.folder.read_data()
-    data = assemble(context.config, from_json(facts["sources"]))
-    recorder.update(data=data.ledger, padding=facts["padding"])
+    facts = DataFacts.from_json(context.folder.read_data())
+    data = assemble(context.config, facts.sources)
+    recorder.update(data=data.ledger.splits_as_json(), padding=vars(facts.padding))
     if context.process.is_main:
         log_data(data)
     return data
@@ -213,18 +213,18 @@ def log_transformers_with_ours() -> None:
     hf_logging.disable_progress_bar()
 
 
-def log_data(data: PreparedData) -> None:
+def log_data(data: RunData) -> None:
     """Log a line a split: rows, what was dropped and why, tokens."""
-    for name, facts in data.ledger.items():
-        dropped = [f"{reason}={count}" for reason, count in facts["dropped"].items()]
+    for name, split in data.ledger.splits.items():
+        dropped = [f"{reason}={count}" for reason, count in split.dropped.items()]
         logger.info(
             "data %s rows=%d used=%d %s tokens=%d trained=%d",
             name,
-            facts["rows_in"],
-            facts["rows_used"],
+            split.rows_in,
+            split.rows_used,
             " ".join(dropped) or "dropped=0",
-            facts["tokens"],
-            facts["trained_tokens"],
+            split.tokens,
+            split.trained_tokens,
         )
 
 
