@@ -87,9 +87,7 @@ class VocabularyMatrices(NamedTuple):
     head: Matrix | None  # a head that is tied to the embedding has no matrix of its own
 
 
-def check_vocabulary(
-    config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens
-) -> None:
+def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) -> None:
     """Check that every token of the rows, and padding, has a row that is or will be trained.
 
     Of weights that are not on disk yet, or not in safetensors files, only the number of rows is
