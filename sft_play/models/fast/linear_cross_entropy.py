@@ -7,8 +7,8 @@ and with a cap, z = cap * tanh(s / cap), also d z / d s = 1 - (z / cap)^2.
 An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat16, which the plain
 loss copies to float32 and differentiates there: 10 GiB for a number. Here the head runs over a
 chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens
-without a label, prompts and padding, are left out altogether. The reference is `nll_and_gradient_` without
-a GPU; the kernel is in `cross_entropy_kernel`.
+without a label, prompts and padding, are left out altogether. `nll_and_gradient_` has the reference
+for where there is no GPU; the kernel is in `cross_entropy_kernel`.
 
 Legend: B rows, T tokens, H hidden features, V vocabulary, N labelled tokens.
 """

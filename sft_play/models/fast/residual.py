@@ -44,7 +44,7 @@ def add_norm(
 
 
 class AddNormFunction(torch.autograd.Function):
-    """(norm(s), s) of s = residual + x. Saves s, which others keep too, and 1 / rms of each token."""
+    """(norm(s), s) of s = residual + x. Saves s, as others do, and each token's 1 / rms."""
 
     @staticmethod
     def forward(
