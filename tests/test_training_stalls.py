@@ -22,7 +22,13 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.linear_cross_entropy import fuse_loss, is_loss_fused
 from sft_play.process import Process
 from sft_play.training.callbacks import BeforeFirstStep
-from sft_play.training.trainer import POSITIONS, REAL_TOKENS, TARGETS, SftTrainer, for_a_step
+from sft_play.training.trainer import (
+    LOSS_POSITIONS,
+    LOSS_TARGETS,
+    REAL_TOKENS,
+    SftTrainer,
+    collate_for_step,
+)
 
 STEPS = 6
 
@@ -61,8 +67,8 @@ def test_a_batch_brings_what_would_be_counted_on_the_gpu(
     collate: PadCollator | PackCollator,
 ) -> None:
     rows = TrainRows(documents(4))
-    batch = for_a_step(collate, [rows[0], rows[~1], rows[2]])
-    positions, targets = batch[POSITIONS], batch[TARGETS]
+    batch = collate_for_step(collate, [rows[0], rows[~1], rows[2]])
+    positions, targets = batch[LOSS_POSITIONS], batch[LOSS_TARGETS]
     assert batch[REAL_TOKENS] == len(rows.samples[0].ids) + len(rows.samples[2].ids), (
         "fillers are not real"
     )

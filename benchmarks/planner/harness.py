@@ -35,7 +35,7 @@ from sft_play.training.classify import classify
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
-from sft_play.training.trainer import REAL_TOKENS, TARGETS, for_a_step
+from sft_play.training.trainer import LOSS_TARGETS, REAL_TOKENS, collate_for_step
 
 TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class Harness:
         ids = np.random.default_rng(0).integers(self.vocab_size, size=(rows, width))
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
         sequences = [TokenSequence(ids[row], labels[row], (width,), width) for row in range(rows)]
-        batch = for_a_step(replace(self.trainer.data_collator, max_seq_len=width), sequences)
+        batch = collate_for_step(replace(self.trainer.data_collator, max_seq_len=width), sequences)
         del batch[REAL_TOKENS]
         return self.trainer._prepare_inputs(batch)
 
@@ -163,7 +163,9 @@ class Harness:
         self.card.wait()
         started = time.perf_counter()
         for _ in range(count):
-            self.trainer.training_step(self.trainer.model_wrapped, dict(batch), len(batch[TARGETS]))
+            self.trainer.training_step(
+                self.trainer.model_wrapped, dict(batch), len(batch[LOSS_TARGETS])
+            )
         self.card.wait()
         return (time.perf_counter() - started) / count
 

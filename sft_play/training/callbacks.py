@@ -8,10 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -20,15 +19,17 @@ from sft_play.process import Process
 logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-STUCK_SECONDS = 20.0  # a main thread that has not seen a signal by then waits for another rank; launchers kill after 30
-GRACE_SECONDS = 5.0  # launchers pass a signal on that the terminal has given to their ranks already: within this it is the same one
+# A main thread that has not seen a signal by then waits for another rank; launchers kill after 30.
+STUCK_SECONDS = 20.0
+# Launchers pass on a signal that the terminal has sent to their ranks already: within this it is the same one.
+GRACE_SECONDS = 5.0
 
 
 class EvalSpeedCallback(TrainerCallback):
     """Puts the model in evaluation mode only inside an evaluation, and counts its seconds.
 
-    Inside: key-value cache on, gradient checkpointing off, dropout off. Behind it, whatever happened in between,
-    everything is as it was. transformers has no event before an evaluation, so this is a context, not a hook.
+    Inside: key-value cache on, activation checkpointing off, dropout off. Afterwards everything is as
+    it was, also after an error. transformers has no event before an evaluation, hence a context.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,8 @@ class EvalSpeedCallback(TrainerCallback):
     @contextlib.contextmanager
     def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
         """Evaluate `model` inside this context."""
-        started, used_cache = time.perf_counter(), model.config.use_cache
+        started = time.perf_counter()
+        used_cache = model.config.use_cache
         was_training = {module: module.training for module in model.modules()}
         checkpointed = [
             module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
@@ -57,69 +59,75 @@ class EvalSpeedCallback(TrainerCallback):
             self.seconds += time.perf_counter() - started
 
 
+class _Mark(NamedTuple):
+    """How far a run was at one moment."""
+
+    seconds: float  # of stepping alone
+    tokens: int
+
+
 class Throughput(TrainerCallback):
-    """Tokens per second over the steps behind the first, which pays for kernels, plans and allocations.
+    """Tokens per second over the steps after the first, which compiles and allocates.
 
     `tokens` counts real tokens of this rank, on the CPU, which collated them.
     """
 
     def __init__(self, process: Process, evaluations: EvalSpeedCallback):
-        self.process, self.evaluations = process, evaluations
+        self.process = process
+        self.evaluations = evaluations
         self.tokens = 0
-        self.save_seconds = self.first_step_seconds = 0.0
-        self._mark: tuple[float, int] | None = (
-            None  # (steady clock, tokens) at the end of the first step
-        )
-        self._end: tuple[float, int] | None = None
-        self._begun = 0.0
+        self.save_seconds = 0.0
+        self.first_step_seconds = 0.0
+        self._started_at = 0.0  # by `clock`, as below
+        self._first_step: _Mark | None = None
+        self._last_step: _Mark | None = None
 
     def clock(self) -> float:
         """Return seconds of stepping alone: less what evaluations and saves took."""
         return time.perf_counter() - self.evaluations.seconds - self.save_seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begun = self.clock()
+        self._started_at = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._mark is None:
-            self._mark = (self._now(), self.tokens)
-            self.first_step_seconds = self._mark[0] - self._begun
+        if self._first_step is None:
+            self._first_step = self._mark()
+            self.first_step_seconds = self._first_step.seconds - self._started_at
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end = (self._now(), self.tokens)
+        self._last_step = self._mark()
 
-    def _now(self) -> float:
+    def _mark(self) -> _Mark:
         if self.process.device.type == "cuda":
             torch.cuda.synchronize(self.process.device)
-        return self.clock()
+        return _Mark(self.clock(), self.tokens)
 
     @property
     def train_seconds(self) -> float:
-        return self._end[0] - self._begun if self._end else 0.0
+        return self._last_step.seconds - self._started_at if self._last_step else 0.0
 
     def tokens_per_second(self) -> float | None:
         """Return real tokens per second over all ranks, None for a run of one step. Every rank must call it."""
-        if self._mark is None or self._end is None:
+        if self._first_step is None or self._last_step is None:
             return None
-        tokens = torch.tensor(
-            self._end[1] - self._mark[1], dtype=torch.float64, device=self.process.device
-        )
-        if self.process.world_size > 1:
-            distributed.all_reduce(tokens)
-        seconds = self._end[0] - self._mark[0]
-        return float(tokens) / seconds if float(tokens) > 0 and seconds > 0 else None
+        tokens = self.process.sum(self._last_step.tokens - self._first_step.tokens)
+        seconds = self._last_step.seconds - self._first_step.seconds
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGINT and SIGTERM end the run at the end of a step, with a checkpoint; one that comes seconds later ends it at once.
+    """SIGINT and SIGTERM end the run after the current step, with a checkpoint.
 
-    Before the first step there is nothing to keep, and the first signal is a KeyboardInterrupt. Behind it the ranks agree
-    at the end of each step: a signal that reaches one rank alone would leave the others in a collective. A rank that waits in C++ for
-    one that is gone sees no signal; `when_stuck` is called for it, in a thread.
+    A second signal, seconds later, ends it at once. Before the first step there is nothing to keep,
+    and the first signal is a KeyboardInterrupt. After it the ranks agree at the end of each step: a
+    signal that reaches one rank alone would leave the others in a collective. A rank that waits in
+    C++ for one that is gone sees no signal; a thread calls `when_stuck` for it.
     """
 
     def __init__(self, process: Process, when_stuck: Callable[[], None] | None = None):
-        self.process, self.has_begun, self.stopped = process, False, False
+        self.process = process
+        self.has_begun = False
+        self.stopped = False
         self._requested_at: float | None = None
         for number in STOPPING:
             signal.signal(number, self._note)
@@ -129,9 +137,8 @@ class StopOnSignal(TrainerCallback):
     def _watch(self, when_stuck: Callable[[], None]) -> None:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(
-            write_end
-        )  # gets each signal's number at once, whatever the main thread does
+        # gets each signal's number at once, whatever the main thread does
+        signal.set_wakeup_fd(write_end)
 
         def watch() -> None:
             while os.read(read_end, 1)[0] not in STOPPING:
@@ -169,18 +176,17 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         requested = self.process.sum(int(self.requested)) > 0
         if requested and state.global_step < state.max_steps:
-            self.stopped = control.should_training_stop = control.should_save = (
-                control.should_log
-            ) = True
-            control.should_evaluate = (
-                False  # whoever stops a run waits, and launchers kill after 30 seconds
-            )
+            self.stopped = True
+            control.should_training_stop = True
+            control.should_save = True
+            control.should_log = True
+            control.should_evaluate = False  # a person waits, and launchers kill after 30 seconds
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (
-            self.stopped
-        ):  # Trainer ends the epoch that a stop cuts short, and would evaluate and save once more
-            control.should_save = control.should_evaluate = False
+        # Trainer ends the epoch that a stop cuts short, and would evaluate and save once more
+        if self.stopped:
+            control.should_save = False
+            control.should_evaluate = False
 
 
 class Progress(TrainerCallback):
@@ -217,11 +223,10 @@ class Progress(TrainerCallback):
             return
         names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rougeL")
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
-        with (
-            tqdm.external_write_mode(file=sys.stdout)
-            if self.bar is not None
-            else contextlib.nullcontext()
-        ):
+        pause = contextlib.nullcontext()
+        if self.bar is not None:
+            pause = tqdm.external_write_mode(file=sys.stdout)
+        with pause:
             logger.info("step %d/%d %s", state.global_step, state.max_steps, facts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

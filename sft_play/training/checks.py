@@ -1,4 +1,4 @@
-"""What must hold before a run may go on, and of its weights before it may call itself done."""
+"""What must hold of a model while it trains, and of its saved weights before a run is done."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,19 +9,32 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
 
+WRAPPER_OF_STRATEGY = {
+    "single": None,
+    "ddp": "DistributedDataParallel",
+    "deepspeed": "DeepSpeedEngine",
+}
+WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
+
 
 def check_engine(model: torch.nn.Module, strategy: str) -> None:
-    """Raise EnvironmentFault unless the wrapped model is what the strategy calls for; libraries fall back without a word."""
+    """Raise EnvironmentFault unless the model is wrapped as the strategy demands.
+
+    Libraries fall back to another wrapper and say nothing.
+    """
     wrapped = type(model).__name__
-    engines = {"single": None, "ddp": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
-    if engines[strategy] != (wrapped if wrapped in (*engines.values(), "DataParallel") else None):
+    found = wrapped if wrapped in WRAPPERS else None
+    if found != WRAPPER_OF_STRATEGY[strategy]:
         raise EnvironmentFault(
             f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor"
         )
 
 
 def check_finite(model: torch.nn.Module, step: int) -> None:
-    """Raise DivergedError when a trained weight is no number. Weights that ZeRO-3 has partitioned are empty here and pass."""
+    """Raise DivergedError when a trained weight is no number.
+
+    Weights that ZeRO-3 has partitioned are empty here and pass.
+    """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not torch.isfinite(parameter).all():
             raise DivergedError(
@@ -32,15 +45,15 @@ def check_finite(model: torch.nn.Module, step: int) -> None:
 def check_saved_adapter(
     folder: Path, model: torch.nn.Module, zero_stage: int, is_complete: bool = True
 ) -> None:
-    """Read the saved adapter back: finite, trained, and under ZeRO stages below 3 equal to the weights in memory.
+    """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
 
-    A run that was stopped (not `is_complete`) may have learned nothing yet.
+    Under ZeRO-3 they are not compared. A run that was stopped (not `is_complete`) may have learned nothing yet.
     Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN or never moved.
     """
-    # the weights in memory are shards under ZeRO-3; without save_embedding_layers peft would ask the hub about the vocabulary
-    trained = (
-        None if zero_stage == 3 else get_peft_model_state_dict(model, save_embedding_layers=False)
-    )
+    trained = None
+    if zero_stage != 3:  # whose weights in memory are shards
+        # without save_embedding_layers peft would ask the hub about the vocabulary
+        trained = get_peft_model_state_dict(model, save_embedding_layers=False)
     seen = _check_saved(folder, trained)
     if trained is not None and seen != trained.keys():
         raise CheckpointError(
@@ -63,18 +76,17 @@ def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> 
 
 
 def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> set[str]:
-    """Compare what lies in a folder with the weights in memory, None with nothing; return the names that were found there."""
-    differing, broken, seen = [], [], set()
+    """Compare the tensors in a folder with those in memory, where given; return their names."""
+    differing: list[str] = []
+    broken: list[str] = []
+    seen: set[str] = set()
     try:
         for name, tensor in _saved(folder):
             seen.add(name)
+            expected = trained.get(name) if trained else None
             if not torch.isfinite(tensor).all():
                 broken.append(name)
-            elif (
-                trained
-                and name in trained
-                and not torch.equal(trained[name].detach().cpu(), tensor.to(trained[name].dtype))
-            ):
+            elif expected is not None and not _is_equal(tensor, expected):
                 differing.append(name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -93,8 +105,12 @@ def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> se
     return seen
 
 
+def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
+    return torch.equal(trained.detach().cpu(), saved.to(trained.dtype))
+
+
 def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder's safetensors files one by one: all of them at once may not fit beside the model."""
+    """Yield the tensors of a folder's safetensors files, one at a time: all may not fit beside the model."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -1,7 +1,7 @@
-"""Whether the documents of a packed sequence are apart, tried on the model that trains.
+"""The cross-document check: whether documents of a packed sequence see each other, tried on the model.
 
-What keeps them apart is a convention between position ids, attention and cache, which a model's own code, a patched kernel
-or a new version breaks without a word. Legend: T tokens of a document, V vocabulary.
+A convention between position ids, attention and cache keeps them apart. A model's own code, a
+patched kernel or a new version can break it silently. Legend: T tokens of a document, V vocabulary.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 
-LENGTHS = (19, 27)  # of the documents; no multiple of what kernels like
-# As fractions of what a document's logits change when it does see the one before it. The same batch with other tokens in front
-# runs the same kernels, and gives the same bits where nothing is seen; a document by itself runs other kernels, whose rounding
-# in half precision adds up over many layers.
-MOST_SEEN, MOST_ROUNDED = 0.01, 0.25
+LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
+# Both are fractions of how much a document's logits change when it does see the one before it.
+# The same batch with other tokens in front runs the same kernels, and gives the same bits where
+# nothing is seen.
+MAX_SEEN = 0.01
+# A document by itself runs other kernels, whose rounding in half precision adds up over many layers.
+MAX_ROUNDED = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class CrossDocumentEffect:
 
     @property
     def holds(self) -> bool:
-        return self.seen <= MOST_SEEN * self.joined and self.apart <= MOST_ROUNDED * self.joined
+        is_unseen = self.seen <= MAX_SEEN * self.joined
+        return is_unseen and self.apart <= MAX_ROUNDED * self.joined
 
 
 def check_cross_document(
@@ -59,9 +62,9 @@ def measure_cross_document(
 ) -> CrossDocumentEffect:
     """Return how far the documents of a batch of two sequences of two documents see each other, without dropout."""
     generator = np.random.default_rng(0)  # the same on all ranks
-    first, other, second = (
-        generator.integers(vocabulary, size=length) for length in (LENGTHS[0], *LENGTHS)
-    )
+    first = generator.integers(vocabulary, size=LENGTHS[0])
+    other = generator.integers(vocabulary, size=LENGTHS[0])
+    second = generator.integers(vocabulary, size=LENGTHS[1])
 
     def packed(*rows: Sequence[np.ndarray]) -> torch.Tensor:
         batch = collator([_sequence(documents) for documents in rows])
@@ -78,10 +81,13 @@ def measure_cross_document(
     with _without_dropout(model), torch.no_grad():
         behind, before = packed((first, second), (second, first))
         behind_other, before_other = packed((other, second), (second, other))
-        by_itself, after_first = alone(second), alone(np.concatenate([first, second]))
+        by_itself = alone(second)
+        after_first = alone(np.concatenate([first, second]))
     begin, length = LENGTHS
-    behind, behind_other = behind[begin : begin + length], behind_other[begin : begin + length]
-    before, before_other = before[:length], before_other[:length]
+    behind = behind[begin : begin + length]
+    behind_other = behind_other[begin : begin + length]
+    before = before[:length]
+    before_other = before_other[:length]
     return CrossDocumentEffect(
         seen=max(_difference(behind, behind_other), _difference(before, before_other)),
         apart=max(_difference(behind, by_itself), _difference(before, by_itself)),

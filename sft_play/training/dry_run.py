@@ -1,7 +1,7 @@
 """Steps of a run's own trainer that leave no trace: their memory is measured, and everything is as it was afterwards.
 
-A rehearsed step is a real one but for two things: its rows are random and as long as rows can be, and its gradients are zeroed
-before the optimizer sees them. Legend: T tokens of a row.
+A dry step is a real one with two differences: its rows are random and as long as rows can be, and
+its gradients are zeroed before the optimizer sees them.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import gc
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -22,32 +23,29 @@ from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
 from sft_play.training.classify import classify
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.trainer import REAL_TOKENS, TARGETS, SftTrainer, for_a_step
+from sft_play.training.trainer import LOSS_TARGETS, REAL_TOKENS, SftTrainer, collate_for_step
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 24  # elements that are summed at once: a CPU makes a copy of them in 64 bits
-INITIAL_MICRO_STEP_ID = (
-    -1
-)  # DeepSpeed's: the next gradient is the first of a step, and added to nothing
-BITS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # integers by bytes of an element
+# DeepSpeed's: the next gradient is the first of a step, and added to nothing
+INITIAL_MICRO_STEP_ID = -1
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class DryRun:
-    """A context that measures steps; on leaving it, weights, buffers, gradients, optimizer and random state are as they were.
+    """A context that measures steps, and restores weights, buffers, gradients, optimizer and random state.
 
-    `steps_optimizer` must be False where the optimizer's state is not to be lost, or does not belong to torch: on a resumed run,
-    under DeepSpeed, which makes its own when it starts, and for paged optimizers, whose pages are never given back.
-    Raises: EnvironmentFault on leaving, when a weight is not the one that was there.
+    `steps_optimizer` must be False where the optimizer's state must survive or does not belong to
+    torch: on a resumed run, under DeepSpeed, which makes its own when it starts, and for paged
+    optimizers, whose pages are never freed.
+    Raises: EnvironmentFault on leaving, when a weight has changed.
     """
 
     def __init__(self, trainer: SftTrainer, memory: MemoryMeter, steps_optimizer: bool):
-        self.trainer, self.memory, self.steps_optimizer = trainer, memory, steps_optimizer
+        self.trainer = trainer
+        self.memory = memory
+        self.steps_optimizer = steps_optimizer
         self.model: nn.Module = trainer.model_wrapped
         self.is_warm = False
 
@@ -68,16 +66,19 @@ class DryRun:
     def measure(self, layout: Layout) -> Point | None:
         """Return what a step of full rows takes on this rank; None where it runs out of memory.
 
-        Under DeepSpeed, whose ranks would wait for this one within its passes, that is raised. The first call takes a step that is
-        not counted: it brings what stays, such as the optimizer's state, workspaces and compiled kernels.
+        Under DeepSpeed, whose ranks would wait for this one within its passes, the error is raised.
+        The first call takes a step that is not counted: it allocates what stays, such as the
+        optimizer's state, workspaces and compiled kernels.
         """
-        rows, length, accumulates = layout.sequences, layout.max_seq_len, layout.accumulates
+        rows, length = layout.sequences, layout.max_seq_len
         try:
             if not self.is_warm:
-                self._step(1, length, accumulates)
+                self._step(worst_case(self.trainer, 1, length), layout.accumulates)
                 self.is_warm = True
-            tokens, phases = self._step(rows, length, accumulates)
-            return Point(tokens, layout.checkpointed_layers, accumulates, phases)
+            batch = worst_case(self.trainer, rows, length)
+            peaks = self._step(batch, layout.accumulates)
+            tokens = batch["input_ids"].numel()  # padding included
+            return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
             if (
                 self.trainer.is_deepspeed_enabled
@@ -90,39 +91,33 @@ class DryRun:
         torch.cuda.empty_cache()
         return None
 
-    def _step(self, rows: int, length: int, accumulates: bool) -> tuple[int, dict[str, int]]:
-        """Return the tokens of a micro-batch, and the peak of each phase."""
-        batch = worst_case(self.trainer, rows, length)
-        passes = [self._micro_step(dict(batch)) for _ in range(1 + accumulates)]
-        peaks = dict(
-            zip(
-                ("forward", "backward"),
-                map(max, *passes) if accumulates else passes[0],
-                strict=True,
-            )
-        )
+    def _step(self, batch: Batch, accumulates: bool) -> dict[str, int]:
+        """Return the peak of each phase; of two micro-steps where gradients are accumulated."""
+        first = self._micro_step(dict(batch))
+        last = self._micro_step(dict(batch)) if accumulates else first
+        peaks = {name: max(first[name], last[name]) for name in first}
         if self.steps_optimizer:
             self.memory.reset()
             step_without_change(self.trainer.optimizer.optimizer)
             peaks["optimizer"] = self.memory.peak_bytes()
         self._drop_gradients()
-        return batch["input_ids"].numel(), peaks
+        return peaks
 
-    def _micro_step(self, batch: Batch) -> tuple[int, int]:
+    def _micro_step(self, batch: Batch) -> dict[str, int]:
         """Return the peaks of a forward and a backward pass, made as Trainer.training_step makes them."""
-        trainer, labelled = self.trainer, len(batch[TARGETS])
+        trainer = self.trainer
+        labelled_tokens = len(batch[LOSS_TARGETS])
         self.model.train()
         self.memory.reset()
         inputs = trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=labelled)
+            loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=labelled_tokens)
         del inputs
         forward = self.memory.peak_bytes()
         self.memory.reset()
-        trainer.accelerator.backward(
-            loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {})
-        )
-        return forward, self.memory.peak_bytes()
+        options = {"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}
+        trainer.accelerator.backward(loss, **options)
+        return {"forward": forward, "backward": self.memory.peak_bytes()}
 
     def _drop_gradients(self) -> None:
         if self.trainer.is_deepspeed_enabled:
@@ -150,26 +145,20 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
         sequences.append(
             TokenSequence(ids, np.concatenate([[IGNORE_INDEX], ids[1:]]), (len(ids),), len(ids))
         )
-    batch = for_a_step(trainer.data_collator, sequences)
+    batch = collate_for_step(trainer.data_collator, sequences)
     del batch[REAL_TOKENS]
     return batch
 
 
 def step_without_change(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer that has no state yet on gradients of zero, and leave every weight as it is, to the bit.
+    """Step an optimizer that has no state yet on gradients of zero; every weight stays, to the bit.
 
-    Its moments are then zero, and so is the update: p - lr * 0 / (0 + epsilon) is p, also for a negative zero. Weight decay is off,
-    since in a fused multiplication it would turn that one positive.
+    Its moments are then zero, and so is the update: p - lr * 0 / (0 + epsilon) is p, also for a
+    negative zero. Weight decay is off: in a fused multiplication it would turn that zero positive.
     """
     groups = optimizer.param_groups
-    torch._foreach_zero_(
-        [
-            parameter.grad
-            for group in groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-    )
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
     decays = [group["weight_decay"] for group in groups]
     try:
         for group in groups:
@@ -182,6 +171,7 @@ def step_without_change(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _weights_checked(model: nn.Module) -> Iterator[None]:
+    """Raise EnvironmentFault when a parameter or buffer is not as it was."""
     before = digest(model)
     yield
     after = digest(model)
@@ -193,11 +183,15 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
 
 
 def digest(model: nn.Module) -> dict[str, int]:
-    """Return the sum of the bits of every parameter and buffer, as integers of an element's size, modulo 2^64; shards under ZeRO-3."""
+    """Return the sum modulo 2^64 of each parameter and buffer, whose elements are read as integers.
+
+    Under ZeRO-3 it is that of the shard.
+    """
     sums = {
         name: _sum_of_bits(getattr(tensor, "ds_tensor", tensor)) for name, tensor in _tensors(model)
     }
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    numbers = torch.stack(list(sums.values())).tolist()  # one wait for the GPU
+    return dict(zip(sums, numbers, strict=True))
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -207,7 +201,7 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    parts = flat.view(BITS[flat.element_size()]).split(CHUNK)
+    parts = flat.view(INTEGERS[flat.element_size()]).split(CHUNK)
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
@@ -222,34 +216,44 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules_kept(model: nn.Module) -> Iterator[None]:
-    """Put back buffers, modes, and what modules note in plain values: how far rotary embeddings have grown, what DDP and DeepSpeed count."""
-    modules = list(model.modules())
-    plain = [
-        {
-            name: value
-            for name, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | None)
-        }
-        for module in modules
-    ]
-    buffers = [
-        {
+    """Restore buffers, modes and the plain values that modules hold.
+
+    Such as how far rotary embeddings have grown, and what DDP and DeepSpeed count.
+    """
+    states = [_ModuleState.of(module) for module in model.modules()]
+    yield
+    for state in states:
+        state.restore()
+
+
+@dataclass(frozen=True)
+class _ModuleState:
+    """What a forward pass may change in one module."""
+
+    module: nn.Module
+    values: dict[str, Any]
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]]  # the buffer, and a copy of its content
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_ModuleState":
+        plain = bool | int | float | str | None
+        values = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
+        buffers = {
             name: (buffer, buffer.clone())
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        for module in modules
-    ]
-    yield
-    for module, values, kept in zip(modules, plain, buffers, strict=True):
-        vars(module).update(values)
-        for name, (buffer, content) in kept.items():
-            module._buffers[name] = buffer.copy_(content)
+        return cls(module, values, buffers)
+
+    def restore(self) -> None:
+        vars(self.module).update(self.values)
+        for name, (buffer, content) in self.buffers.items():
+            self.module._buffers[name] = buffer.copy_(content)
 
 
 @contextlib.contextmanager
 def _accumulating(trainer: SftTrainer) -> Iterator[None]:
-    """Take every backward pass for one that others follow: no rank waits for another, nothing is stepped."""
+    """Make every backward pass one that others follow: no rank waits for another, nothing is stepped."""
     state = trainer.accelerator.gradient_state
     was_synced = state.sync_gradients
     state._set_sync_gradients(False)
@@ -261,11 +265,13 @@ def _accumulating(trainer: SftTrainer) -> Iterator[None]:
 
 
 def _drop_reduced_gradients(optimizer: Any) -> None:
-    """Drop what DeepSpeed's optimizer has reduced and keeps for the next micro-batch, as its own step does when gradients overflow."""
+    """Drop the reduced gradients that DeepSpeed's optimizer keeps for the next micro-batch.
+
+    Its own step does the same when gradients overflow.
+    """
     optimizer.zero_grad()
-    if hasattr(
-        optimizer, "all_grad_tensors"
-    ):  # stages 1 and 2; at stage 3 the next gradient takes the place of what is there
+    # stages 1 and 2; at stage 3 the next gradient overwrites what is there
+    if hasattr(optimizer, "all_grad_tensors"):
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         for kept in (optimizer.all_grad_tensors, optimizer.averaged_gradients):
             kept.update(dict.fromkeys(kept))

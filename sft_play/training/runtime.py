@@ -54,7 +54,8 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
 def join_group(plan: RunPlan, timeout: timedelta) -> None:
     """Start the process group of the planned backend; a collective that takes longer than `timeout` fails.
 
-    Told to accelerate in so many words: by itself Trainer drops the timeout on a CPU, and starts DDP in DeepSpeed's place there.
+    accelerate is told explicitly: by itself Trainer drops the timeout on a CPU, and starts DDP
+    instead of DeepSpeed there.
     """
     if plan.ranks.strategy == "single":
         return
@@ -74,9 +75,10 @@ def seed_everything(seed: int) -> None:
 
 
 def allow_tf32(process: Process) -> None:
-    """Let a GPU round float32 factors to 10 bits of mantissa where a run computes in 16 bits: matmuls that autocast leaves alone.
+    """Let a GPU round float32 factors to 10 bits of mantissa in a run of 16 bits.
 
-    A run in float32 asked for float32, and a CPU would round to bfloat16 or gain nothing.
+    It concerns the matrix products that autocast leaves in float32. A run in float32 asked for
+    float32, and a CPU would round to bfloat16 or gain nothing.
     """
     if process.device.type == "cuda" and process.compute_dtype != torch.float32:
         torch.set_float32_matmul_precision("high")
@@ -94,9 +96,10 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 
 def _die_with_launcher() -> None:
-    """Stop this rank when its launcher is killed, and end it if it cannot stop; ranks would hold their GPUs for ever otherwise.
+    """Stop this rank when its launcher is killed, and end it if it cannot stop.
 
-    A rank that waits for another one, in C++, does not see a signal: hence the second step.
+    Otherwise it would hold its GPU for ever. A rank that waits for another one, in C++, does not see
+    a signal: hence the second step.
     """
     launcher = os.getppid()
 
@@ -111,7 +114,7 @@ def _die_with_launcher() -> None:
 
 
 def _log_to(folder: RunFolder, rank: int) -> None:
-    """Send all records to logs/rank-K.log, and to the main rank's terminal ours from INFO and other libraries' errors.
+    """Log everything to logs/rank-K.log, and on the main rank's terminal our INFO and libraries' errors.
 
     What a library prints on another rank goes to its log file too: the terminal would show it once a rank.
     """

@@ -30,12 +30,10 @@ from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
 from sft_play.training.memory import MemoryMeter
 
-# What goes beside a micro-batch's inputs, up to the step
+# Keys of a micro-batch that are no inputs of the model
 REAL_TOKENS = "real_tokens"  # int: neither padding nor fillers
-POSITIONS, TARGETS = (
-    "loss_positions",
-    "loss_targets",
-)  # (N,) of its labelled tokens, see `collate.labelled`
+LOSS_POSITIONS = "loss_positions"  # (N,) of its labelled tokens, see `collate.labelled`
+LOSS_TARGETS = "loss_targets"  # (N,)
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
@@ -47,16 +45,19 @@ def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int)
     return summed_nll(outputs.logits, labels) / num_items_in_batch
 
 
-def for_a_step(
+def collate_for_step(
     collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]
 ) -> Batch:
-    """Return the collated batch with what is counted and looked for on the CPU, since a GPU would make it wait for the answer."""
+    """Return the collated batch with its labelled and real tokens, found on the CPU.
+
+    Counting them on a GPU would make the CPU wait for it.
+    """
     batch = collate(sequences)
     positions, targets = labelled(batch["labels"])
     return {
         **batch,
-        POSITIONS: positions,
-        TARGETS: targets,
+        LOSS_POSITIONS: positions,
+        LOSS_TARGETS: targets,
         REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences),
     }
 
@@ -75,17 +76,14 @@ class SftTrainer(Trainer):
         memory: MemoryMeter | None = None,
         **kwargs: Any,
     ):
-        self.base_use_cache = kwargs[
-            "model"
-        ].config.use_cache  # Trainer turns it off, and it is saved with the weights
+        # Trainer turns it off, and it is saved with the weights
+        self.base_use_cache = kwargs["model"].config.use_cache
         super().__init__(compute_loss_func=token_mean_loss, **kwargs)
-        self.order, self.evaluator, self.speed, self.throughput, self.stamp = (
-            order,
-            evaluator,
-            speed,
-            throughput,
-            stamp,
-        )
+        self.order = order
+        self.evaluator = evaluator
+        self.speed = speed
+        self.throughput = throughput
+        self.stamp = stamp
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
 
@@ -95,7 +93,7 @@ class SftTrainer(Trainer):
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=self.order,
-            collate_fn=functools.partial(for_a_step, self.data_collator),
+            collate_fn=functools.partial(collate_for_step, self.data_collator),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
@@ -135,7 +133,7 @@ class SftTrainer(Trainer):
         """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
-        labelled_tokens = sum(len(batch[TARGETS]) for batch in batches)
+        labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in batches)
         return batches, self.process.sum(labelled_tokens)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,10 +148,15 @@ class SftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: int = 1,
     ) -> torch.Tensor:
-        """Return a micro-batch's share of the step's mean loss, times the number of ranks, since gradients become the ranks' mean."""
+        """Return a micro-batch's share of the step's mean loss, times the number of ranks.
+
+        Gradients become the mean over ranks, which undoes the factor.
+        """
         assert not return_outputs, "evaluations have an evaluator"
         inputs = dict(inputs)
-        labels, positions, targets = (inputs.pop(name) for name in ("labels", POSITIONS, TARGETS))
+        labels = inputs.pop("labels")
+        positions = inputs.pop(LOSS_POSITIONS)
+        targets = inputs.pop(LOSS_TARGETS)
         if is_loss_fused(self.model):
             loss = fused_nll(self.model, model, inputs, positions, targets) / num_items_in_batch
         else:
@@ -169,9 +172,8 @@ class SftTrainer(Trainer):
         arguments = super()._build_accelerator_args(**kwargs)
         for handler in arguments["kwargs_handlers"]:
             if isinstance(handler, DistributedDataParallelKwargs):
-                handler.gradient_as_bucket_view = (
-                    True  # one copy of the gradients less; Trainer has no argument for it
-                )
+                # one copy of the gradients less; Trainer has no argument for it
+                handler.gradient_as_bucket_view = True
         return arguments
 
     def score(self, evaluator: Evaluator) -> Scores:
@@ -181,10 +183,8 @@ class SftTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on the validation rows, log and return `eval_…` metrics."""
-        metrics = {
-            name if name.startswith("eval_") else f"eval_{name}": value
-            for name, value in self.score(self.evaluator).as_metrics().items()
-        }
+        scores = self.score(self.evaluator).as_metrics()
+        metrics = {f"eval_{name.removeprefix('eval_')}": value for name, value in scores.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -192,43 +192,41 @@ class SftTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, unless a value that steers training is no number. Raises: DivergedError, on every rank."""
-        for name in ("loss", "grad_norm", "train_loss"):
-            if (
-                name in logs
-                and not math.isfinite(logs[name])
-                and not (self.args.fp16 and name == "grad_norm")
-            ):
+        """Log, unless a loss or a gradient is no number. Raises: DivergedError, on every rank."""
+        checked = ["loss", "train_loss"]
+        if not self.args.fp16:  # whose loss scaler looks for gradients that overflow
+            checked.append("grad_norm")
+        for name in checked:
+            if name in logs and not math.isfinite(logs[name]):
                 raise DivergedError(
-                    f"{name}={logs[name]} at step {self.state.global_step}: the run has diverged; try TRAIN_LEARNING_RATE="
-                    f"{self.args.learning_rate / 10:g}, or TRAIN_RESUME_FROM an earlier checkpoint"
+                    f"{name}={logs[name]} at step {self.state.global_step}: the run has diverged; "
+                    f"try TRAIN_LEARNING_RATE={self.args.learning_rate / 10:g}, "
+                    "or TRAIN_RESUME_FROM an earlier checkpoint"
                 )
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
         check_finite(self.model, self.state.global_step)
-        kept, self.args.save_total_limit = (
-            self.args.save_total_limit,
-            None,
-        )  # no older one goes before this one is complete
+        save_total_limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # no older one is deleted before this one is complete
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             with self.memory.phase("save"):
                 super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # of no use to anyone, and on a full disk run.json needs the room
+            # nobody can use it, and on a full disk run.json needs the room
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
-            self.args.save_total_limit = kept
+            self.args.save_total_limit = save_total_limit
         self.accelerator.wait_for_everyone()  # every rank writes files of its own
         if self.args.should_save:
-            stamp.write(
-                folder, {**self.stamp, "global_step": self.state.global_step}
-            )  # last: its presence marks it complete
-            rotate_checkpoints(self.args.output_dir, save_total_limit=kept, use_mtime=True)
+            # last: its presence marks the checkpoint complete
+            stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})
+            rotate_checkpoints(
+                self.args.output_dir, save_total_limit=save_total_limit, use_mtime=True
+            )
         self.throughput.save_seconds += time.perf_counter() - started
 
     def _save(
@@ -237,12 +235,12 @@ class SftTrainer(Trainer):
         # without training_args.bin, which holds the hub token in clear
         target = output_dir or self.args.output_dir
         if not is_deepspeed_zero3_enabled():
-            state_dict = (
-                None  # the model is whole: below stage 3 DeepSpeed's copy holds tied weights twice
-            )
+            # the model is whole: below stage 3 DeepSpeed's copy holds tied weights twice
+            state_dict = None
         # peft would ask the hub whether the vocabulary has changed
         options = {"save_embedding_layers": False} if isinstance(self.model, PeftModel) else {}
-        used_cache, self.model.config.use_cache = self.model.config.use_cache, self.base_use_cache
+        used_cache = self.model.config.use_cache
+        self.model.config.use_cache = self.base_use_cache
         try:
             self.model.save_pretrained(target, state_dict=state_dict, **options)
         finally:
