@@ -17,10 +17,10 @@ from sft_play import commands
 from sft_play.config.invocation import Invocation
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
+from sft_play.plan.precision import mixed_precision
 from sft_play.plan.run_plan import read_plan
-from sft_play.preparation import tokenise
+from sft_play.preparation import tokenize
 from sft_play.process import Process
-from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import BeforeFirstStep
 from sft_play.training.memory import MemoryMeter, components
@@ -109,14 +109,17 @@ def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]
             dict(os.environ),
             words,
         )
-        loaded, planned = commands.make_plan(call, num_gpus > 1, use_deepspeed)
-        folder = commands.new_run(call, loaded, planned)
-        command = launch.launch_command(planned.ranks, folder.path, os.environ)
-        for _ in range(2):  # the second time its rows are known
-            run_folders.fill(folder, planned.config, {**planned.as_json(), "argv": [], "env": {}})
-            planned = tokenise(folder, planned)
-        if planned.ranks.strategy == "ddp":
-            config = launch.accelerate_config(planned.ranks, commands.mixed_precision(planned))
+        loaded = commands.load_config(call)
+        planned = commands.plan_run(call, loaded, num_gpus > 1, use_deepspeed)
+        folder = commands.new_run(call, loaded, planned.config)
+        planned.write(folder)
+        folder.write_report(commands.planned_report(folder))
+        planned = tokenize(folder, planned)
+        planned.write(folder)
+        ranks = planned.plan.ranks
+        command = launch.launch_command(ranks, folder.path, os.environ)
+        if ranks.strategy == "ddp":
+            config = launch.accelerate_config(ranks, mixed_precision(planned.config))
             launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Of a test.")
         return folder, launch.Launch(
             tuple(str(script) if word == str(launch.WORKER) else word for word in command.argv),

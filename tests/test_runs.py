@@ -26,7 +26,7 @@ def filled(output: Path, name: str, settings: Config | None = None) -> RunFolder
     folder = folders.create(output, name, "tiny")
     folder.write_config(settings or Config())
     write_text(folder.path / "plan.json", "{}")
-    folder.write_report({"status": "planned", "run": folder.name})
+    folder.write_report(RunReport(run=folder.name, status="planned"))
     return folder
 
 

@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,21 +190,18 @@ def test_the_worker_refuses_a_checkpoint_of_another_backend(resumed, run_worker,
 def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_there_is_a_run(
     whole, of_unsloth, resumed, settings_of, tmp_path
 ):
-    plan = commands.make_plan(
-        planned_call(settings_of, tmp_path, of_unsloth), distributed=False, use_deepspeed=False
-    )[1]
+    def planned_config(checkpoint):
+        call = planned_call(settings_of, tmp_path, checkpoint)
+        return commands.plan_run(call, commands.load_config(call)).config
+
     with pytest.raises(CheckpointError, match="backend: the checkpoint has unsloth, this run bnb"):
-        commands.check_resume(plan)
-    plan = commands.make_plan(
-        planned_call(settings_of, tmp_path, whole.path), distributed=False, use_deepspeed=False
-    )[1]
-    tuning = plan.config.tuning.model_copy(update={"backend": "unsloth"})
+        commands.check_resume(planned_config(of_unsloth))
+    config = planned_config(whole.path)
+    tuning = config.tuning.model_copy(update={"backend": "unsloth"})
     with pytest.raises(
         CheckpointError, match="backend: the checkpoint has bnb, this run unsloth"
     ) as caught:
-        commands.check_resume(
-            replace(plan, config=plan.config.model_copy(update={"tuning": tuning}))
-        )
+        commands.check_resume(config.model_copy(update={"tuning": tuning}))
     assert caught.value.exit_class == 12
     assert not (tmp_path / "out").exists()
 
