@@ -114,8 +114,8 @@ class TrainSection(Section):
     packing: bool | Auto = Field(
         "auto",
         description="Train several rows in one sequence, kept apart from each other: only the "
-        "speed changes. auto is on for architectures known to keep them apart; every packed run checks "
-        "it before the first step.",
+        "speed changes. auto is on for architectures known to keep them apart; every packed run "
+        "checks it before the first step.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto",
