@@ -38,7 +38,8 @@ class WordCount(NamedTuple):
 
     def draw(self, rng: random.Random) -> int:
         """Return a number of words."""
-        return min(self.most, max(1, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+        words = round(rng.lognormvariate(math.log(self.median), self.sigma))
+        return min(self.most, max(1, words))
 
 
 # as in Alpaca, whose outputs have a long tail

@@ -69,4 +69,5 @@ def last_words(log: Path) -> str:
     """Return the last 60 words of a log."""
     if not log.exists():
         return "no log"
-    return " ".join(log.read_text(encoding="utf-8", errors="replace").split()[-60:])
+    words = log.read_text(encoding="utf-8", errors="replace").split()
+    return " ".join(words[-60:])

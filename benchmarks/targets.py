@@ -71,8 +71,9 @@ def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> Arm
     command += [f"{variable}={value}" for variable, value in settings.items()]
     with (out / f"{name}.log").open("w") as log:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
-    report = out / name / "run.json"
-    return ArmRun(done.returncode, json.loads(report.read_text()) if report.exists() else {})
+    path = out / name / "run.json"
+    report = json.loads(path.read_text()) if path.exists() else {}
+    return ArmRun(done.returncode, report)
 
 
 def line(name: str, run: ArmRun) -> str:
@@ -107,7 +108,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for arm in args.arms:
-        rows.append(line(arm, run_arm(arm, args.inputs, args.steps, args.out, args.seconds)))
+        run = run_arm(arm, args.inputs, args.steps, args.out, args.seconds)
+        rows.append(line(arm, run))
         print(rows[-1], flush=True)
     print("\n".join(["", *rows]))
 

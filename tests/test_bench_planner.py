@@ -1,4 +1,4 @@
-"""The planner's benchmark: signs of errors, what counts, what the tables strike out, the searches of a sweep, and a run of it on the tiny model."""
+"""The planner's benchmark: errors, verdicts, tables, the searches of a sweep, and a toy run."""
 
 import argparse
 import json

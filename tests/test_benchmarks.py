@@ -1,4 +1,4 @@
-"""The inputs of the benchmarks, and the harness of `make bench`: whose speed counts, and a whole run of it on the tiny model."""
+"""The inputs of the benchmarks, which speeds of `make bench` count, and a toy run of it."""
 
 import json
 import os

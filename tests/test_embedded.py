@@ -1,4 +1,4 @@
-"""The embedded default: its files are what the generator makes, its answers are right, its model has learned its text."""
+"""The tiny base: its files are what the generator makes, its answers are right, it learned its text."""
 
 from __future__ import annotations
 

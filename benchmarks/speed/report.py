@@ -48,9 +48,8 @@ def table(workload: Workload, found: WorkloadResults, machine: Machine) -> list[
         steps = len(found.reference.losses)
         basis = f"reference: transformers + PEFT, {found.reference.precision}, {steps} steps"
     head = HEAD.format(peak=teraflops(machine.peak_flops), reached=teraflops(machine.reached_flops))
-    arms = sorted(
-        found.arms.items(), key=lambda item: (not item[1].verdict.counts, -speed(item[1]))
-    )
+    by_speed = sorted(found.arms.items(), key=lambda item: -speed(item[1]))
+    arms = sorted(by_speed, key=lambda item: not item[1].verdict.counts)
     return [
         "",
         f"### {workload.name}",

@@ -170,10 +170,10 @@ class WorkloadResults:
 
     def as_json(self) -> dict[str, Any]:
         """Return the workload's entry in the file."""
-        entry: dict[str, Any] = {"arms": {name: arm.as_json() for name, arm in self.arms.items()}}
-        if self.reference:
-            entry["reference"] = asdict(self.reference)
-        return entry
+        arms = {name: arm.as_json() for name, arm in self.arms.items()}
+        if self.reference is None:
+            return {"arms": arms}
+        return {"arms": arms, "reference": asdict(self.reference)}
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> WorkloadResults:

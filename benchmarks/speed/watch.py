@@ -41,7 +41,9 @@ class Stopwatch(TrainerCallback):
         mask = inputs.get("attention_mask")
         if mask is None or mask.dim() != 2:
             mask = inputs["input_ids"].ne(0)
-        self.counted += torch.stack([mask.ne(0).sum(), inputs["labels"].ne(-100).sum()])
+        real = mask.ne(0).sum()
+        trained = inputs["labels"].ne(-100).sum()
+        self.counted += torch.stack([real, trained])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in (self.first, self.last):
@@ -138,8 +140,10 @@ def share_start(model: torch.nn.Module, path: Path) -> None:
 
     found = lora_a_matrices(model)
     if not path.exists():
-        tensors = {name: each.detach().float().cpu().contiguous() for name, each in found.items()}
-        save_file(tensors, path)
+        first = {}
+        for name, matrix in found.items():
+            first[name] = matrix.detach().float().cpu().contiguous()
+        save_file(first, path)
         return
     saved = load_file(path)
     assert saved.keys() == found.keys(), "the adapters are not on the same layers"

@@ -203,7 +203,7 @@ class EventPair:
 
     def answer(self) -> str:
         """Return the sentence that names the earlier event."""
-        event, date = min(self.events, key=lambda dated: (dated[1].month, dated[1].day))
+        event, date = min(self.events, key=lambda dated: dated[1])
         return capitalize(f"{event} on {date} comes first.")
 
 
@@ -249,8 +249,10 @@ def draw_hours(rng: random.Random, count: int) -> Hours:
 
 def draw_things(rng: random.Random, count: int) -> Things:
     """Return `count` different things, about half of them more than once."""
-    nouns = rng.sample(WORDS.goods, count)
-    return Things(tuple((rng.choice((1, 1, 1, 2, 3, 4, 5, 6)), noun) for noun in nouns))
+    counted = []
+    for noun in rng.sample(WORDS.goods, count):
+        counted.append((rng.choice((1, 1, 1, 2, 3, 4, 5, 6)), noun))
+    return Things(tuple(counted))
 
 
 def draw_guests(rng: random.Random, count: int) -> Guests:
@@ -262,9 +264,11 @@ def draw_guests(rng: random.Random, count: int) -> Guests:
 
 def draw_event_pair(rng: random.Random) -> EventPair:
     """Return two different events in two different months."""
-    events = rng.sample(WORDS.events, 2)
-    dates = [Date(month, rng.randint(1, 28)) for month in rng.sample(range(1, 13), 2)]
-    return EventPair(((events[0], dates[0]), (events[1], dates[1])))
+    first, second = rng.sample(WORDS.events, 2)
+    months = rng.sample(range(1, 13), 2)
+    first_date = Date(months[0], rng.randint(1, 28))
+    second_date = Date(months[1], rng.randint(1, 28))
+    return EventPair(((first, first_date), (second, second_date)))
 
 
 def draw_message(rng: random.Random) -> Message:

@@ -42,7 +42,7 @@ class Words:
 WORDS = Words(**json.loads(Path(__file__).with_name("vocabulary.json").read_text("utf-8")))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Date:
     """A day of the year; `month` is 1-12."""
 
