@@ -1,4 +1,4 @@
-"""The tiny base: its files are what the generator makes, its answers are right, it learned its text."""
+"""The tiny base: its files are what the generator makes, its answers are right, its model learned."""
 
 from __future__ import annotations
 

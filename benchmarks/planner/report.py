@@ -22,10 +22,11 @@ from sft_play.plan.memory import PHASES
 
 HEAD = """# What the planner predicts, and what runs measure
 
-{machine} Models have random weights of the real shapes. Written by `make bench-plan`.
+{machine} Models have real shapes and random weights. Written by `make bench-plan`.
 
 - **Off** is predicted / measured - 1: above 0 too much was predicted.
-- **Measured** is the most that the allocator gave out. It is what is predicted and what has to fit.
+- **Measured** is the most that tensors took of the allocator's memory. It is what is predicted and
+  what has to fit.
 - **Reserved** also counts the gaps between tensors, which the allocator gives back where memory is
   short. Both include what the GPU holds for the process outside the allocator.
 - **Closed form** is what `make plan` says. **Probe** is what the run says of the same step after it
@@ -188,7 +189,7 @@ def describe_sweep(name: str) -> str:
     sweep = SWEEPS[name]
     model = "the tiny model that ships" if sweep.shape == TOY else sweep.shape.rpartition("/")[2]
     rows = f"{sweep.rows_per_step} rows of {sweep.max_seq_len:,} tokens a step"
-    return f"The choice beside every other: {model}, {sweep.mode}, {rows}"
+    return f"The planner's choice beside every other: {model}, {sweep.mode}, {rows}"
 
 
 def sweep_tables(name: str, result: SweepResult) -> list[str]:
@@ -238,7 +239,7 @@ def choices_table(budgets: Sequence[BudgetResult]) -> str:
     head = ["card", "by", "chosen", "tokens/s", "best", "its tokens/s", "of the best"]
     table = grid(head, rows, text_columns=("card", "by", "chosen", "best"))
     return (
-        "A card of so much memory; layers are those checkpointed; "
+        "Cards of the given memory; layers are those checkpointed; "
         f"the goal is {CHOICE_GOAL:.0%} of the best speed.\n\n{table}"
     )
 
@@ -286,7 +287,7 @@ def largest_table(budgets: Sequence[BudgetResult]) -> str:
     head = ["card", "checkpointed layers", "tokens that fit"]
     head += ["by the plan", "share", "by the probe", "share"]
     return (
-        "The most tokens of one micro-batch, by real out-of-memory errors; "
+        "The most tokens of one micro-batch, found by real out-of-memory errors; "
         f"the goal is {LARGEST_GOAL:.0%} of what fits, and never more.\n\n"
         f"{grid(head, rows, text_columns=['card'])}"
     )

@@ -45,7 +45,7 @@ class Job:
     """What the parent process asks for."""
 
     arm_name: str  # or reference
-    work_name: str
+    workload_name: str
     model: Path
     samples: Path
     adapters: Path
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        return WORKLOADS[self.work_name]
+        return WORKLOADS[self.workload_name]
 
     @property
     def is_reference(self) -> bool:

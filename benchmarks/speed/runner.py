@@ -177,7 +177,7 @@ class Benchmark:
         out = _fresh_folder(inputs.folder / arm_name)
         job = Job(
             arm_name=arm_name,
-            work_name=workload.name,
+            workload_name=workload.name,
             model=inputs.model,
             samples=inputs.samples,
             adapters=inputs.adapters,
