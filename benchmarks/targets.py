@@ -7,15 +7,16 @@ python benchmarks/targets.py --inputs /tmp/8b --steps 20 bnb-lora ddp-lora zero2
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import GIB, ROOT
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import PeakBytes, RunReport
 
 ZERO_3 = "configs/deepspeed_zero3.json"
 
@@ -42,10 +43,10 @@ ARMS = {
 
 
 class ArmRun(NamedTuple):
-    """The exit status of make and what run.json says, {} where there is none."""
+    """The exit status of make, and run.json."""
 
     status: int
-    report: dict[str, Any]
+    report: RunReport
 
 
 def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> ArmRun:
@@ -71,26 +72,22 @@ def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> Arm
     command += [f"{variable}={value}" for variable, value in settings.items()]
     with (out / f"{name}.log").open("w") as log:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
-    path = out / name / "run.json"
-    report = json.loads(path.read_text()) if path.exists() else {}
-    return ArmRun(done.returncode, report)
+    return ArmRun(done.returncode, RunFolder(out / name).read_report())
 
 
 def line(name: str, run: ArmRun) -> str:
     """Return an arm's row of the table."""
     report = run.report
-    losses = [entry["loss"] for entry in report.get("loss", [])]
-    peak = report.get("peak_bytes", {})
-    measured = (peak.get("measured") or 0) / GIB
-    predicted = (peak.get("predicted") or 0) / GIB
-    gib = f"{measured:.1f}/{predicted:.1f}"
-    speed = report.get("tokens_per_second") or 0
-    trend = f"{losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "-"
+    status = "-" if report == RunReport() else report.status
+    peak = report.peak_bytes or PeakBytes(predicted=0)
+    gib = f"{(peak.measured or 0) / GIB:.1f}/{peak.predicted / GIB:.1f}"
+    trend = "-"
+    if report.loss:
+        trend = f"{report.loss[0].loss:.3f} -> {report.loss[-1].loss:.3f}"
     return (
-        f"{name:<14} make={run.status} {report.get('status', '-'):<7} "
-        f"steps={report.get('global_step', 0):<3} world={report.get('world_size', '-')} "
-        f"engine={report.get('engine', '-'):<23} tokens/s={speed:>8.0f} "
-        f"peak/predicted GiB={gib:<12} loss {trend}"
+        f"{name:<14} make={run.status} {status:<7} steps={report.global_step or 0:<3} "
+        f"world={report.world_size or '-'} engine={report.engine or '-':<23} "
+        f"tokens/s={report.tokens_per_second or 0:>8.0f} peak/predicted GiB={gib:<12} loss {trend}"
     )
 
 

@@ -40,6 +40,7 @@ from sft_play.plan.memory import PHASES, step_bytes
 from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.step import StepSpec
+from sft_play.runs.report import LoggedLoss, PeakBytes, PhasePeaks, RunReport
 from sft_play.training.probe import ProbeResult
 
 GIB = 2**30
@@ -83,20 +84,20 @@ def probe_report(**changed: Any) -> ProbeReport:
     return replace(report, **changed)
 
 
-def report_json(**changed: Any) -> dict[str, Any]:
+def run_report(**changed: Any) -> RunReport:
     """What run.json holds that the benchmark reads."""
-    facts = {
-        "status": "done",
-        "global_step": 8,
-        "loss": [{"step": 8, "loss": 2.5}],
-        "tokens_per_second": 1000.0,
-        "peak_bytes": {"measured": 5 * GIB},
-    }
-    return {**facts, **changed}
+    report = RunReport(
+        status="done",
+        global_step=8,
+        loss=[LoggedLoss(8, 2.5)],
+        tokens_per_second=1000.0,
+        peak_bytes=PeakBytes(predicted=6 * GIB, measured=5 * GIB),
+    )
+    return replace(report, **changed)
 
 
 def good_result(**changed: Any) -> RunResult:
-    result = replace(read_result(plan_json(), trained_plan(), report_json(), 0), **changed)
+    result = replace(read_result(plan_json(), trained_plan(), run_report(), 0), **changed)
     return replace(result, why_not=find_faults(WORKLOAD, result))
 
 
@@ -129,26 +130,28 @@ def test_a_run_that_trained_every_step_counts() -> None:
 @pytest.mark.parametrize(
     ("report", "status", "reason"),
     [
-        (report_json(global_step=7), 0, "7 steps of 8"),
-        (report_json(loss=[{"step": 8, "loss": float("nan")}]), 0, "not finite"),
-        (report_json(loss=[]), 0, "not finite"),
-        (report_json(peak_bytes={"measured": None}), 0, "peak was not measured"),
-        (report_json(status="failed"), 15, "out of memory"),
-        (report_json(status="failed"), 1, "failed"),
-        (report_json(), None, "failed"),
-        ({}, 15, "the plan refused it"),
+        (run_report(global_step=7), 0, "7 steps of 8"),
+        (run_report(loss=[LoggedLoss(8, float("nan"))]), 0, "not finite"),
+        (run_report(loss=[]), 0, "not finite"),
+        (run_report(peak_bytes=PeakBytes(predicted=6 * GIB)), 0, "peak was not measured"),
+        (run_report(status="failed"), 15, "out of memory"),
+        (run_report(status="failed"), 1, "failed"),
+        (run_report(), None, "failed"),
+        (None, 15, "the plan refused it"),
     ],
 )
 def test_a_run_that_did_not_does_not_count(
-    report: dict[str, Any], status: int | None, reason: str
+    report: RunReport | None, status: int | None, reason: str
 ) -> None:
-    result = read_result(plan_json(), trained_plan() if report else None, report, status)
+    result = read_result(
+        plan_json(), trained_plan() if report else None, report or RunReport(), status
+    )
     assert reason in "; ".join(find_faults(WORKLOAD, replace(result, cause="a cause")))
 
 
 def test_what_cannot_fit_counts_where_the_plan_refused_it_and_not_where_it_ran() -> None:
     workload = WORKLOADS["14b-full-float32"]
-    assert find_faults(workload, read_result(plan_json(), None, {}, 15)) == []
+    assert find_faults(workload, read_result(plan_json(), None, RunReport(), 15)) == []
     assert "the plan let it run" in find_faults(workload, good_result())
 
 
@@ -162,18 +165,18 @@ def test_without_a_probe_a_speed_and_measured_phases_there_are_none_of_them() ->
 
 def test_every_prediction_is_of_the_step_that_was_trained() -> None:
     speed = {"speed": {"tokens_per_second": 900.0}}
-    full_rows = read_result(plan_json(**speed), trained_plan(), report_json(), 0)
+    full_rows = read_result(plan_json(**speed), trained_plan(), run_report(), 0)
     assert full_rows.predicted.tokens_per_second == 900
     before = plan_json(workload={"tokens_per_second": 700.0}, **speed)
-    these_rows = read_result(before, trained_plan(), report_json(), 0)
+    these_rows = read_result(before, trained_plan(), run_report(), 0)
     assert these_rows.predicted.tokens_per_second == 700
-    unknown = read_result(plan_json(**speed), trained_plan(batch_size=2), report_json(), 0)
+    unknown = read_result(plan_json(**speed), trained_plan(batch_size=2), run_report(), 0)
     assert unknown.predicted == MemoryAndSpeed()
     probe = probe_report(
         predicted_before={"forward": 3 * GIB},
         predicted_after={"forward": 2 * GIB, "backward": 4 * GIB},
     )
-    report = report_json(memory={"measured": {"forward": GIB}})
+    report = run_report(memory=PhasePeaks(measured={"forward": GIB}))
     probed = read_result(plan_json(**speed), trained_plan(2, probe), report, 0)
     assert probed.predicted.peak == 3 * GIB and probed.probed.peak == 4 * GIB
     assert probed.probed.seconds == 2.5 and probed.probed.is_cached is False
@@ -199,7 +202,7 @@ def test_what_does_not_count_is_struck_out_with_its_reason_and_left_out_of_the_s
 
 
 def test_a_refusal_is_a_line_and_a_work_without_a_plan_is_one_too() -> None:
-    refused = replace(read_result(plan_json(), None, {}, 15), cause="needs 250.1 GiB")
+    refused = replace(read_result(plan_json(), None, RunReport(), 15), cause="needs 250.1 GiB")
     failed = RunResult("failed", cause="plan: exit 10")
     failed = replace(failed, why_not=find_faults(WORKLOAD, failed))
     text = markdown(results({"14b-full-float32": refused, "8b-lora": failed}))
@@ -210,7 +213,7 @@ def test_a_refusal_is_a_line_and_a_work_without_a_plan_is_one_too() -> None:
 def test_phases_are_shown_with_both_predictions() -> None:
     before = {name: (number + 1) * GIB for number, name in enumerate(PHASES)}
     probe = probe_report(predicted_before=before, predicted_after={"forward": 3 * GIB})
-    report = report_json(memory={"measured": {"forward": 3 * GIB, "load": 2 * GIB}})
+    report = run_report(memory=PhasePeaks(measured={"forward": 3 * GIB, "load": 2 * GIB}))
     result = read_result(plan_json(), trained_plan(probe=probe), report, 0)
     text = markdown(results({"8b-lora": result}))
     of_phases = [line for line in text.splitlines() if line.startswith("| 8b-lora |")][1]

@@ -23,7 +23,6 @@ from benchmarks.speed.report import markdown
 from benchmarks.speed.results import (
     ArmResult,
     ArmRun,
-    LoggedLoss,
     Measurement,
     PeakShares,
     Reference,
@@ -37,6 +36,7 @@ from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolera
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
 from sft_play.data.row_formats import read_rows
+from sft_play.runs.report import LoggedLoss
 
 
 def test_alpaca_rows_are_the_same_each_time(tmp_path):

@@ -34,8 +34,8 @@ from sft_play.errors import ExitClass
 from sft_play.plan.memory import PHASES
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.run_plan import RunPlan, read_plan
-from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
 PLAN_SECONDS = 120.0  # limit of `plan`, which takes one or two, and some more with --exact
 LORA_RATE = 2e-4
@@ -73,11 +73,11 @@ def measure(workload: Workload, place: Place, with_trace: bool = False) -> RunRe
     log = place.runs / f"{workload.name}.log"
     command = make_command("train", settings)
     status = run_limited(command, log, place.seconds, ROOT, place.environ)
-    report = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
+    report = RunFolder(folder).read_report()
     trained = read_plan(RunFolder(folder)) if (folder / "plan.json").exists() else None
     # of full fine-tuning: as large as the base
     shutil.rmtree(folder / "model", ignore_errors=True)
-    if report.get("status") == "done":
+    if report.status == "done":
         # the run has counted its rows, which were estimated before it
         before["workload"] = print_plan(settings, place).get("workload")
     return replace(
@@ -87,15 +87,13 @@ def measure(workload: Workload, place: Place, with_trace: bool = False) -> RunRe
     )
 
 
-def read_cause(
-    report: Mapping[str, Any], status: int | None, log: Path, seconds: float
-) -> str | None:
+def read_cause(report: RunReport, status: int | None, log: Path, seconds: float) -> str | None:
     """Return why a run is not done, None where it is."""
     if status == 0:
         return None
     if status is None:
         return f"not done within {seconds:.0f} s"
-    return report.get("cause") or last_words(log).partition(" exit class")[0]
+    return report.cause or last_words(log).partition(" exit class")[0]
 
 
 def run_settings(workload: Workload, place: Place) -> dict[str, object]:
@@ -185,7 +183,7 @@ def make_rows(workload: Workload, folder: Path) -> Path:
 def read_result(
     before: Mapping[str, Any],
     trained: RunPlan | None,
-    report: Mapping[str, Any],
+    report: RunReport,
     status: int | None,
 ) -> RunResult:
     """Return a run's result.
@@ -203,17 +201,17 @@ def read_result(
         probe = trained.probe
     return RunResult(
         status=read_status(report, status),
-        steps=report.get("global_step", 0),
-        losses=[entry["loss"] for entry in report.get("loss", [])],
+        steps=report.global_step or 0,
+        losses=[logged.loss for logged in report.loss or []],
         settings=settings,
         budget_bytes=before["budget_bytes"],
         predicted=read_closed_form(before, probe, was_changed),
         traced=Memory() if was_changed else read_trace(before),
         probed=read_probe(probe),
         measured=MemoryAndSpeed(
-            peak=(report.get("peak_bytes") or {}).get("measured"),
-            phases=phase_bytes((report.get("memory") or {}).get("measured")),
-            tokens_per_second=report.get("tokens_per_second"),
+            peak=report.peak_bytes.measured if report.peak_bytes else None,
+            phases=phase_bytes(report.memory.measured if report.memory else None),
+            tokens_per_second=report.tokens_per_second,
         ),
     )
 
@@ -254,12 +252,12 @@ def predicted_speed(plan: Mapping[str, Any]) -> float | None:
     return None
 
 
-def read_status(report: Mapping[str, Any], status: int | None) -> str:
+def read_status(report: RunReport, status: int | None) -> str:
     """Return done, refused (by the plan), out of memory, or failed."""
-    if status == 0 and report.get("status") == "done":
+    if status == 0 and report.status == "done":
         return "done"
     if status == ExitClass.OUT_OF_MEMORY:
-        return "out of memory" if report else "refused"
+        return "refused" if report == RunReport() else "out of memory"
     return "failed"
 
 

@@ -5,14 +5,13 @@ No setting that concerns speed is given: choosing them is the program's work.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.machine import GIB
 from benchmarks.processes import last_words
-from benchmarks.speed.results import ArmRun, LoggedLoss, Measurement
+from benchmarks.speed.results import ArmRun, Measurement
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens
 from benchmarks.speed.workloads import LORA_ALPHA, LORA_RANK, SEED, WARM_UP, Arm, Workload
 from sft_play.errors import ExitClass
@@ -57,14 +56,13 @@ def make_command(
 
 def read_run(workload: Workload, out: Path, samples: Path, steps: int, started: float) -> ArmRun:
     """Return what a run of ours measured, from run.json, tb/ and the weights that it saved."""
-    folder = out / "run"
-    report = folder / "run.json"
-    facts = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    if facts.get("status") != "done":
-        ran_out = facts.get("exit_class") == ExitClass.OUT_OF_MEMORY
+    folder = RunFolder(out / "run")
+    report = folder.read_report()
+    if report.status != "done":
+        ran_out = report.exit_class == ExitClass.OUT_OF_MEMORY
         status = "out of memory" if ran_out else "failed"
-        return ArmRun(status, started, error=facts.get("cause") or last_words(out / "log"))
-    logged = _logged_steps(folder / "tb")
+        return ArmRun(status, started, error=report.cause or last_words(out / "log"))
+    logged = _logged_steps(folder.tensorboard)
     ready = logged[WARM_UP].clock
     timed = count_step_tokens(workload, Samples.read(samples), steps)[WARM_UP:]
     measured = Measurement(
@@ -72,23 +70,23 @@ def read_run(workload: Workload, out: Path, samples: Path, steps: int, started: 
         real_tokens=sum(step.real for step in timed),
         trained_tokens=sum(step.trained for step in timed),
         ready_seconds=ready - started,
-        losses=[LoggedLoss(entry["step"], entry["loss"]) for entry in facts["loss"]],
+        losses=report.loss,
         least_grad_norm=min(step.grad_norm for step in logged.values()),
-        untrained=_untrained_adapters(folder / "adapter"),
-        peak_reserved_gib=facts["peak_bytes"]["reserved"] / GIB,
+        untrained=_untrained_adapters(folder.path / "adapter"),
+        peak_reserved_gib=report.peak_bytes.reserved / GIB,
         peak_allocated_gib=None,
-        own_tokens_per_second=facts["tokens_per_second"],
-        predicted_gib=facts["peak_bytes"]["predicted"] / GIB,
-        rows_used=facts["data"]["train"]["rows_used"],
+        own_tokens_per_second=report.tokens_per_second,
+        predicted_gib=report.peak_bytes.predicted / GIB,
+        rows_used=report.data["train"]["rows_used"],
     )
-    fused = " ".join(sorted(facts["fast_path"]["on"])) or "nothing"
+    fused = " ".join(sorted(report.fast_path["on"])) or "nothing"
     settings = _chosen_settings(folder) | {"fused": fused}
     return ArmRun("done", started, settings, measured=measured)
 
 
-def _chosen_settings(folder: Path) -> dict[str, object]:
+def _chosen_settings(folder: RunFolder) -> dict[str, object]:
     """Return what the plan chose."""
-    planned = PlannedRun.read(RunFolder(folder))
+    planned = PlannedRun.read(folder)
     train = planned.config.train
     return {
         "batch_size": train.batch_size,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.machine import Machine
 from sft_play.runs.files import read_json, write_json
+from sft_play.runs.report import LoggedLoss
 
 OPTIONAL = {  # left out of the file where they are None
     "error",
@@ -27,13 +28,6 @@ class TokenCount(NamedTuple):
 
     real: int
     trained: int  # those with a label
-
-
-class LoggedLoss(NamedTuple):
-    """The mean loss since the last one, logged behind an optimizer step."""
-
-    step: int
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -63,13 +57,9 @@ class Measurement:
         """Tokens with a label a second."""
         return self.trained_tokens / self.seconds
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as the file has them."""
-        return asdict(self) | {"losses": [loss._asdict() for loss in self.losses]}
-
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Measurement:
-        """Return what `as_json` wrote."""
+        """Return the measurement in a flat entry of the file."""
         losses = [LoggedLoss(**loss) for loss in entry["losses"]]
         return cls(**fields_of(cls, entry) | {"losses": losses})
 
@@ -90,7 +80,7 @@ class ArmRun:
         entry = asdict(self)
         del entry["measured"]
         if self.measured:
-            entry |= self.measured.as_json()
+            entry |= asdict(self.measured)
         return _without_optional(entry)
 
     @classmethod

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, isfinite
 
-from benchmarks.speed.results import ArmRun, LoggedLoss, Measurement, TokenCount, Verdict
+from benchmarks.speed.results import ArmRun, Measurement, TokenCount, Verdict
 from benchmarks.speed.workloads import WARM_UP, Arm, Workload
+from sft_play.runs.report import LoggedLoss
 
 MAX_DEVIATION = 0.01  # of the reference's loss
 # Of what the reference learned: an arm that learns nothing must not pass where little is learned.

@@ -11,7 +11,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.machine import GIB
-from benchmarks.speed.results import LoggedLoss, Measurement
+from benchmarks.speed.results import Measurement
+from sft_play.runs.report import LoggedLoss
 
 
 class Mark(NamedTuple):
