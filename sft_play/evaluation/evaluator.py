@@ -1,6 +1,7 @@
 """Scores of a model on a fixed set of rows, equal for any batch size, padding and number of ranks.
 
-Rows are rendered, sorted and collated once and reused by every evaluation. Legend: B rows of a batch, T tokens.
+Rows are rendered, sorted and collated once and reused by every evaluation. Legend: B rows of a
+batch, T tokens.
 """
 
 import math
@@ -101,7 +102,9 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
-        """Return the mean negative log-likelihood in nats: summed over all labelled tokens of all ranks, divided once.
+        """Return the mean negative log-likelihood in nats.
+
+        Summed over all labelled tokens of all ranks, divided once.
 
         Raises: DivergedError, on every rank, when it is no number.
         """
@@ -114,7 +117,8 @@ class Evaluator:
         nats, tokens = total.tolist()
         if not math.isfinite(nats):
             raise DivergedError(
-                f"eval_loss={nats} over {tokens:.0f} tokens: the weights give no finite loss; train anew with a lower TRAIN_LEARNING_RATE"
+                f"eval_loss={nats} over {tokens:.0f} tokens: the weights give no finite loss; "
+                "train anew with a lower TRAIN_LEARNING_RATE"
             )
         return nats / tokens
 
@@ -178,7 +182,10 @@ class Evaluator:
         return re.sub(pattern, " ", self.tokenizer.decode(sample.prompt)).strip()
 
     def _expected_answer(self, sample: Sample) -> str:
-        """Return what the model should generate: the labelled ids, decoded as generated ones are."""
+        """Return what the model should generate.
+
+        The labelled ids, decoded as generated ones are.
+        """
         labels = sample.labels[sample.answer_start :]
         ids = labels[labels != IGNORE_INDEX].tolist()
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
@@ -197,7 +204,10 @@ class Evaluator:
 
     @cached_property
     def _prompt_batches(self) -> list[tuple[list[int], list[list[int]]]]:
-        """This rank's (numbers of questions, their prompts), longest first; every rank has equally many."""
+        """This rank's (numbers of questions, their prompts), longest first.
+
+        Every rank has equally many.
+        """
         prompts = [self.split[index].prompt for index in self.question_indices]
         order = _longest_first([len(prompt) for prompt in prompts])
         return [
@@ -206,7 +216,10 @@ class Evaluator:
         ]
 
     def _share_of_rank(self, order: list[int]) -> list[list[int]]:
-        """Cut `order` into batches and return this rank's; a missing batch is one filler, `~index`."""
+        """Cut `order` into batches and return this rank's.
+
+        A missing batch is one filler, `~index`.
+        """
         starts = range(0, len(order), self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
         missing = -len(batches) % self.process.world_size
@@ -215,5 +228,8 @@ class Evaluator:
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of `lengths` from the longest to the shortest; equal ones in their order."""
+    """Return the indices of `lengths` from the longest to the shortest.
+
+    Equal ones in their order.
+    """
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])

@@ -25,9 +25,12 @@ class Generator:
 
     @torch.no_grad()
     def generate(self, model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the ids (B, N) that follow each prompt, on the device; the model is in evaluation mode.
+        """Return the ids (B, N) that follow each prompt, on the device.
 
-        Autocast is entered here: accelerate's own reaches a model's forward, but not PEFT's generate.
+        The model is in evaluation mode.
+
+        Autocast is entered here: accelerate's own reaches a model's forward, but not PEFT's
+        generate.
         """
         input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
         with self.process.autocast():

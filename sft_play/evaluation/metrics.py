@@ -1,4 +1,7 @@
-"""Answers against references: ROUGE-L through the `evaluate` library and a metric of our own, without a network."""
+"""Answers against references.
+
+ROUGE-L through the `evaluate` library and a metric of our own, without a network.
+"""
 
 import uuid
 from collections.abc import Sequence
@@ -10,7 +13,10 @@ LOCAL_METRIC = Path(__file__).parent / "rouge_l"
 def rouge_l(
     answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
 ) -> float:
-    """Return the mean ROUGE-L F-measure, in [0, 1]; `batch_rows` hands the answers over in batches, with an equal result."""
+    """Return the mean ROUGE-L F-measure, in [0, 1].
+
+    `batch_rows` hands the answers over in batches, with an equal result.
+    """
     import evaluate
 
     # an id of its own: two evaluations at once would share a cache file otherwise

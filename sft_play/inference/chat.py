@@ -25,7 +25,10 @@ def answer_all(folder: RunFolder, device: str, prompts: Iterable[str]) -> Iterat
 
 
 def chat_with(folder: RunFolder, device: str) -> None:
-    """Chat on the terminal until an empty line or end of input; the whole conversation is the prompt."""
+    """Chat on the terminal until an empty line or end of input.
+
+    The whole conversation is the prompt.
+    """
     trained = load_run(folder, device)
     messages = _system_message(trained)
     while question := _read_question():

@@ -42,7 +42,8 @@ def load_run(folder: RunFolder, device: str) -> TrainedModel:
     if not weights.is_dir():
         status = folder.read_report().status
         raise CheckpointError(
-            f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a finished one with RUN=, make runs lists them"
+            f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a "
+            "finished one with RUN=, make runs lists them"
         )
     stamp.refuse_mismatch(weights, stamp.wanted(config))
     process = _process(folder, config, device)
@@ -75,7 +76,10 @@ def config_of_weights(config: Config, weights: Path) -> Config:
 
 
 def load_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
-    """Return the base with the adapter in `weights`. Raises CheckpointError when it cannot be read."""
+    """Return the base with the adapter in `weights`.
+
+    Raises CheckpointError when it cannot be read.
+    """
     from peft import PeftModel
 
     try:
@@ -83,7 +87,8 @@ def load_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in checkpoints/"
+            f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in "
+            "checkpoints/"
         ) from error
 
 

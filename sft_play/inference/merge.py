@@ -14,9 +14,11 @@ from sft_play.runs.folder import RunFolder
 def merge_run(folder: RunFolder) -> str:
     """Merge a run's adapter into its unquantised base, on the CPU, and save it as merged/ in the run.
 
-    Each weight is summed in float32 and stored in the base's own type, so that the folder is as large as the base. A qlora
-    adapter is merged into the base's own weights, not the 4-bit ones: merging into 4 bits would round the update away.
-    Raises: ConfigError for a run that trained every weight; CheckpointError for an incomplete adapter.
+    Each weight is summed in float32 and stored in the base's own type, so that the folder is as
+    large as the base. A qlora adapter is merged into the base's own weights, not the 4-bit ones:
+    merging into 4 bits would round the update away.
+    Raises: ConfigError for a run that trained every weight; CheckpointError for an incomplete
+    adapter.
     """
     config = folder.read_config()
     if config.tuning.mode == "full":
@@ -26,7 +28,8 @@ def merge_run(folder: RunFolder) -> str:
     weights = folder.weights(config.tuning.mode)
     if not weights.is_dir():
         raise CheckpointError(
-            f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, make runs lists them"
+            f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, "
+            "make runs lists them"
         )
     run_stamp = stamp.refuse_mismatch(weights, stamp.wanted(config))
     target = folder.path / "merged"

@@ -29,7 +29,8 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
     )
     if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
-            f"the process group has {arguments.world_size} ranks, planned were {plan.ranks.world_size}; try make doctor"
+            f"the process group has {arguments.world_size} ranks, planned were "
+            f"{plan.ranks.world_size}; try make doctor"
         )
     return arguments
 

@@ -1,4 +1,7 @@
-"""Build the trainer of a run: rows, order, collator, evaluator and callbacks from config and plan."""
+"""Build the trainer of a run.
+
+Rows, order, collator, evaluator and callbacks from config and plan.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""What happens beside the steps: evaluation mode, progress, throughput, stop on request, TensorBoard."""
+"""What happens beside the steps.
+
+Evaluation mode, progress, throughput, stop on request, TensorBoard.
+"""
 
 import contextlib
 import logging
@@ -21,15 +24,16 @@ logger = logging.getLogger(__name__)
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # A main thread that has not seen a signal by then waits for another rank; launchers kill after 30.
 STUCK_SECONDS = 20.0
-# Launchers pass on a signal that the terminal has sent to their ranks already: within this it is the same one.
+# Launchers pass on a signal that the terminal has sent to their ranks already: within this it is
+# the same one.
 GRACE_SECONDS = 5.0
 
 
 class EvalSpeedCallback(TrainerCallback):
     """Puts the model in evaluation mode only inside an evaluation, and counts its seconds.
 
-    Inside: key-value cache on, activation checkpointing off, dropout off. Afterwards everything is as
-    it was, also after an error. transformers has no event before an evaluation, hence a context.
+    Inside: key-value cache on, activation checkpointing off, dropout off. Afterwards everything is
+    as it was, also after an error. transformers has no event before an evaluation, hence a context.
     """
 
     def __init__(self) -> None:
@@ -107,7 +111,10 @@ class Throughput(TrainerCallback):
         return self._last_step.seconds - self._started_at if self._last_step else 0.0
 
     def tokens_per_second(self) -> float | None:
-        """Return real tokens per second over all ranks, None for a run of one step. Every rank must call it."""
+        """Return real tokens per second over all ranks, None for a run of one step.
+
+        Every rank must call it.
+        """
         if self._first_step is None or self._last_step is None:
             return None
         tokens = self.process.sum(self._last_step.tokens - self._first_step.tokens)
@@ -162,7 +169,8 @@ class StopOnSignal(TrainerCallback):
                 raise KeyboardInterrupt
             name = signal.Signals(number).name
             logger.warning(
-                "%s: stopping at the end of this step with a checkpoint; once more after %.0f seconds stops at once",
+                "%s: stopping at the end of this step with a checkpoint; once more after %.0f "
+                "seconds stops at once",
                 name,
                 GRACE_SECONDS,
             )
@@ -190,7 +198,10 @@ class StopOnSignal(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A progress bar on the main rank's terminal; one line a log where the output goes to a file."""
+    """A progress bar on the main rank's terminal.
+
+    One line a log where the output goes to a file.
+    """
 
     def __init__(self, process: Process):
         self.is_shown = process.is_main

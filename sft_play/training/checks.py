@@ -26,7 +26,8 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
     found = wrapped if wrapped in WRAPPERS else None
     if found != WRAPPER_OF_STRATEGY[strategy]:
         raise EnvironmentFault(
-            f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make doctor"
+            f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make "
+            "doctor"
         )
 
 
@@ -38,7 +39,8 @@ def check_finite(model: torch.nn.Module, step: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not torch.isfinite(parameter).all():
             raise DivergedError(
-                f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower TRAIN_LEARNING_RATE"
+                f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower "
+                "TRAIN_LEARNING_RATE"
             )
 
 
@@ -47,8 +49,10 @@ def check_saved_adapter(
 ) -> None:
     """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
 
-    Under ZeRO-3 they are not compared. A run that was stopped (not `is_complete`) may have learned nothing yet.
-    Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN or never moved.
+    Under ZeRO-3 they are not compared. A run that was stopped (not `is_complete`) may have learned
+    nothing yet.
+    Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
+    or never moved.
     """
     trained = None
     if zero_stage != 3:  # whose weights in memory are shards
@@ -57,19 +61,24 @@ def check_saved_adapter(
     seen = _check_saved(folder, trained)
     if trained is not None and seen != trained.keys():
         raise CheckpointError(
-            f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the disk"
+            f"{folder}: {len(seen)} tensors were saved and {len(trained)} were trained; check the "
+            "disk"
         )
     if is_complete and not any(tensor.any() for name, tensor in _saved(folder) if "lora_B" in name):
         raise DivergedError(
-            f"{folder}: the adapter is as it was initialised, so nothing was learned; raise TRAIN_LEARNING_RATE or the number of steps "
+            f"{folder}: the adapter is as it was initialised, so nothing was learned; raise "
+            "TRAIN_LEARNING_RATE or the number of steps "
             "(the first one of a warm-up has a learning rate of 0)"
         )
 
 
 def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:
-    """Read the saved weights of a full run back: finite, and under ZeRO stages below 3 equal to the weights in memory.
+    """Read the saved weights of a full run back.
 
-    Tensors that the architecture stores under another name than it computes with are looked at for NaN alone.
+    Finite, and under ZeRO stages below 3 equal to the weights in memory.
+
+    Tensors that the architecture stores under another name than it computes with are looked at for
+    NaN alone.
     Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
     """
     _check_saved(folder, None if zero_stage == 3 else model.state_dict())
@@ -96,11 +105,13 @@ def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> se
         raise CheckpointError(f"{folder}: holds no weights; check the disk")
     if broken:
         raise DivergedError(
-            f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower TRAIN_LEARNING_RATE"
+            f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower "
+            "TRAIN_LEARNING_RATE"
         )
     if differing:
         raise CheckpointError(
-            f"{folder}: {len(differing)} tensors on disk are not those that were trained, {differing[0]} first; check the disk"
+            f"{folder}: {len(differing)} tensors on disk are not those that were trained, "
+            f"{differing[0]} first; check the disk"
         )
     return seen
 
@@ -110,7 +121,10 @@ def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder's safetensors files, one at a time: all may not fit beside the model."""
+    """Yield the tensors of a folder's safetensors files, one at a time.
+
+    All may not fit beside the model.
+    """
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -8,7 +8,8 @@ import torch
 
 from sft_play.errors import ExitClass, SftPlayError, first_line
 
-# What gloo and NCCL say when a peer is gone or a collective took too long; gloo's errors are plain RuntimeErrors.
+# What gloo and NCCL say when a peer is gone or a collective took too long; gloo's errors are plain
+# RuntimeErrors.
 PEER_LOST = re.compile(
     r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting",
     re.IGNORECASE,
@@ -36,7 +37,8 @@ def classify(error: BaseException) -> Failure:
     if _is_out_of_memory(error):
         return Failure(
             ExitClass.OUT_OF_MEMORY,
-            f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora",
+            f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, "
+            "TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         file = error.filename or "a file of the run"

@@ -1,4 +1,6 @@
-"""The cross-document check: whether documents of a packed sequence see each other, tried on the model.
+"""The cross-document check.
+
+Whether documents of a packed sequence see each other, tried on the model.
 
 A convention between position ids, attention and cache keeps them apart. A model's own code, a
 patched kernel or a new version can break it silently. Legend: T tokens of a document, V vocabulary.
@@ -21,7 +23,8 @@ LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
 # The same batch with other tokens in front runs the same kernels, and gives the same bits where
 # nothing is seen.
 MAX_SEEN = 0.01
-# A document by itself runs other kernels, whose rounding in half precision adds up over many layers.
+# A document by itself runs other kernels, whose rounding in half precision adds up over many
+# layers.
 MAX_ROUNDED = 0.25
 
 
@@ -44,15 +47,19 @@ def check_cross_document(
 ) -> None:
     """Raise ConfigError unless `model`, called as a packed step calls it, keeps documents apart.
 
-    Give it the wrapped model (DDP, ZeRO) after the trainer has turned the cache off. Every rank must call it.
+    Give it the wrapped model (DDP, ZeRO) after the trainer has turned the cache off. Every rank
+    must call it.
     """
     found = measure_cross_document(model, collator, vocabulary, device)
     if math.isnan(found.joined):
         return  # the model gives no numbers, packed or not: the first evaluation says so
     if not found.holds:
         raise ConfigError(
-            f"train.packing: packed documents are not kept apart by {type(getattr(model, 'module', model)).__name__}: its logits change by {found.seen:.2g} "
-            f"with the tokens of another document and by {found.apart:.2g} against the document by itself, of {found.joined:.2g} for one text; "
+            "train.packing: packed documents are not kept apart by "
+            f"{type(getattr(model, 'module', model)).__name__}: its logits change by "
+            f"{found.seen:.2g} "
+            f"with the tokens of another document and by {found.apart:.2g} against the document "
+            f"by itself, of {found.joined:.2g} for one text; "
             "set TRAIN_PACKING=false"
         )
 

@@ -1,4 +1,6 @@
-"""Steps of a run's own trainer that leave no trace: their memory is measured, and everything is as it was afterwards.
+"""Steps of a run's own trainer that leave no trace.
+
+Their memory is measured, and everything is as it was afterwards.
 
 A dry step is a real one with two differences: its rows are random and as long as rows can be, and
 its gradients are zeroed before the optimizer sees them.
@@ -178,7 +180,8 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
     changed = [name for name in before if after.get(name) != before[name]]
     if changed or after.keys() != before.keys():
         raise EnvironmentFault(
-            f"train.probe: {len(changed)} tensors are not as they were before the probe, {changed[:1]} first; set TRAIN_PROBE=false"
+            f"train.probe: {len(changed)} tensors are not as they were before the probe, "
+            f"{changed[:1]} first; set TRAIN_PROBE=false"
         )
 
 
@@ -253,7 +256,10 @@ class _ModuleState:
 
 @contextlib.contextmanager
 def _accumulating(trainer: SftTrainer) -> Iterator[None]:
-    """Make every backward pass one that others follow: no rank waits for another, nothing is stepped."""
+    """Make every backward pass one that others follow.
+
+    No rank waits for another, nothing is stepped.
+    """
     state = trainer.accelerator.gradient_state
     was_synced = state.sync_gradients
     state._set_sync_gradients(False)

@@ -1,4 +1,7 @@
-"""Where a rank begins: finds its place, opens run.json, imports the backend in the right order, and runs the worker."""
+"""Where a rank begins.
+
+Finds its place, opens run.json, imports the backend in the right order, and runs the worker.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""How a rank that fails ends the others, with its own cause: they would wait for it in a collective otherwise."""
+"""How a rank that fails ends the others, with its own cause.
+
+They would wait for it in a collective otherwise.
+"""
 
 import json
 import logging
@@ -25,9 +28,9 @@ LEAD_SECONDS = 1.0
 class FailureBroadcast:
     """A key in the process group's store that ends every rank once it is set.
 
-    A thread polls it, since the main one may wait in C++ for a rank that is gone. Both have a client
-    of the store of their own, because a client is for one thread. `follow(rank, exit_class, cause)`
-    is called in that thread when another rank has failed.
+    A thread polls it, since the main one may wait in C++ for a rank that is gone. Both have a
+    client of the store of their own, because a client is for one thread. `follow(rank, exit_class,
+    cause)` is called in that thread when another rank has failed.
     """
 
     def __init__(
@@ -51,7 +54,10 @@ class FailureBroadcast:
     def start(
         cls, process: Process, follow: Callable[[int, ExitClass, str], None]
     ) -> "FailureBroadcast | None":
-        """Listen to the process group, which is there; None for a process that is alone. Every rank must call it."""
+        """Listen to the process group, which is there.
+
+        None for a process that is alone. Every rank must call it.
+        """
         if process.world_size == 1:
             return None
         store = distributed.distributed_c10d._get_default_store()
@@ -89,7 +95,8 @@ class FailureBroadcast:
             self.follow(rank, ExitClass(exit_class), cause)
             store.set(self._acknowledged[self.rank], "1")
         except distributed.DistError as error:
-            # the rank that kept the store is gone: a collective fails of it, or the launcher ends this rank
+            # the rank that kept the store is gone: a collective fails of it, or the launcher ends
+            # this rank
             if not self._stopped.is_set():
                 logger.warning("failures of other ranks are not heard any more: %s", error)
             return

@@ -1,4 +1,7 @@
-"""The memory of one rank: peaks of a run's phases and steps, what is left, and which component holds how much."""
+"""The memory of one rank.
+
+Peaks of a run's phases and steps, what is left, and which component holds how much.
+"""
 
 import contextlib
 import resource
@@ -26,8 +29,8 @@ class Peaks:
 class MemoryMeter:
     """Reads the allocator of this rank's GPU, or the resident memory of a process without one.
 
-    A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peak of a phase.
-    The allocator's counters make nobody wait for the GPU.
+    A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peak
+    of a phase. The allocator's counters make nobody wait for the GPU.
     """
 
     def __init__(self, process: Process, used_before_bytes: int = 0):
@@ -116,13 +119,19 @@ class MemoryMeter:
         return max(0, outside - self.used_before_bytes)
 
     def phase_peaks(self) -> dict[str, int]:
-        """Return the peak of each phase that was entered, in bytes, with the context; {} on a CPU."""
+        """Return the peak of each phase that was entered, in bytes, with the context.
+
+        {} on a CPU.
+        """
         self._record()
         context = self.context_bytes()
         return {name: allocated + context for name, allocated in self._phases.items()}
 
     def reserved_peak_bytes(self) -> int:
-        """Return the most that torch's allocator reserved during the run; on a CPU the resident memory."""
+        """Return the most that torch's allocator reserved during the run.
+
+        On a CPU the resident memory.
+        """
         if not self._is_gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         self._record()
@@ -133,7 +142,10 @@ class MemoryMeter:
         return self.reserved_peak_bytes() + self.context_bytes()
 
     def peaks_over_ranks(self, phases: Iterable[str]) -> Peaks:
-        """Return the largest peaks of all ranks, of the run and of each of `phases`. Every rank must call it."""
+        """Return the largest peaks of all ranks, of the run and of each of `phases`.
+
+        Every rank must call it.
+        """
         own = self.phase_peaks()
         largest = {name: self.process.max(own.get(name, 0)) for name in phases}
         return Peaks(
@@ -189,7 +201,10 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
 
 
 def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the gradients that ZeRO keeps: lists by group in stages 1 and 2, one buffer in stage 3."""
+    """Yield the gradients that ZeRO keeps.
+
+    Lists by group in stages 1 and 2, one buffer in stage 3.
+    """
     for optimizer in optimizers:
         yield from _tensors_in(getattr(optimizer, "averaged_gradients", None))
         yield from _tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None))

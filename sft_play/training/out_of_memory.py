@@ -1,4 +1,7 @@
-"""What a run that ran out of memory says: what held it beside what was predicted, and what to type next."""
+"""What a run that ran out of memory says.
+
+What held it beside what was predicted, and what to type next.
+"""
 
 import logging
 import re
@@ -18,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-# "Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79.10 GiB of which 416.00 MiB is free", "you tried to allocate 4096 bytes"
+# "Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79.10 GiB of which 416.00 MiB is free",
+# "you tried to allocate 4096 bytes"
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
 STEP_PHASES = ("forward", "backward", "optimizer")
-# The plan tells these apart and a measurement does not; `measured_beyond` is there where it was probed.
+# The plan tells these apart and a measurement does not; `measured_beyond` is there where it was
+# probed.
 TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")
 
 
@@ -70,7 +75,10 @@ class OutOfMemoryExplainer:
         return self.trainer.state.global_step + is_in_step
 
     def _components(self, phase: str | None) -> dict[str, ComponentBytes]:
-        """Return the bytes of each component; a CPU's activations and context cannot be told apart."""
+        """Return the bytes of each component.
+
+        A CPU's activations and context cannot be told apart.
+        """
         memory = self.context.plan.memory
         planned = (memory.phases[phase] if phase else memory.peak).components()
         predicted = {name: size for name, size in planned.items() if name not in TRANSIENT}

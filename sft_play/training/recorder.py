@@ -29,7 +29,9 @@ class OutOfMemoryExplanation(NamedTuple):
 
 
 class RunRecorder:
-    """A context around a rank's work. The main rank writes run.json, and so does the rank that fails first.
+    """A context around a rank's work.
+
+    The main rank writes run.json, and so does the rank that fails first.
 
     An error is recorded with its exit class, logged once, and ends here; `exit_class` is what the
     process should exit with. With a `broadcast`, an error ends the other ranks too, and this
@@ -61,7 +63,8 @@ class RunRecorder:
             return False
         if self._is_following:
             file_only.warning("raised while this rank followed another one", exc_info=error)
-            # the broadcast's thread ends the process, unless the store was gone before it could answer
+            # the broadcast's thread ends the process, unless the store was gone before it could
+            # answer
             self.broadcast.thread.join()
             os._exit(self.exit_class)
         self.exit_class, cause = classify(error)
@@ -113,12 +116,16 @@ class RunRecorder:
         """
         self.exit_class = ExitClass.PEER_LOST
         self._record_failure(
-            "another rank is gone or hangs: this one was told to stop while it waited; logs/rank-*.log of the run say which"
+            "another rank is gone or hangs: this one was told to stop while it waited; "
+            "logs/rank-*.log of the run say which"
         )
         os._exit(self.exit_class)
 
     def follow(self, rank: int, exit_class: ExitClass, cause: str) -> None:
-        """Record that another rank's error ends this one. For the broadcast's thread, while the main one is stuck."""
+        """Record that another rank's error ends this one.
+
+        For the broadcast's thread, while the main one is stuck.
+        """
         self._is_following = True
         self.exit_class = exit_class
         logger.error(

@@ -54,7 +54,8 @@ def checkpoint_to_resume(context: RunContext, run_stamp: dict[str, Any]) -> Path
     for name in ("data_digest", "effective_batch"):
         if saved.get(name) != run_stamp[name]:
             logger.warning(
-                "resume: %s was %s and is %s: the rows of the steps to come are not those that were left",
+                "resume: %s was %s and is %s: the rows of the steps to come are not those that "
+                "were left",
                 name,
                 saved.get(name),
                 run_stamp[name],
@@ -68,8 +69,8 @@ def check_resumable(
 ) -> None:
     """Raise CheckpointError unless this run can load the checkpoint's optimizer.
 
-    Trainer would start a new one and say nothing. `saved` is the checkpoint's stamp. DeepSpeed keeps
-    a part of the optimizer for each process.
+    Trainer would start a new one and say nothing. `saved` is the checkpoint's stamp. DeepSpeed
+    keeps a part of the optimizer for each process.
     """
     is_deepspeed = strategy == "deepspeed"
     was_deepspeed = saved.get("strategy") == "deepspeed"
@@ -80,11 +81,13 @@ def check_resumable(
         if was_deepspeed:
             command = f"make train-deepspeed NUM_GPUS={saved.get('world_size')}"
         raise CheckpointError(
-            f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is strategy={strategy} world={world_size}; go on with {command}"
+            f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is "
+            f"strategy={strategy} world={world_size}; go on with {command}"
         )
     needed = ("latest",) if is_deepspeed else ("optimizer.pt", "scheduler.pt")
     missing = [name for name in needed if not (checkpoint / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{checkpoint}: has no {', '.join(missing)}, so the run would start its optimizer anew; choose another checkpoint"
+            f"{checkpoint}: has no {', '.join(missing)}, so the run would start its optimizer "
+            "anew; choose another checkpoint"
         )

@@ -1,4 +1,7 @@
-"""What the launcher gave this process: rank, device, log file, signals. The only module of the worker that reads os.environ."""
+"""What the launcher gave this process.
+
+Rank, device, log file, signals. The only module of the worker that reads os.environ.
+"""
 
 import logging
 import os
@@ -29,7 +32,8 @@ def rank() -> int:
 def start(planned: PlannedRun, folder: RunFolder) -> Process:
     """Return this process's place in the run, with logging set up.
 
-    Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or a GPU is missing.
+    Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or
+    a GPU is missing.
     """
     plan = planned.plan
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -37,7 +41,8 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
     _log_to(folder, rank())
     if world_size != plan.ranks.world_size:
         raise EnvironmentFault(
-            f"the launcher started {world_size} processes, planned were {plan.ranks.world_size}; start runs with make, or run again with NUM_GPUS={world_size}"
+            f"the launcher started {world_size} processes, planned were {plan.ranks.world_size}; "
+            f"start runs with make, or run again with NUM_GPUS={world_size}"
         )
     if world_size > 1:
         _die_with_launcher()
@@ -52,7 +57,9 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
 
 
 def join_group(plan: RunPlan, timeout: timedelta) -> None:
-    """Start the process group of the planned backend; a collective that takes longer than `timeout` fails.
+    """Start the process group of the planned backend.
+
+    A collective that takes longer than `timeout` fails.
 
     accelerate is told explicitly: by itself Trainer drops the timeout on a CPU, and starts DDP
     instead of DeepSpeed there.
@@ -69,7 +76,10 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's and torch's generators, on the CPU and all GPUs; equal on all ranks so that adapters start equal."""
+    """Seed Python's and torch's generators, on the CPU and all GPUs.
+
+    Equal on all ranks so that adapters start equal.
+    """
     random.seed(seed)
     torch.manual_seed(seed)
 
@@ -89,7 +99,8 @@ def _device(kind: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         raise EnvironmentFault(
-            f"cuda:{local_rank} was planned and torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu"
+            f"cuda:{local_rank} was planned and torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -98,8 +109,8 @@ def _device(kind: str, local_rank: int) -> torch.device:
 def _die_with_launcher() -> None:
     """Stop this rank when its launcher is killed, and end it if it cannot stop.
 
-    Otherwise it would hold its GPU for ever. A rank that waits for another one, in C++, does not see
-    a signal: hence the second step.
+    Otherwise it would hold its GPU for ever. A rank that waits for another one, in C++, does not
+    see a signal: hence the second step.
     """
     launcher = os.getppid()
 
@@ -116,7 +127,8 @@ def _die_with_launcher() -> None:
 def _log_to(folder: RunFolder, rank: int) -> None:
     """Log everything to logs/rank-K.log, and on the main rank's terminal our INFO and libraries' errors.
 
-    What a library prints on another rank goes to its log file too: the terminal would show it once a rank.
+    What a library prints on another rank goes to its log file too: the terminal would show it once
+    a rank.
     """
     folder.logs.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(folder.logs / f"rank-{rank}.log", encoding="utf-8")

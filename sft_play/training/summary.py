@@ -15,7 +15,10 @@ GIB = 2**30
 def summary_lines(
     report: RunReport, held_out: HeldOutEvaluation, folder: RunFolder, weights: Path
 ) -> list[str]:
-    """Return the closing screen: scores before and after, sample answers, speed, and what to type next."""
+    """Return the closing screen.
+
+    Scores before and after, sample answers, speed, and what to type next.
+    """
     name = folder.name
     next_line = f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}"
     return [
@@ -29,7 +32,10 @@ def summary_lines(
 
 
 def score_lines(held_out: HeldOutEvaluation) -> list[str]:
-    """Return the table of scores and three rows with the answers before and after; nothing where a run was stopped."""
+    """Return the table of scores and three rows with the answers before and after.
+
+    Nothing where a run was stopped.
+    """
     before = held_out.scores.get("before")
     after = held_out.scores.get("after")
     if before is None or after is None:

@@ -37,10 +37,12 @@ LOSS_TARGETS = "loss_targets"  # (N,)
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
-    """Return this micro-batch's share of the step's mean loss: summed nats / labelled tokens of the whole step.
+    """Return this micro-batch's share of the step's mean loss.
 
-    The divisor counts the tokens of all micro-batches of all ranks, so that every token weighs the same however the
-    step is cut up.
+    Summed nats / labelled tokens of the whole step.
+
+    The divisor counts the tokens of all micro-batches of all ranks, so that every token weighs the
+    same however the step is cut up.
     """
     return summed_nll(outputs.logits, labels) / num_items_in_batch
 
@@ -88,7 +90,10 @@ class SftTrainer(Trainer):
         self.memory = memory or MemoryMeter(self.process)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the loader of this rank's micro-batches: accelerate gives rank r every world_size-th of `order`."""
+        """Return the loader of this rank's micro-batches.
+
+        Accelerate gives rank r every world_size-th of `order`.
+        """
         args = self.args
         loader = DataLoader(
             self.train_dataset,
@@ -107,7 +112,8 @@ class SftTrainer(Trainer):
         return begun
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        # Trainer reaches the sampler through a wrapper that is missing when an epoch is resumed in its middle
+        # Trainer reaches the sampler through a wrapper that is missing when an epoch is resumed in
+        # its middle
         self.order.set_epoch(kwargs["epoch"])
         # counted before `set_micro_batch`
         super()._run_epoch(**{**kwargs, "steps_in_epoch": len(kwargs["train_dataloader"])})
@@ -130,7 +136,10 @@ class SftTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], int]:
-        """Return the micro-batches of one step and the labelled tokens of all ranks; count real tokens on the way."""
+        """Return the micro-batches of one step and the labelled tokens of all ranks.
+
+        Count real tokens on the way.
+        """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
         labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in batches)
@@ -165,7 +174,10 @@ class SftTrainer(Trainer):
         return loss * self.accelerator.num_processes
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return 0: nobody reads Trainer's estimate, and it walks over all parameters in every micro-step."""
+        """Return 0.
+
+        Nobody reads Trainer's estimate, and it walks over all parameters in every micro-step.
+        """
         return 0
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The run, told top to bottom: `run` is the same for one process, DDP and DeepSpeed.
 
-Reads the run folder and nothing else; what this process is among others comes from training.runtime.
+Reads the run folder and nothing else; what this process is among others comes from
+training.runtime.
 """
 
 import dataclasses
@@ -62,7 +63,8 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     data = load_data(context, recorder)
     clock.lap("data")
 
-    # Before the weights: under ZeRO-3 the arguments have them partitioned over the group as they load.
+    # Before the weights: under ZeRO-3 the arguments have them partitioned over the group as they
+    # load.
     runtime.join_group(planned.plan, process.timeout)
     recorder.broadcast = FailureBroadcast.start(process, recorder.follow)
     arguments = training_arguments(planned, folder)
@@ -164,7 +166,10 @@ def save_weights(context: RunContext, trainer: SftTrainer, is_complete: bool) ->
 
 
 def finish(recorder: RunRecorder, trainer: SftTrainer, stop: StopOnSignal) -> None:
-    """Complete run.json: times, speed, peak memory, losses, and how the run ended. Every rank must call it."""
+    """Complete run.json.
+
+    Times, speed, peak memory, losses, and how the run ended. Every rank must call it.
+    """
     throughput = trainer.throughput
     step = trainer.state.global_step
     report = recorder.report
