@@ -1,6 +1,7 @@
 """sft_play.plan.resolve: every `auto` of a config becomes a number, or the plan says why not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,20 @@ def test_what_does_not_fit_names_the_device(hardware: Any, device: str) -> None:
     plan = plan_for(hardware, LLAMA_70B).plan
     assert not plan.fits
     assert plan.shortage.endswith(device)
+
+
+def test_a_plan_notes_what_others_hold_of_each_gpu() -> None:
+    gpus = tuple(
+        replace(gpu, free_bytes=gpu.total_bytes - (gpu.index + 1) * GIB)
+        for gpu in parse("4xH200").gpus
+    )
+    host = Hardware("cuda", gpus, 8, 64 * GIB)
+    every = plan_for(host).plan
+    assert every.gpu == "NVIDIA H200"
+    assert every.used_before_bytes == (GIB, 2 * GIB, 3 * GIB, 4 * GIB)
+    assert plan_for(host, distributed=False).plan.used_before_bytes == (GIB,)
+    on_cpu = plan_for(CPU, environ={"NUM_GPUS": "2"}).plan
+    assert (on_cpu.gpu, on_cpu.used_before_bytes) == (None, (0, 0))
 
 
 # The resolved config
