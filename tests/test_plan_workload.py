@@ -1,33 +1,39 @@
-"""How much a run trains: counted where its rows were prepared, estimated from the files where they were not."""
+"""How much a run trains: counted where its rows were prepared, else estimated from the files."""
 
 import gzip
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from plan_examples import plan_for
 
 from sft_play import preparation
-from sft_play.config import invocation
-from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.config.loader import PROJECT_ROOT
+from sft_play.config.schema import Config
 from sft_play.data import row_counts
-from sft_play.plan.devices import parse
-from sft_play.plan.resolve import Plan, resolve
 from sft_play.plan.speed import LABELLED
-from sft_play.plan.workload import Counted, estimated, estimated_tokens, workload
+from sft_play.plan.workload import Counted, Workload, estimated, estimated_tokens, workload
 
-EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 DESK = Counted(samples=1200, tokens=65_000)
-
-
-def planned(*settings: str, words: str = "2xH200") -> Plan:
-    return resolve(load(EMPTY, {}, settings), invocation.read({}), parse(words), {}, True, False)
+LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B"
 
 
 @pytest.fixture(autouse=True)
 def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(PROJECT_ROOT)  # the shipped model's path is relative to it
+    monkeypatch.chdir(PROJECT_ROOT)  # the folder of the runs is relative to it
+
+
+def work_of(*settings: str, gpus: str = "2xH200", counted: Counted = DESK) -> Workload:
+    """Return what a config trains of counted rows."""
+    planned = plan_for(gpus, *settings)
+    return workload(planned.config, planned.plan, counted)
+
+
+def config_of(*settings: str) -> Config:
+    return plan_for("2xH200", *settings).config
 
 
 # Steps and hours
@@ -46,43 +52,36 @@ def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_follow_from_rows_epochs_and_the_effective_batch(
     settings: tuple[str, ...], steps: int, epochs: float
 ) -> None:
-    found = workload(planned(*settings), DESK)  # 1200 rows / 32 = 37.5 steps
+    found = work_of(*settings)  # 1200 rows / 32 = 37.5 steps
     assert (found.steps, found.epochs) == (steps, pytest.approx(epochs))
 
 
 def test_hours_are_steps_of_these_rows() -> None:
-    found = workload(planned("train.epochs=2"), DESK)
+    found = work_of("train.epochs=2")
     assert found.gpu_hours == pytest.approx(2 * found.seconds / 3600)
-    assert found.seconds * found.tokens_per_second == pytest.approx(
-        2 * DESK.tokens, rel=0.02
-    )  # the last step of an epoch holds fewer rows
-    assert json.loads(json.dumps(found.as_json()))["is_estimated"] is False
+    tokens = found.seconds * found.tokens_per_second
+    # the last step of an epoch holds fewer rows
+    assert tokens == pytest.approx(2 * DESK.tokens, rel=0.02)
+    assert json.loads(json.dumps(asdict(found)))["is_estimated"] is False
 
 
 def test_hours_are_not_known_where_the_speed_is_not() -> None:
-    found = workload(planned(words="1x24GiB"), DESK)
-    assert (found.steps, found.seconds, found.gpu_hours, found.tokens_per_second) == (
-        38,
-        None,
-        None,
-        None,
-    )
+    found = work_of(gpus="1x24GiB")
+    assert found.steps == 38
+    assert (found.seconds, found.gpu_hours, found.tokens_per_second) == (None, None, None)
 
 
 def test_short_rows_take_less_time_packed() -> None:
-    model = "model.name=meta-llama/Llama-3.1-8B"
-    packed, padded = (
-        workload(planned(model, f"train.packing={packing}", words="1xH200"), DESK).seconds
-        for packing in ("true", "false")
-    )
-    assert packed < 0.5 * padded
+    packed = work_of(LLAMA_8B, "train.packing=true", gpus="1xH200")
+    padded = work_of(LLAMA_8B, "train.packing=false", gpus="1xH200")
+    assert packed.seconds < 0.5 * padded.seconds
 
 
 def test_rows_that_are_all_full_train_at_the_speed_of_full_rows() -> None:
-    plan = planned("model.name=meta-llama/Llama-3.1-8B", "train.packing=false", words="1xH200")
-    sequence = plan.config.model.max_seq_len
-    found = workload(plan, Counted(samples=3200, tokens=3200 * sequence))
-    assert found.tokens_per_second == pytest.approx(plan.speed.tokens_per_second)
+    planned = plan_for("1xH200", LLAMA_8B, "train.packing=false")
+    counted = Counted(samples=3200, tokens=3200 * planned.plan.layout.max_seq_len)
+    found = workload(planned.config, planned.plan, counted)
+    assert found.tokens_per_second == pytest.approx(planned.plan.speed.tokens_per_second)
 
 
 # Estimates
@@ -90,110 +89,111 @@ def test_rows_that_are_all_full_train_at_the_speed_of_full_rows() -> None:
 
 def test_estimates_by_hand() -> None:
     assert estimated_tokens([400, 40, 40_000], 1024) == 100 + 10 + 1024
-    assert estimated([(100, 50.0, None), (10, 20.0, None)], 0.0) == Counted(
-        110, 5200, LABELLED, is_estimated=True
-    )
-    assert (
-        estimated([(100, 50.0, 3.0), (10, 20.0, 1.0)], 0.0).samples == 133
-    )  # the second is repeated until one in four is of it
-    assert estimated([(1000, 50.0, None)], 0.1) == Counted(900, 45_000, LABELLED, is_estimated=True)
+    both = estimated([(100, 50.0, None), (10, 20.0, None)], 0.0)
+    assert both == Counted(110, 5200, LABELLED, is_estimated=True)
+    # the second is repeated until one in four is of it
+    assert estimated([(100, 50.0, 3.0), (10, 20.0, 1.0)], 0.0).samples == 133
+    held_out = estimated([(1000, 50.0, None)], 0.1)
+    assert held_out == Counted(900, 45_000, LABELLED, is_estimated=True)
 
 
 def rows(count: int, characters: int) -> list[str]:
+    """Return rows of so many characters as JSON."""
     row = {"question": "why?", "answer": ""}
-    return [
-        json.dumps({**row, "answer": "a" * (characters - len(json.dumps(row)))})
-        for _ in range(count)
-    ]
+    answer = "a" * (characters - len(json.dumps(row)))
+    return [json.dumps({**row, "answer": answer})] * count
+
+
+def test_rows_have_the_characters_that_are_asked_for() -> None:
+    assert {len(row) for row in rows(3, 400)} == {400}
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv"])
 def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name: str, tmp_path: Path) -> None:
     texts = rows(1000, 400)
+    text = "\n".join(texts)
     if name.endswith("json"):
         text = f"[{','.join(texts)}]"
     elif name.endswith("csv"):
-        text = "question,answer\n" + "".join(f"why?,{json.loads(row)['answer']}\n" for row in texts)
-    else:
-        text = "\n".join(texts)
-    data = gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
-    (tmp_path / name).write_bytes(data)
-    plan = planned(
-        f"data.train_path={tmp_path / name}",
-        f"data.val_path={tmp_path / name}",
-        f"train.output_dir={tmp_path}",
-    )
-    found = preparation.counted(plan.config)
-    assert isinstance(found, Counted) and found.is_estimated
-    assert (found.samples, found.tokens) == (1000, pytest.approx(100_000, rel=0.01))
+        lines = [f"why?,{json.loads(row)['answer']}\n" for row in texts]
+        text = "question,answer\n" + "".join(lines)
+    data = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    paths = (f"data.train_path={path}", f"data.val_path={path}")
+    found = preparation.counted(config_of(*paths, f"train.output_dir={tmp_path}"))
+    assert isinstance(found, Counted)
+    assert found.is_estimated
+    assert found.samples == 1000
+    assert found.tokens == pytest.approx(100_000, rel=0.01)
 
 
 def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_counts, "SAMPLED_BYTES", 1 << 20)
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows(10_000, 400)))
-    plan = planned(f"data.train_path={tmp_path / 'rows.jsonl'}", f"train.output_dir={tmp_path}")
-    found = preparation.counted(plan.config)
-    held_out = min(10_000 * plan.config.data.val_size, 500)
-    assert isinstance(found, Counted) and found.samples == pytest.approx(
-        10_000 - held_out, rel=0.02
-    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows(10_000, 400)))
+    config = config_of(f"data.train_path={path}", f"train.output_dir={tmp_path}")
+    found = preparation.counted(config)
+    held_out = min(10_000 * config.data.val_size, 500)
+    assert isinstance(found, Counted)
+    assert found.samples == pytest.approx(10_000 - held_out, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "reason"),
     [("", "the files hold no row"), ("[1, 2", r"rows.jsonl:1: the file begins with a JSON list")],
 )
-def test_what_cannot_be_counted_says_why(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(text)
-    found = preparation.counted(
-        planned(f"data.train_path={tmp_path / 'rows.jsonl'}", f"train.output_dir={tmp_path}").config
-    )
-    assert isinstance(found, str) and words in found
+def test_what_cannot_be_counted_says_why(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    config = config_of(f"data.train_path={path}", f"train.output_dir={tmp_path}")
+    found = preparation.counted(config)
+    assert isinstance(found, str)
+    assert reason in found
 
 
 def test_rows_of_the_hub_are_not_asked_for(tmp_path: Path) -> None:
-    found = preparation.counted(
-        planned("data.train_path=org/rows", f"train.output_dir={tmp_path}").config
-    )
-    assert found == "org/rows is of the hub; make data-check fetches and counts it"
+    config = config_of("data.train_path=org/rows", f"train.output_dir={tmp_path}")
+    reason = "org/rows is of the hub; make data-check fetches and counts it"
+    assert preparation.counted(config) == reason
 
 
 def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path: Path) -> None:
+    def is_estimated(config: Config) -> bool:
+        found = preparation.counted(config)
+        assert isinstance(found, Counted)
+        return found.is_estimated
+
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"question": f"what is {number}?", "answer": "a number"})
-            for number in range(200)
-        )
-    )
-    config = planned(f"data.train_path={path}", f"train.output_dir={tmp_path}").config
-    before = preparation.counted(config)
-    data = preparation.build_data(config)
-    found = preparation.counted(config)
-    assert isinstance(before, Counted) and before.is_estimated
-    assert found == Counted(
-        len(data.train),
-        int(data.train.lengths.sum()),
-        pytest.approx(data.train.records["trained"].sum() / data.train.lengths.sum()),
-    )
-    longer = planned(
-        f"data.train_path={path}", f"train.output_dir={tmp_path}", "model.max_seq_len=512"
-    ).config
-    assert isinstance(counted := preparation.counted(longer), Counted) and counted.is_estimated
-    path.write_text(path.read_text() + "\n" + json.dumps({"question": "more?", "answer": "yes"}))
-    assert isinstance(counted := preparation.counted(config), Counted) and counted.is_estimated
+    records = [
+        json.dumps({"question": f"what is {number}?", "answer": "a number"})
+        for number in range(200)
+    ]
+    path.write_text("\n".join(records))
+    settings = (f"data.train_path={path}", f"train.output_dir={tmp_path}")
+    config = config_of(*settings)
+    assert is_estimated(config)
+    train = preparation.build_data(config).train
+    tokens = train.lengths.sum()
+    labelled = pytest.approx(train.records["trained"].sum() / tokens)
+    assert preparation.counted(config) == Counted(len(train), int(tokens), labelled)
+    assert is_estimated(config_of(*settings, "model.max_seq_len=512"))
+    more = json.dumps({"question": "more?", "answer": "yes"})
+    path.write_text("\n".join([*records, more]))
+    assert is_estimated(config)
 
 
 def test_counting_loads_no_heavy_library() -> None:
-    code = (
-        "import sys; from sft_play import commands, preparation\n"
-        "loaded, plan = commands.make_plan(commands.call(None, (), '2xH200'), True, False)\n"
-        "counted = preparation.counted(plan.config)\n"
-        "assert counted.samples == 1200, counted\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PROJECT_ROOT, capture_output=True, text=True
-    )
+    code = """
+import sys
+from sft_play import commands, preparation
+call = commands.call(None, (), "2xH200")
+planned = commands.plan_run(call, commands.load_config(call), True, False)
+counted = preparation.counted(planned.config)
+assert counted.samples == 1200, counted
+heavy = {"torch", "transformers", "numpy", "pyarrow"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
