@@ -1,28 +1,29 @@
-"""The text of `make plan`: what a person reads, and what can be typed from it."""
+"""sft_play.plan.report: the text of `make plan`, and what can be typed from it."""
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from plan_examples import CPU, plan_for
 
-from sft_play import commands
-from sft_play.config import invocation
-from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.config.loader import PROJECT_ROOT
 from sft_play.plan import report
 from sft_play.plan.advice import Change
-from sft_play.plan.devices import GIB, Gpu, Hardware, parse
-from sft_play.plan.launch import launch_command
-from sft_play.plan.memory import PHASES
-from sft_play.plan.resolve import Plan, resolve
+from sft_play.plan.devices import Gpu, Hardware
+from sft_play.plan.launch import Launch, launch_command
+from sft_play.plan.memory import GIB, PHASES
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.workload import Counted, workload
+from sft_play.runs.files import as_text
 
-EMPTY = "tests/fixtures/empty.yaml"
-CPU = Hardware("cpu", (), 8, 64 * GIB)
-EIGHT = "model.name=meta-llama/Llama-3.1-8B"
+LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B"
+QWEN = "model.name=Qwen/Qwen2.5-0.5B"
+COUNTED = Counted(1200, 65_000)
 CONFIGS = sorted(
     path.name
     for path in (PROJECT_ROOT / "configs").glob("*.yaml")
@@ -30,57 +31,55 @@ CONFIGS = sorted(
 )
 
 
-@pytest.fixture(autouse=True)
-def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(PROJECT_ROOT)
+def command_of(planned: PlannedRun) -> Launch:
+    return launch_command(planned.plan.ranks, Path("outputs/<run>"), {})
 
 
-def planned(
-    words: str | Hardware, *settings: str, config: str = EMPTY, deepspeed: bool = False
-) -> Plan:
-    hardware = parse(words) if isinstance(words, str) else words
-    return resolve(load(config, {}, settings), invocation.read({}), hardware, {}, True, deepspeed)
+def lines(planned: PlannedRun) -> list[str]:
+    work = workload(planned.config, planned.plan, COUNTED)
+    return report.lines(planned, command_of(planned), ["make", "train"], work)
 
 
-def lines(plan: Plan) -> list[str]:
-    command = launch_command(plan.ranks, Path("outputs/<run>"), {})
-    return report.lines(plan, command, ["make", "train"], workload(plan, Counted(1200, 65_000)))
-
-
-def line(plan: Plan, about: str) -> str:
-    """The text of a line, however many rows it takes."""
-    shown = lines(plan)
-    first = next(number for number, row in enumerate(shown) if row.startswith(f"{about:<14}"))
-    rest = shown[first + 1 :]
-    behind = next(
-        number for number, row in enumerate([*rest, "end"]) if not row.startswith(" " * 14)
-    )
-    return " ".join(" ".join([shown[first].removeprefix(about), *rest[:behind]]).split())
+def line(planned: PlannedRun, label: str) -> str:
+    """Return the text behind a label, however many lines it takes."""
+    shown = lines(planned)
+    first = next(number for number, row in enumerate(shown) if row.startswith(f"{label:<14}"))
+    words = shown[first].removeprefix(label).split()
+    for row in shown[first + 1 :]:
+        if not row.startswith(" " * 14):
+            break
+        words += row.split()
+    return " ".join(words)
 
 
 def as_bash_reads(text: str) -> list[str]:
-    return subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, text=True, check=True
-    ).stdout.split("\0")[:-1]
+    """Return the words that a shell makes of a command."""
+    command = ["bash", "-c", f"printf '%s\\0' {text}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+# Layout of the text
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("words", ["2xH200", "1x24GiB", "2x4090"])
-def test_every_shipped_config_is_told_in_110_columns(config: str, words: str) -> None:
-    shown = lines(planned(words, config=f"configs/{config}"))
+@pytest.mark.parametrize("gpus", ["2xH200", "1x24GiB", "2x4090"])
+def test_every_shipped_config_is_told_in_110_columns(config: str, gpus: str) -> None:
+    shown = lines(plan_for(gpus, config=f"configs/{config}"))
     longest_word = max(len(word) for row in shown for word in row.split())
-    assert max(map(len, shown)) <= max(report.WIDTH, report.LABEL + longest_word + 2)
-    assert not [row for row in shown if row != row.rstrip()]
+    longest_line = max(map(len, shown))
+    assert longest_line <= max(report.LINE_WIDTH, report.LABEL_WIDTH + longest_word + 2)
+    assert shown == [row.rstrip() for row in shown]
 
 
 def test_the_table_is_the_bytes_of_the_plan() -> None:
-    plan = planned("2xH200", EIGHT)
-    shown = lines(plan)
+    planned = plan_for("2xH200", LLAMA_8B)
+    memory = planned.plan.memory
+    shown = lines(planned)
     start = next(number for number, row in enumerate(shown) if row.startswith("GiB on each GPU"))
-    header, *rows = (row for row in shown[start : shown.index("", start)])
-    assert header.split()[4:] == [
-        f"{name}*" if name == plan.memory.peak_phase else name for name in PHASES
-    ]
+    header, *rows = shown[start : shown.index("", start)]
+    starred = [f"{name}*" if name == memory.peak_phase else name for name in PHASES]
+    assert header.split()[4:] == starred
     cells = {re.split(r"\s{2,}", row)[0]: row.split()[-len(PHASES) :] for row in rows}
     assert list(cells) == [
         "weights (bfloat16)",
@@ -93,224 +92,221 @@ def test_the_table_is_the_bytes_of_the_plan() -> None:
         "context, libraries",
         "total",
     ]
-    assert cells["total"] == [f"{phase.total / GIB:.2f}" for phase in plan.memory.phases.values()]
+    assert cells["total"] == [f"{size / GIB:.2f}" for size in memory.totals().values()]
     assert cells["gradients"][0] == "-"  # nothing, rather than 0.00
-    assert f"{plan.memory.predicted_peak / GIB:.2f} GiB" in line(plan, "memory")
+    assert f"{memory.predicted_peak / GIB:.2f} GiB" in line(planned, "memory")
+
+
+def test_the_plan_is_one_line_of_facts() -> None:
+    planned = plan_for("2xH200", config="configs/multi_gpu_config.yaml")
+    assert "batch=4 x 2 x accum=4 = 32" in report.plan_line(planned)
+    selective = replace(planned.plan.layout, checkpointed_layers=5)
+    changed = replace(planned, plan=replace(planned.plan, layout=selective))
+    assert "checkpointing=selective:5/62" in report.plan_line(changed)
+
+
+# What it says
 
 
 @pytest.mark.parametrize(
-    ("plan", "weights"),
+    ("arguments", "weights"),
     [
-        (("1xH200", EIGHT, "tuning.mode=qlora"), "NF4, double quantised"),
+        (("1xH200", LLAMA_8B, "tuning.mode=qlora"), "NF4, double quantised"),
         (
             (
                 "1xH200",
-                EIGHT,
+                LLAMA_8B,
                 "tuning.mode=qlora",
                 "tuning.bnb_4bit_use_double_quant=false",
                 "tuning.bnb_4bit_quant_type=fp4",
             ),
             "FP4",
         ),
-        (("1xH200", EIGHT), "bfloat16"),
-        (("1xT4", "model.name=Qwen/Qwen2.5-0.5B"), "float16"),
-        (("1xH200", "model.name=Qwen/Qwen2.5-0.5B", "tuning.mode=full"), "float32"),
-        (
-            ("1xH200", "model.name=Qwen/Qwen2.5-0.5B", "tuning.mode=full", "model.dtype=bfloat16"),
-            "bfloat16",
-        ),
+        (("1xH200", LLAMA_8B), "bfloat16"),
+        (("1xT4", QWEN), "float16"),
+        (("1xH200", QWEN, "tuning.mode=full"), "float32"),
+        (("1xH200", QWEN, "tuning.mode=full", "model.dtype=bfloat16"), "bfloat16"),
     ],
 )
-def test_weights_are_named_as_they_are_held(plan: tuple[str, ...], weights: str) -> None:
-    assert any(row.startswith(f"weights ({weights})") for row in lines(planned(*plan)))
+def test_weights_are_named_as_they_are_held(arguments: tuple[str, ...], weights: str) -> None:
+    shown = lines(plan_for(*arguments))
+    assert any(row.startswith(f"weights ({weights})") for row in shown)
 
 
 def test_deepspeed_holds_all_weights_in_the_type_of_its_products() -> None:
-    full = planned("2xH200", "model.name=Qwen/Qwen2.5-0.5B", "tuning.mode=full", deepspeed=True)
-    assert (
-        line(full, "precision")
-        == "computes in bfloat16; weights in bfloat16; optimizer adamw_torch_fused"
-    )
-    adapters = [
-        line(planned("2xH200", EIGHT, deepspeed=engine), "precision") for engine in (True, False)
-    ]
-    assert ["adapters in bfloat16" in adapters[0], "adapters in float32" in adapters[1]] == [
-        True,
-        True,
-    ]
+    full = plan_for("2xH200", QWEN, "tuning.mode=full", use_deepspeed=True)
+    expected = "computes in bfloat16; weights in bfloat16; optimizer adamw_torch_fused"
+    assert line(full, "precision") == expected
+    zero = plan_for("2xH200", LLAMA_8B, use_deepspeed=True)
+    assert "adapters in bfloat16" in line(zero, "precision")
+    assert "adapters in float32" in line(plan_for("2xH200", LLAMA_8B), "precision")
 
 
 def test_the_arithmetic_of_the_batch_is_shown() -> None:
-    assert line(planned("2xH200", config="configs/multi_gpu_config.yaml"), "batch").startswith(
-        "4 x 2 GPUs x 4 = 32 rows a step"
-    )
-    assert line(planned("1xH200", "train.batch_size=2"), "batch").startswith(
-        "2 x 1 GPU x 16 = 32 rows"
-    )
-    assert line(planned(CPU, "train.batch_size=2"), "batch").startswith(
-        "2 x 1 process x 16 = 32 rows"
-    )
+    gemma = plan_for("2xH200", config="configs/multi_gpu_config.yaml")
+    assert line(gemma, "batch").startswith("4 x 2 GPUs x 4 = 32 rows a step")
+    one_gpu = plan_for("1xH200", "train.batch_size=2")
+    assert line(one_gpu, "batch").startswith("2 x 1 GPU x 16 = 32 rows")
+    on_cpu = plan_for(CPU, "train.batch_size=2")
+    assert line(on_cpu, "batch").startswith("2 x 1 process x 16 = 32 rows")
 
 
 def test_where_it_runs_is_named() -> None:
-    assert line(planned("2xH200"), "on") == "2 x NVIDIA H200, DDP"
-    assert line(planned("2xH200", deepspeed=True), "on") == "2 x NVIDIA H200, DeepSpeed ZeRO-2"
-    assert line(planned("1x4090"), "on") == "1 x NVIDIA GeForce RTX 4090, one process"
-    assert line(planned(CPU), "on") == "1 x a process on the CPU, one process"
+    assert line(plan_for("2xH200"), "on") == "2 x NVIDIA H200, DDP"
+    zero = plan_for("2xH200", use_deepspeed=True)
+    assert line(zero, "on") == "2 x NVIDIA H200, DeepSpeed ZeRO-2"
+    assert line(plan_for("1x4090"), "on") == "1 x NVIDIA GeForce RTX 4090, one process"
+    assert line(plan_for(CPU), "on") == "1 x a process on the CPU, one process"
 
 
 def test_speed_and_hours_are_told_where_they_are_known() -> None:
-    plan = planned("2xH200", EIGHT)
-    assert line(plan, "speed").startswith(
-        f"{plan.speed.tokens_per_second:,.0f} tokens/s ({plan.speed.tokens_per_second / 2:,.0f} a GPU) where rows are full, MFU "
+    planned = plan_for("2xH200", LLAMA_8B)
+    total = planned.plan.speed.tokens_per_second
+    expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} a GPU) where rows are full, MFU "
+    assert line(planned, "speed").startswith(expected)
+    work = (
+        r"38 steps: 1 epoch of 1,200 rows, 65,000 tokens \(counted\); [\d.]+ s of training, "
+        r"0\.\d\d GPU-hours, [\d,]+ tokens/s on these rows"
     )
-    assert re.match(
-        r"38 steps: 1 epoch of 1,200 rows, 65,000 tokens \(counted\); [\d.]+ s of training, 0\.\d\d GPU-hours, [\d,]+ tokens/s on these rows",
-        line(plan, "run"),
-    )
-    assert (
-        line(planned("1x24GiB"), "speed")
-        == "not known: GPU of 24 GiB is no card whose data sheet is known here"
-    )
-    assert (
-        line(planned("1x24GiB"), "run")
-        == "38 steps: 1 epoch of 1,200 rows, 65,000 tokens (counted)"
-    )
-    assert line(planned(CPU), "speed") == "not known on a CPU"
-    assert line(planned("1xH200", "train.bf16=false"), "speed") == "not known in float32"
-    mixed = Hardware(
-        "cuda",
-        tuple(
-            Gpu(index, name, 20 * GIB, 20 * GIB, (8, 6))
-            for index, name in enumerate(("NVIDIA A10G", "NVIDIA GeForce RTX 3090"))
-        ),
-        8,
-        GIB,
-    )
-    assert planned(mixed).speed is None
+    assert re.match(work, line(planned, "run"))
+
+
+def test_where_the_speed_is_not_known_the_text_says_why() -> None:
+    unknown = plan_for("1x24GiB")
+    expected = "not known: GPU of 24 GiB is no card whose data sheet is known here"
+    assert line(unknown, "speed") == expected
+    work = "38 steps: 1 epoch of 1,200 rows, 65,000 tokens (counted)"
+    assert line(unknown, "run") == work
+    assert line(plan_for(CPU), "speed") == "not known on a CPU"
+    assert line(plan_for("1xH200", "train.bf16=false"), "speed") == "not known in float32"
+    a10g = Gpu(0, "NVIDIA A10G", 20 * GIB, 20 * GIB, (8, 6))
+    rtx = Gpu(1, "NVIDIA GeForce RTX 3090", 20 * GIB, 20 * GIB, (8, 6))
+    assert plan_for(Hardware("cuda", (a10g, rtx), 8, GIB)).plan.speed is None
 
 
 def test_what_is_computed_again_is_told() -> None:
-    assert line(planned("1xH200", EIGHT), "checkpointing") == "none: no layer is computed twice"
-    some = planned(
-        "1x4090", EIGHT, "tuning.mode=qlora", "train.batch_size=4", "model.max_seq_len=2048"
-    )
-    assert 0 < some.chosen.checkpointed_layers < 32
-    assert (
-        line(some, "checkpointing")
-        == f"the first {some.chosen.checkpointed_layers} of 32 layers are computed again in the backward pass"
-    )
-    assert line(planned("1xH200", "train.packing=false"), "packing") == "off"
-    assert line(planned("1xH200", "model.name=google/gemma-3-4b-it"), "packing").startswith(
-        "off: nobody has looked whether gemma3 keeps packed documents apart"
-    )
+    roomy = plan_for("1xH200", LLAMA_8B)
+    assert line(roomy, "checkpointing") == "none: no layer is computed twice"
+    settings = ("tuning.mode=qlora", "train.batch_size=4", "model.max_seq_len=2048")
+    some = plan_for("1x4090", LLAMA_8B, *settings)
+    layers = some.plan.layout.checkpointed_layers
+    assert 0 < layers < 32
+    expected = f"the first {layers} of 32 layers are computed again in the backward pass"
+    assert line(some, "checkpointing") == expected
+
+
+def test_packing_that_is_off_is_told_and_why() -> None:
+    assert line(plan_for("1xH200", "train.packing=false"), "packing") == "off"
+    gemma = plan_for("1xH200", "model.name=google/gemma-3-4b-it")
+    expected = "off: nobody has looked whether gemma3 keeps packed documents apart"
+    assert line(gemma, "packing").startswith(expected)
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would() -> None:
-    plan = planned("1x24GiB", EIGHT, "train.batch_size=32")
-    assert not plan.fits and line(plan, "memory").startswith("does NOT fit, by ")
-    plain, costly = (
-        Change("TRAIN_BATCH_SIZE=1 TRAIN_GRAD_ACCUM=32", "", 20 * GIB, None),
-        Change("TUNING_MODE=qlora", "4-bit weights", 9 * GIB, 0.97),
-    )
-    changed = dataclasses.replace(plan, changes=(plain, costly))
+    planned = plan_for("1x24GiB", LLAMA_8B, "train.batch_size=32")
+    assert not planned.plan.fits
+    assert line(planned, "memory").startswith("does NOT fit, by ")
+    plain = Change("TRAIN_BATCH_SIZE=1 TRAIN_GRAD_ACCUM=32", "", 20 * GIB, None)
+    costly = Change("TUNING_MODE=qlora", "4-bit weights", 9 * GIB, 0.97)
+    changed = replace(planned, plan=replace(planned.plan, changes=(plain, costly)))
     shown = lines(changed)
     start = shown.index("it fits, by estimate, with")
     assert shown[start + 1 : start + 3] == [
         "  TRAIN_BATCH_SIZE=1 TRAIN_GRAD_ACCUM=32  (20.00 GiB)",
         "  TUNING_MODE=qlora  (9.00 GiB, 0.97 x the speed; 4-bit weights)",
     ]
-    assert changed.as_json()["changes"][1] == {
+    assert facts_of(changed)["changes"][1] == {
         "words": "TUNING_MODE=qlora",
         "costs": "4-bit weights",
         "predicted_peak": 9 * GIB,
         "relative_speed": 0.97,
     }
-    assert planned("1xH200").fits and not planned("1xH200").changes
+
+
+def test_a_plan_that_fits_has_no_changes() -> None:
+    plan = plan_for("1xH200").plan
+    assert plan.fits
+    assert not plan.changes
+
+
+# Commands
 
 
 def test_the_command_that_is_shown_is_the_command_that_runs() -> None:
-    plan = planned("2xH200")
-    command = launch_command(plan.ranks, Path("outputs/<run>"), {})
-    shown = report.lines(
-        plan,
-        command,
-        ["make", "train-distributed", "NUM_GPUS=2", "DATA_SYSTEM_PROMPT='be brief'"],
-        "nobody counted",
-    )
-    start, ends = (
-        next(number for number, row in enumerate(shown) if row.startswith(about))
-        for about in ("start", "which runs")
-    )
-    assert as_bash_reads("\n".join(shown[start:ends]).removeprefix("start")) == [
+    planned = plan_for("2xH200")
+    command = command_of(planned)
+    make_words = ["make", "train-distributed", "NUM_GPUS=2", "DATA_SYSTEM_PROMPT='be brief'"]
+    shown = report.lines(planned, command, make_words, "nobody counted")
+    text = "\n".join(shown)
+    assert "length not known: nobody counted" in text
+    start, runs = re.search(r"^start (.*)^which runs (.*)", text, re.DOTALL | re.MULTILINE).groups()
+    assert as_bash_reads(start) == [
         "make",
         "train-distributed",
         "NUM_GPUS=2",
         "DATA_SYSTEM_PROMPT=be brief",
     ]
-    words = as_bash_reads("\n".join(shown[ends:]).removeprefix("which runs"))
     env = [f"{name}={value}" for name, value in command.env.items() if name != "PATH"]
-    assert words == [*env, *command.argv]
-    assert "length not known: nobody counted" in "\n".join(shown)
-
-
-@pytest.mark.parametrize(
-    ("environ", "overrides", "words"),
-    [
-        ({}, (), ["make", "train"]),
-        (
-            {"GPUS": "2xH200", "CONFIG": "small"},
-            (),
-            ["make", "train-distributed", "CONFIG=small", "NUM_GPUS=2"],
-        ),
-        (
-            {"TRAIN_BATCH_SIZE": "2"},
-            ("tuning.lora.r=8",),
-            ["make", "train", "TRAIN_BATCH_SIZE=2", "TUNING_LORA_R=8"],
-        ),
-        (
-            {"DATA_SYSTEM_PROMPT": "be brief; rm x"},
-            (),
-            ["make", "train", "DATA_SYSTEM_PROMPT='be brief; rm x'"],
-        ),
-        ({"HOME": "/x", "PATH": "/bin"}, ("train.epochs=2",), ["make", "train", "TRAIN_EPOCHS=2"]),
-    ],
-)
-def test_what_to_type_repeats_what_was_asked(
-    environ: dict[str, str], overrides: tuple[str, ...], words: list[str]
-) -> None:
-    call = commands.Call(invocation.read(environ), environ, overrides)
-    plan = planned(environ.get("GPUS", CPU))
-    assert commands.make_words(call, plan) == words
+    assert as_bash_reads(runs) == [*env, *command.argv]
 
 
 def test_the_plan_of_the_command_line_loads_no_heavy_library() -> None:
-    code = (
-        "import sys; from sft_play import commands\n"
-        "text, _ = commands.show_plan(commands.call(None, (), '2xH200'), True, False, False, False)\n"
-        "assert 'tokens/s' in text and 'GPU-hours' in text, text\n"
-        "assert 'workload' in commands.show_plan(commands.call(None, (), '2xH200'), True, False, False, True)[0]\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'pynvml'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PROJECT_ROOT, capture_output=True, text=True
-    )
+    code = """
+import sys
+from sft_play import commands
+call = commands.call(None, (), "2xH200")
+planned = commands.plan_for_display(call, True, False)
+text = commands.plan_text(call, planned, False, False)
+assert "tokens/s" in text and "GPU-hours" in text, text
+assert "workload" in commands.plan_text(call, planned, False, True)
+heavy = {"torch", "transformers", "numpy", "pyarrow", "pynvml"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+# JSON
+
+
+def facts_of(planned: PlannedRun, counted: Counted | None = COUNTED) -> dict[str, Any]:
+    """Return what `plan --json` prints."""
+    work = counted and workload(planned.config, planned.plan, counted)
+    return json.loads(as_text(report.plan_json(planned.plan, command_of(planned), work)))
+
+
 def test_json_has_plain_numbers_of_speed_and_work() -> None:
-    plan = planned("2xH200", EIGHT)
-    command = launch_command(plan.ranks, Path("outputs/<run>"), {})
-    facts = json.loads(
-        commands.as_text(commands.plan_json(plan, command, workload(plan, Counted(1200, 65_000))))
-    )
-    assert facts["speed"]["tokens_per_second"] == plan.speed.tokens_per_second
-    assert (
-        facts["workload"]["steps"],
-        facts["workload"]["samples"],
-        facts["fits"],
-        facts["changes"],
-    ) == (38, 1200, True, [])
-    unknown = commands.plan_json(planned(CPU), command, "nobody counted")
+    planned = plan_for("2xH200", LLAMA_8B)
+    facts = facts_of(planned)
+    assert facts["speed"]["tokens_per_second"] == planned.plan.speed.tokens_per_second
+    assert (facts["workload"]["steps"], facts["workload"]["samples"]) == (38, 1200)
+    assert (facts["fits"], facts["changes"]) == (True, [])
+    unknown = facts_of(plan_for(CPU), counted=None)
     assert (unknown["speed"], unknown["workload"]) == (None, None)
+
+
+def test_json_has_the_names_that_scripts_rely_on() -> None:
+    facts = facts_of(plan_for("2xH200"))
+    names = {
+        "world_size",
+        "per_device_batch_size",
+        "grad_accum",
+        "effective_batch",
+        "checkpointing",
+        "checkpointed_layers",
+        "memory",
+    }
+    assert names <= facts.keys()
+    assert facts["backend_of_collectives"] == "nccl"
+    assert facts_of(plan_for(CPU))["backend_of_collectives"] == "gloo"
+
+
+def test_json_has_the_components_of_the_peak_and_of_every_phase() -> None:
+    facts = facts_of(plan_for("2xH200", LLAMA_8B))
+    peak = facts["memory"].pop("predicted_peak")
+    assert peak == sum(facts["memory"].values())
+    assert set(facts["phases"]) == set(PHASES)
+    for phase in facts["phases"].values():
+        total = phase.pop("total")
+        assert total == sum(phase.values())
