@@ -13,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
-from sft_play.data.order import Layout, StepSampler, fullest_step
+from sft_play.data.order import StepSampler, fullest_step
 from sft_play.models import lora
 from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.linear_cross_entropy import fused_linear_cross_entropy
+from sft_play.plan.layout import Layout
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.trainer import SftTrainer
@@ -71,11 +72,12 @@ def watch(monkeypatch) -> Iterator[Watch]:
 def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> SftTrainer:
     """The trainer of a model of two layers, as a run on a GPU puts it together: 3 micro-batches a step."""
     config = Config.model_validate({"tuning": {"mode": mode}, "train": {"fast_path": fast}})
-    samples, layout = documents(160), Layout(MAX_SEQ_LEN, 2, 16)
+    samples = documents(160)
     lengths = [len(sample.ids) for sample in samples]
-    order = StepSampler(
-        lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)) if packed else layout, SEED
-    )
+    layout = Layout(batch_size=2, grad_accum=8, world_size=1, max_seq_len=MAX_SEQ_LEN)
+    if packed:
+        layout = layout.packed(fullest_step(lengths, layout, SEED, 1))
+    order = StepSampler(lengths, layout, SEED)
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -98,7 +100,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
         "optim": "adamw_torch_fused",
     }
     arguments |= {
-        "per_device_train_batch_size": order.layout.batch_size,
+        "per_device_train_batch_size": order.layout.sequences,
         "gradient_accumulation_steps": order.layout.micro_batches,
     }
     arguments |= {"dataloader_pin_memory": True, "use_cpu": False}
