@@ -1,4 +1,6 @@
-"""The front end's use of the data room with a plan: tokenize a run's rows, account for them, show them. Loads no torch until then."""
+"""The front end's use of the data room with a plan: tokenize a run's rows, account for them, show
+them. Loads no torch until then.
+"""
 
 import json
 from dataclasses import replace
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def build_data(config: Config) -> "RunData":
-    """Return the data of a resolved config, tokenized now if the cache has none, and record its counts. Raises DataError."""
+    """Return the data of a resolved config, tokenized now if the cache has none, and record its
+    counts. Raises DataError.
+    """
     from sft_play.data.assemble import assemble
     from sft_play.data.sources import find_sources
     from sft_play.data.tokenize import tokenize_sources
@@ -42,9 +46,11 @@ def counted(config: Config) -> Counted | str:
 
 
 def tokenize(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
-    """Tokenize a run's rows before any process group, write data.json, and return the run with its rows counted.
+    """Tokenize a run's rows before any process group, write data.json, and return the run with its
+    rows counted.
 
-    Rows that are set aside go to quarantine/. Raises DataError for what cannot be trained on, before a GPU is asked for.
+    Rows that are set aside go to quarantine/. Raises DataError for what cannot be trained on,
+    before a GPU is asked for.
     """
     from sft_play.data.data_facts import DataFacts
 
@@ -72,7 +78,9 @@ def write_quarantine(folder: RunFolder, sources: "TokenizedSplits") -> None:
 
 
 def fullest_step(data: "RunData", planned: PlannedRun) -> int:
-    """Return the sequences of the fullest packed step: of the whole run where it packs, else of its first epoch."""
+    """Return the sequences of the fullest packed step: of the whole run where it packs, else of its
+    first epoch.
+    """
     from sft_play.data import order
 
     train = planned.config.train
@@ -99,7 +107,8 @@ def ledger(planned: PlannedRun) -> "Ledger":
 def preview(
     planned: PlannedRun, source: Path, first: int, page: str | None, no_color: bool
 ) -> None:
-    """Print what the model sees of some training samples, and write it as a page, whose path is printed last. Raises EnvironmentFault.
+    """Print what the model sees of some training samples, and write it as a page, whose path is
+    printed last. Raises EnvironmentFault.
 
     `source` is the config file; the `first` samples are among those shown.
     """

@@ -1,4 +1,6 @@
-"""Parquet files, Arrow streams (the format of Hugging Face datasets) and Arrow files as batches and records. Loads no torch."""
+"""Parquet files, Arrow streams (the format of Hugging Face datasets) and Arrow files as batches and
+records. Loads no torch.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -106,7 +108,9 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return nested values without null keys: a struct has every key that any row of its column has."""
+    """Return nested values without null keys: a struct has every key that any row of its column
+    has.
+    """
     if isinstance(value, dict):
         return {key: _without_nulls(held) for key, held in value.items() if held is not None}
     if isinstance(value, list):

@@ -1,4 +1,6 @@
-"""From tokenized sources to what a run trains and evaluates on, and the ledger of it. Pure but for the mapped files; loads no torch."""
+"""From tokenized sources to what a run trains and evaluates on, and the ledger of it. Pure but for
+the mapped files; loads no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -86,7 +88,9 @@ class Selection:
         return {**self.tally.dropped, **self.dropped}
 
     def records(self) -> np.ndarray:
-        """Return the records of the samples, source after source; `file` counts through all sources."""
+        """Return the records of the samples, source after source; `file` counts through all
+        sources.
+        """
         parts = []
         first_file = 0
         for source, store, indices in zip(self.sources, self.stores, self.indices, strict=True):
@@ -117,7 +121,9 @@ class Selection:
         return tuple(indices[part] for indices, part in zip(self.indices, masks, strict=True))
 
     def without(self, mask: np.ndarray, reason: str) -> Self:
-        """Return the selection without the samples at which `mask` is true, with their rows counted as dropped."""
+        """Return the selection without the samples at which `mask` is true, with their rows counted
+        as dropped.
+        """
         rows = splits.count_rows(self.records()[mask])
         dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + rows}
         return replace(self, indices=self.indices_where(~mask), dropped=dropped)
@@ -130,7 +136,8 @@ class Selection:
 def assemble(config: Config, sources: TokenizedSplits) -> RunData:
     """Return what a run trains and evaluates on.
 
-    Raises: DataError if too many tokens are lost, if training rows are also evaluated on, or if a split has no row left.
+    Raises: DataError if too many tokens are lost, if training rows are also evaluated on, or if a
+    split has no row left.
     """
     selections = {split: Selection.whole(parts) for split, parts in sources.items()}
     for selection in selections.values():
@@ -205,7 +212,9 @@ def _held_out_selection(train: Selection, mask: np.ndarray) -> Selection:
 def _without_overlap(
     train: Selection, evaluated: Selection, split: str, config: Config
 ) -> Selection:
-    """Return the training samples without those that are also evaluated on, as data.on_overlap says, which may be to refuse them."""
+    """Return the training samples without those that are also evaluated on, as data.on_overlap
+    says, which may be to refuse them.
+    """
     trained_records = train.records()
     evaluated_records = evaluated.records()
     found = splits.find_overlap(trained_records, evaluated_records)

@@ -1,6 +1,8 @@
-"""Where tokenized rows are kept, and under which key: the same rows, tokenizer and policy are tokenized once. Loads no torch.
+"""Where tokenized rows are kept, and under which key: the same rows, tokenizer and policy are
+tokenized once. Loads no torch.
 
-A key digests the content of the files, not their names or times: a moved file finds its samples, a changed byte does not.
+A key digests the content of the files, not their names or times: a moved file finds its samples, a
+changed byte does not.
 """
 
 import contextlib
@@ -56,8 +58,8 @@ def entry_key(files_digest: str, tokenizer_digest: str, policy: Mapping[str, Any
 def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     """Return the folder of an entry; `build` fills it where it does not exist yet.
 
-    If two processes want the same entry at once, the second waits for the first. An entry is built under another name and
-    then renamed, so it is complete or absent.
+    If two processes want the same entry at once, the second waits for the first. An entry is built
+    under another name and then renamed, so it is complete or absent.
     """
     folder = root / key
     if (folder / COMPLETE).is_file():
@@ -98,7 +100,9 @@ def _sync(folder: Path) -> None:
 
 @cache
 def _digest_code() -> str:
-    """Return a digest of this room's sources, so that no one has to raise a version when rendering changes."""
+    """Return a digest of this room's sources, so that no one has to raise a version when rendering
+    changes.
+    """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
     return _digest(*(path.read_text(encoding="utf-8") for path in sources), *versions)

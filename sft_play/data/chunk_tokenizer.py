@@ -64,7 +64,9 @@ class TokenizedChunk:
 
 
 class RowHashes(NamedTuple):
-    """64-bit hashes of a row: of all its text, and of its words without case, punctuation and spacing."""
+    """64-bit hashes of a row: of all its text, and of its words without case, punctuation and
+    spacing.
+    """
 
     exact: int
     normalized: int

@@ -1,7 +1,9 @@
-"""Data files as chunks of records: JSONL, JSON, CSV, TSV, Parquet and Arrow. Knows no row formats, loads no torch.
+"""Data files as chunks of records: JSONL, JSON, CSV, TSV, Parquet and Arrow. Knows no row formats,
+loads no torch.
 
-Reading a file takes the memory of one chunk, except for .json, whose text is held whole. The slow part is left to
-`parse_records`, which any process may call: JSONL lines travel undecoded, Parquet and Arrow rows as Arrow batches.
+Reading a file takes the memory of one chunk, except for .json, whose text is held whole. The slow
+part is left to `parse_records`, which any process may call: JSONL lines travel undecoded, Parquet
+and Arrow rows as Arrow batches.
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""The proof that a template's `{% generation %}` marks agree with the answers that are trained. Pure."""
+"""The proof that a template's `{% generation %}` marks agree with the answers that are trained.
+Pure.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +17,9 @@ class TokenSpan(NamedTuple):
 
 
 def marks_equal_answers(text: TrainingText) -> bool:
-    """Return whether the marks are exactly the answers, apart from whitespace after them; then their tokens are, too."""
+    """Return whether the marks are exactly the answers, apart from whitespace after them; then
+    their tokens are, too.
+    """
     spans = _join_adjacent(text.generated or [])
     if not text.trains_all or len(spans) != len(text.answers):
         return False
@@ -28,7 +32,8 @@ def marks_equal_answers(text: TrainingText) -> bool:
 
 
 def check_generation_marks(text: TrainingText, answers: Sequence[TokenSpan], encoding: Any) -> None:
-    """Raise RenderError unless `{% generation %}` marks exactly the answers' tokens, apart from whitespace after a stop token.
+    """Raise RenderError unless `{% generation %}` marks exactly the answers' tokens, apart from
+    whitespace after a stop token.
 
     Tokens are marked as transformers marks them for a mask of the assistant's tokens.
     """

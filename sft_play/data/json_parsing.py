@@ -1,4 +1,6 @@
-"""Strict JSON (unique keys, no NaN, UTF-8), with reasons that a person can act on. Pure; reads no files."""
+"""Strict JSON (unique keys, no NaN, UTF-8), with reasons that a person can act on. Pure; reads no
+files.
+"""
 
 import json
 import re

@@ -1,7 +1,8 @@
 """The ledger: what became of every row and every trained token. Plain numbers; loads no torch.
 
-Two identities hold for every source and every split: rows_in = rows_used + the sum of dropped, and the trained tokens that the
-rows held = trained_tokens + lost_trained_tokens. `make data-check --json` prints the ledger, and run.json holds it.
+Two identities hold for every source and every split: rows_in = rows_used + the sum of dropped, and
+the trained tokens that the rows held = trained_tokens + lost_trained_tokens. `make data-check
+--json` prints the ledger, and run.json holds it.
 """
 
 from collections import Counter
@@ -175,7 +176,9 @@ class Ledger:
         return {name: split.as_json() for name, split in self.splits.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the ledger as data-check prints it: the training rows, and all splits under `splits`."""
+        """Return the ledger as data-check prints it: the training rows, and all splits under
+        `splits`.
+        """
         facts = {
             **self.train.as_json(),
             "splits": self.splits_as_json(),

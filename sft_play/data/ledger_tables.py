@@ -1,4 +1,6 @@
-"""The ledger as tables that a person reads, for `make data-check` and `make preview`. Formats; counts nothing."""
+"""The ledger as tables that a person reads, for `make data-check` and `make preview`. Formats;
+counts nothing.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ class Table:
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:
-    """Return a ledger as lines of at most MAX_COLUMNS: a column of counts for each split, then its sources, then padding."""
+    """Return a ledger as lines of at most MAX_COLUMNS: a column of counts for each split, then its
+    sources, then padding.
+    """
     blocks = [table_lines(split_table(ledger))]
     blocks += [table_lines(table) for table in source_tables(ledger)]
     blocks.append(padding_lines(ledger))
@@ -39,7 +43,9 @@ def ledger_lines(ledger: Ledger) -> list[str]:
 
 
 def split_table(ledger: Ledger) -> Table:
-    """Return what became of the rows and tokens of every split: rows in = used + the lines with a plus."""
+    """Return what became of the rows and tokens of every split: rows in = used + the lines with a
+    plus.
+    """
     line = _LineBuilder(ledger.splits)
     lines = [
         line("rows in", lambda split: split.rows_in),
@@ -114,7 +120,9 @@ def _trained_share(split: SplitLedger) -> float:
 
 
 def source_tables(ledger: Ledger) -> list[Table]:
-    """Return a table for each split of several sources, with their shares of an epoch where it is trained on."""
+    """Return a table for each split of several sources, with their shares of an epoch where it is
+    trained on.
+    """
     tables = []
     for name, split in ledger.splits.items():
         if len(split.sources) < 2:

@@ -26,10 +26,11 @@ def fit_sample(
 ) -> FittedSample:
     """Return what is left of a sample under a limit in tokens.
 
-    drop: nothing. truncate_left: the last `max_tokens` tokens, of which the first is bos if the sample began with it. split:
-    consecutive pieces of `max_tokens` tokens; bos is not repeated, since it tells the model that a text begins, and a piece
-    continues one. The first token of a piece carries no loss, since nothing in the piece predicts it. Pieces without a trained
-    token are dropped. A sample of which nothing is left is too_long.
+    drop: nothing. truncate_left: the last `max_tokens` tokens, of which the first is bos if the
+    sample began with it. split: consecutive pieces of `max_tokens` tokens; bos is not repeated,
+    since it tells the model that a text begins, and a piece continues one. The first token of a
+    piece carries no loss, since nothing in the piece predicts it. Pieces without a trained token
+    are dropped. A sample of which nothing is left is too_long.
 
     >>> fit_sample(RenderedSample([1, 5, 6, 7, 8], [-100, -100, -100, 7, 8], 3), 4, "truncate_left", bos_id=1).samples
     (RenderedSample(ids=[1, 6, 7, 8], labels=[-100, -100, 7, 8], answer_start=2),)

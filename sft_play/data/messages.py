@@ -1,7 +1,7 @@
 """The messages of a conversation: who says what and in which order, and which are refused. Pure.
 
-Texts are refused where nothing can be learned from them (blank questions and answers) or no tokenizer takes them (half a
-surrogate pair). All others are taken unchanged.
+Texts are refused where nothing can be learned from them (blank questions and answers) or no
+tokenizer takes them (half a surrogate pair). All others are taken unchanged.
 """
 
 import json
@@ -87,7 +87,9 @@ def parse_message_list(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def parse_functions(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Return objects that describe or call functions; none where the value is null or blank. Raises InvalidRowError."""
+    """Return objects that describe or call functions; none where the value is null or blank. Raises
+    InvalidRowError.
+    """
     if _is_blank(value):
         return ()
     if isinstance(value, str):
@@ -245,9 +247,11 @@ def _parse_call(call: dict[str, Any], name: str) -> dict[str, Any]:
 def _check_order(
     messages: Sequence[Message], names: Sequence[str], allows_calls_in_text: bool
 ) -> None:
-    """Raise InvalidRowError for the first message that cannot stand where it does, or if the last is not the assistant's.
+    """Raise InvalidRowError for the first message that cannot stand where it does, or if the last
+    is not the assistant's.
 
-    A tool's answer needs a call before it. ShareGPT files may hold calls in an answer's text, where they cannot be recognised.
+    A tool's answer needs a call before it. ShareGPT files may hold calls in an answer's text, where
+    they cannot be recognised.
     """
     previous: Message | None = None
     for message, name in zip(messages, names, strict=True):

@@ -1,6 +1,8 @@
-"""The order of an epoch: which samples an optimizer step holds, and which of them a rank runs together.
+"""The order of an epoch: which samples an optimizer step holds, and which of them a rank runs
+together.
 
-A step holds the same samples for any batch size and any number of ranks, packed or not; these change only its speed.
+A step holds the same samples for any batch size and any number of ranks, packed or not; these
+change only its speed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,10 @@ MicroBatch = list[list[int]]
 class StepSampler(Sampler[MicroBatch]):
     """The micro-batches of an epoch in global order: micro-batch k belongs to rank k % world_size.
 
-    Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on nothing else, so a resumed run skips
-    what it has trained. Every rank runs the same number of micro-batches in a step and no sample counts twice: fillers take the
-    places that are left. Micro-batches that the ranks run at the same time have similar lengths.
+    Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on
+    nothing else, so a resumed run skips what it has trained. Every rank runs the same number of
+    micro-batches in a step and no sample counts twice: fillers take the places that are left.
+    Micro-batches that the ranks run at the same time have similar lengths.
     """
 
     batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
@@ -84,7 +87,9 @@ def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator
 def fullest_step(
     lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int
 ) -> int:
-    """Return how many sequences of `max_seq_len` tokens suffice for every packed step of `epochs` epochs."""
+    """Return how many sequences of `max_seq_len` tokens suffice for every packed step of `epochs`
+    epochs.
+    """
     lengths = np.asarray(lengths).tolist()
     fullest = 0
     for epoch in range(epochs):
@@ -121,8 +126,8 @@ def _sequence_tokens(sequence: list[int], lengths: list[int]) -> int:
 def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) -> list[list[int]]:
     """Pack into at most `max_sequences` sequences that are as short as that number allows.
 
-    Short sequences spread better over the ranks, and cost less where attention is computed over whole sequences. There are more
-    than `max_sequences` where `max_seq_len` is too short for it.
+    Short sequences spread better over the ranks, and cost less where attention is computed over
+    whole sequences. There are more than `max_sequences` where `max_seq_len` is too short for it.
     """
     mean_tokens = -(-sum(lengths) // max_sequences)
     capacity = max(padded_width(max(lengths), max_seq_len), mean_tokens)
@@ -135,7 +140,8 @@ def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) 
 
 
 def _distribute(tokens: Sequence[int], micro_batches: int, max_sequences: int) -> list[list[int]]:
-    """Distribute sequences over micro-batches, the longest first to the micro-batch with the fewest tokens.
+    """Distribute sequences over micro-batches, the longest first to the micro-batch with the fewest
+    tokens.
 
     Return the sequence numbers of each micro-batch, the one with the most tokens first.
     """

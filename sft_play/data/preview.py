@@ -1,6 +1,8 @@
-"""`make preview`: which samples to show, and each as spans of text that are trained or not. Reads only the stored samples.
+"""`make preview`: which samples to show, and each as spans of text that are trained or not. Reads
+only the stored samples.
 
-The text is decoded from the very ids that a run trains on, not taken from the rows. Legend: T tokens of one sample.
+The text is decoded from the very ids that a run trains on, not taken from the rows. Legend: T
+tokens of one sample.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes t
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens that are one piece of text: mostly one token, several where a character is split over them."""
+    """Tokens that are one piece of text: mostly one token, several where a character is split over
+    them.
+    """
 
     text: str
     ids: tuple[int, ...]
@@ -49,7 +53,9 @@ class PreviewDocument:
 
 @dataclass(frozen=True)
 class PreviewSequence:
-    """One sequence as the model sees it, and why it is shown; several documents where the run packs."""
+    """One sequence as the model sees it, and why it is shown; several documents where the run
+    packs.
+    """
 
     split: str
     reasons: tuple[str, ...]
@@ -74,7 +80,9 @@ def counts(documents: Sequence[PreviewDocument]) -> str:
 def preview_sequences(
     data: RunData, tokenizer: Any, first: int, too_long: str, packed: Sequence[int] = ()
 ) -> list[PreviewSequence]:
-    """Return the first training samples and those that show most; also the sequence of the samples `packed`, if any."""
+    """Return the first training samples and those that show most; also the sequence of the samples
+    `packed`, if any.
+    """
     find_spans = SpanFinder(tokenizer)
 
     def document(index: int) -> PreviewDocument:
@@ -92,7 +100,9 @@ def preview_sequences(
 
 
 def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
-    """Return indices of samples, each with why it is shown: the first ones, and one of each kind that is easy to get wrong."""
+    """Return indices of samples, each with why it is shown: the first ones, and one of each kind
+    that is easy to get wrong.
+    """
     chosen = {index: [f"sample {index + 1}"] for index in range(min(first, len(split)))}
     masks = {
         "longest": split.lengths == split.lengths.max(),
@@ -127,7 +137,8 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
 
 
 def first_packed_sequence(lengths: np.ndarray, layout: Layout, seed: int) -> list[int]:
-    """Return the samples of the packed sequence with the fewest documents, but at least two, in the first micro-batch.
+    """Return the samples of the packed sequence with the fewest documents, but at least two, in the
+    first micro-batch.
 
     Return none where no sequence has two documents.
     """
@@ -159,10 +170,12 @@ class SpanFinder:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def __call__(self, sample: Sample) -> tuple[TokenSpan, ...]:
-        """Return a sample's spans. Their joined texts are its decoded ids, unless these end inside a character.
+        """Return a sample's spans. Their joined texts are its decoded ids, unless these end inside
+        a character.
 
-        A token alone has no text: the bytes of a character may be spread over several tokens, and some tokens have a space before
-        their word only after other tokens. So tokens are decoded together with the span before them; the text that they add is theirs.
+        A token alone has no text: the bytes of a character may be spread over several tokens, and
+        some tokens have a space before their word only after other tokens. So tokens are decoded
+        together with the span before them; the text that they add is theirs.
         """
         ids = sample.ids.tolist()
         trained = (sample.labels != IGNORE_INDEX).tolist()

@@ -1,4 +1,6 @@
-"""`make preview` as a page: one HTML file that loads nothing, runs nothing, and reads in light and dark. Pure."""
+"""`make preview` as a page: one HTML file that loads nothing, runs nothing, and reads in light and
+dark. Pure.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +89,9 @@ def render_page(
 
 
 def span_html(span: TokenSpan) -> str:
-    """Return a span as an element whose text is the span's; the style sheet marks line feeds and whitespace."""
+    """Return a span as an element whose text is the span's; the style sheet marks line feeds and
+    whitespace.
+    """
     last = span.index + len(span.ids) - 1
     where = f"tokens {span.index} to {last}, ids"
     if last == span.index:

@@ -1,4 +1,6 @@
-"""`make preview` in a terminal: sequences in colour, or with marks where the terminal shows none. Loads no torch at import."""
+"""`make preview` in a terminal: sequences in colour, or with marks where the terminal shows none.
+Loads no torch at import.
+"""
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,12 +54,16 @@ def in_color(sequence: PreviewSequence) -> list[Fragment]:
 
 
 def in_marks(sequence: PreviewSequence) -> str:
-    """Return a sequence for a terminal or a file without colours: trained tokens are between ⟦ and ⟧."""
+    """Return a sequence for a terminal or a file without colours: trained tokens are between ⟦ and
+    ⟧.
+    """
     return "".join(fragment.text for fragment in _fragments(sequence, _mark_spans))
 
 
 def make_visible(text: str) -> str:
-    """Return a text in which characters that are invisible, or control a terminal, are written as `⟨U+202E⟩`."""
+    """Return a text in which characters that are invisible, or control a terminal, are written as
+    `⟨U+202E⟩`.
+    """
     return "".join(map(_visible_character, text))
 
 

@@ -1,7 +1,9 @@
-"""Rows to token ids and labels, through the tokenizer's own chat template, for training and for use alike. Loads no torch.
+"""Rows to token ids and labels, through the tokenizer's own chat template, for training and for use
+alike. Loads no torch.
 
-No template is trusted: `training_text` finds what is trained in a text, and this module proves it on the tokens. Training equals
-use: the ids before an answer are those that `render_prompt` gives the model when it is to answer.
+No template is trusted: `training_text` finds what is trained in a text, and this module proves it
+on the tokens. Training equals use: the ids before an answer are those that `render_prompt` gives
+the model when it is to answer.
 Legend: T tokens of one sample.
 """
 
@@ -54,7 +56,9 @@ class RenderedSample:
 
 
 class PromptTail(NamedTuple):
-    """The end of a prompt, which is tokenized alone to prove that the prompt's ids begin the sample's."""
+    """The end of a prompt, which is tokenized alone to prove that the prompt's ids begin the
+    sample's.
+    """
 
     first_token: int  # at which the tail begins, in the tokens of the whole text
     text: str
@@ -70,7 +74,9 @@ class _TokenizedText:
 
 
 class Renderer:
-    """Renders rows to samples, a batch at a time; everything that depends on the tokenizer alone is computed once."""
+    """Renders rows to samples, a batch at a time; everything that depends on the tokenizer alone is
+    computed once.
+    """
 
     def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
         self._texts = TrainingTextBuilder(tokenizer, train_on)
@@ -92,9 +98,10 @@ class Renderer:
     def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
         """Return the samples of each row, or why what they train cannot be proven.
 
-        A conversation is one sample, or several if the template writes an answer differently once the conversation continues.
-        Every trained answer is in one of them, after the prompt that use would give and with its stop token. A plain text is one
-        sample, trained except for its first token, with bos before it if the tokenizer adds one, and eos after it.
+        A conversation is one sample, or several if the template writes an answer differently once
+        the conversation continues. Every trained answer is in one of them, after the prompt that
+        use would give and with its stop token. A plain text is one sample, trained except for its
+        first token, with bos before it if the tokenizer adds one, and eos after it.
         """
         texts_of_rows = [self._training_texts(row) for row in rows]
         texts: list[TrainingText] = []
@@ -142,8 +149,9 @@ class Renderer:
     def _prompt_tail(self, text: str, prompt_end: int, ids: list[int]) -> PromptTail:
         """Return the tail of a prompt, from its last added token (as in `<|im_start|>assistant\n`).
 
-        Tokenizers split texts at their added tokens first, so the tokens before an added token do not depend on what follows it,
-        and comparing from the last one is enough. Without one, the tail is the whole prompt.
+        Tokenizers split texts at their added tokens first, so the tokens before an added token do
+        not depend on what follows it, and comparing from the last one is enough. Without one, the
+        tail is the whole prompt.
         """
         found = self._last_added_token(text, prompt_end)
         if found is None:
@@ -210,7 +218,9 @@ class Renderer:
     def _token_span(
         self, tokenized: _TokenizedText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
     ) -> TokenSpan:
-        """Return the tokens of an answer with its stop token. Raises RenderError unless they are exactly its text."""
+        """Return the tokens of an answer with its stop token. Raises RenderError unless they are
+        exactly its text.
+        """
         ids = tokenized.ids
         text = tokenized.text.text
         start = tail_start + len(tail_ids)
@@ -246,7 +256,9 @@ class Renderer:
             )
 
     def _normalize(self, text: str) -> str:
-        """Return a text as the tokenizer reads it, without whitespace: some decoders add it between tokens or drop the first."""
+        """Return a text as the tokenizer reads it, without whitespace: some decoders add it between
+        tokens or drop the first.
+        """
         if self._tokenizer.normalizer:
             text = self._tokenizer.normalizer.normalize_str(text)
         return "".join(text.replace("\u2581", " ").split())
@@ -262,6 +274,8 @@ class Renderer:
 def render_prompt(
     messages: Sequence[Message], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
 ) -> list[int]:
-    """Return the ids of a prompt, ready for the model to answer. Raises RenderError when the template refuses it."""
+    """Return the ids of a prompt, ready for the model to answer. Raises RenderError when the
+    template refuses it.
+    """
     text = ChatTemplate(tokenizer).render_prompt(template_messages(messages), tools)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,6 @@
-"""How many samples and tokens a config trains on: recorded when its rows were tokenized, else estimated. Loads no torch, no numpy."""
+"""How many samples and tokens a config trains on: recorded when its rows were tokenized, else
+estimated. Loads no torch, no numpy.
+"""
 
 import hashlib
 import json
@@ -39,7 +41,8 @@ def record_counts(config: Config, data: "RunData") -> None:
 
 
 def count_rows(config: Config) -> Counted:
-    """Return how many samples a resolved config trains on, as last recorded for the same rows, else estimated.
+    """Return how many samples a resolved config trains on, as last recorded for the same rows, else
+    estimated.
 
     Raises: DataError for rows that cannot be read, are not on this machine, or do not exist.
     """
@@ -94,7 +97,9 @@ def _chunks(files: Iterable[Path]) -> Iterator[Chunk]:
 
 
 def _record_path(config: Config) -> Path:
-    """Return where the counts of a config are recorded: by its settings, and the size and time of every local file."""
+    """Return where the counts of a config are recorded: by its settings, and the size and time of
+    every local file.
+    """
     facts = {
         "data": config.data.model_dump(),
         "model": config.model.model_dump(

@@ -1,7 +1,8 @@
-"""The row formats that files may have, and records as rows. Pure, except for `detect_format` and `read_rows`, which read files.
+"""The row formats that files may have, and records as rows. Pure, except for `detect_format` and
+`read_rows`, which read files.
 
-A file has one format: the first of ROW_FORMATS whose columns its first readable rows have. Other columns are ignored. Texts are
-taken unchanged, with their whitespace.
+A file has one format: the first of ROW_FORMATS whose columns its first readable rows have. Other
+columns are ignored. Texts are taken unchanged, with their whitespace.
 """
 
 import difflib
@@ -76,9 +77,11 @@ class SystemPrompt:
 
 
 def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
-    """Return the row format of a file; `columns` says which column holds a field under another name.
+    """Return the row format of a file; `columns` says which column holds a field under another
+    name.
 
-    Raises: DataError for a file without rows, with rows of no known format, or without one of `columns`.
+    Raises: DataError for a file without rows, with rows of no known format, or without one of
+    `columns`.
     """
     chunk = next(read_chunks(path, FIRST_RECORDS), None)
     if chunk is None:

@@ -1,4 +1,6 @@
-"""The types of the data room: messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
+"""The types of the data room: messages, rows, and records that cannot be used. Reads nothing, loads
+no torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Tokenized samples on disk: written once, mapped into memory by every process that reads them. Loads no torch.
+"""Tokenized samples on disk: written once, mapped into memory by every process that reads them.
+Loads no torch.
 
-A store is a folder of flat little-endian arrays: the ids of all samples in a row, whether each id is trained, and a record for
-each sample. Legend: N samples, T tokens of one of them.
+A store is a folder of flat little-endian arrays: the ids of all samples in a row, whether each id
+is trained, and a record for each sample. Legend: N samples, T tokens of one of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,9 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence as the model sees it: ids (T,) int32, labels (T,) int64 with IGNORE_INDEX where no loss."""
+    """One sequence as the model sees it: ids (T,) int32, labels (T,) int64 with IGNORE_INDEX where
+    no loss.
+    """
 
     ids: np.ndarray
     labels: np.ndarray
@@ -49,7 +52,9 @@ class Sample:
 
     @property
     def prompt(self) -> list[int]:
-        """The ids before the last answer: the model's input when it is to answer; empty for plain text."""
+        """The ids before the last answer: the model's input when it is to answer; empty for plain
+        text.
+        """
         return self.ids[: self.answer_start].tolist()
 
 
@@ -165,7 +170,9 @@ class Split:
         indices: Sequence[np.ndarray],
         files: Sequence[Sequence[str]] = (),
     ):
-        """`indices` are those of samples in each store; `files`, the names of the files of each store."""
+        """`indices` are those of samples in each store; `files`, the names of the files of each
+        store.
+        """
         self.stores = tuple(stores)
         self.files = tuple(files)
         counts = [len(part) for part in indices]

@@ -1,4 +1,6 @@
-"""Checks that a chat template writes the messages of a conversation, all of them and unchanged. Pure."""
+"""Checks that a chat template writes the messages of a conversation, all of them and unchanged.
+Pure.
+"""
 
 import json
 import re
@@ -28,10 +30,11 @@ class Thought(NamedTuple):
 
 
 def check_prompt(messages: Sequence[Message], prompt: str) -> None:
-    """Raise RenderError unless every message's content is in the prompt, apart from whitespace around it.
+    """Raise RenderError unless every message's content is in the prompt, apart from whitespace
+    around it.
 
-    Of earlier answers only the part after the reasoning is required, since templates leave reasoning out of the history. Earlier
-    tool calls may be written in any way.
+    Of earlier answers only the part after the reasoning is required, since templates leave
+    reasoning out of the history. Earlier tool calls may be written in any way.
     """
     position = 0
     for index, message in enumerate(messages):
@@ -51,8 +54,9 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
 def check_answer(answer: AnswerText, ending: re.Pattern[str]) -> None:
     """Raise RenderError unless an answer's text is its message.
 
-    A template may write something before the content (an empty think block, the name of a channel), which the model learns to
-    write; between the content and the stop token there may be only `ending`, or tool calls.
+    A template may write something before the content (an empty think block, the name of a channel),
+    which the model learns to write; between the content and the stop token there may be only
+    `ending`, or tool calls.
     """
     message = answer.message
     where = f"messages[{answer.index}]"
@@ -149,6 +153,8 @@ def _ends_with_thought(text: str, content: str, ending: re.Pattern[str]) -> bool
 
 
 def _split_thought(content: str) -> Thought:
-    """Split a content into its reasoning and its answer; some templates change the whitespace between them."""
+    """Split a content into its reasoning and its answer; some templates change the whitespace
+    between them.
+    """
     before, _, answer = content.rpartition("</think>")
     return Thought(before.strip().removeprefix("<think>").strip(), answer.strip())

@@ -1,4 +1,6 @@
-"""What a tokenizer's chat template writes for a conversation, and which tokens end an answer. Loads no torch; tokenizes nothing."""
+"""What a tokenizer's chat template writes for a conversation, and which tokens end an answer. Loads
+no torch; tokenizes nothing.
+"""
 
 import json
 import re
@@ -44,7 +46,9 @@ class CharacterSpan(NamedTuple):
 
 
 class TemplateText(NamedTuple):
-    """What a template writes for a conversation, and what of it `{% generation %}` marks; None without such marks."""
+    """What a template writes for a conversation, and what of it `{% generation %}` marks; None
+    without such marks.
+    """
 
     text: str
     generated: list[CharacterSpan] | None
@@ -62,7 +66,9 @@ class _Source(NamedTuple):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, unedited, with a fixed clock; DEFAULT_TEMPLATE where it has none."""
+    """A tokenizer's chat template, unedited, with a fixed clock; DEFAULT_TEMPLATE where it has
+    none.
+    """
 
     def __init__(self, tokenizer: Any):
         default = None if tokenizer.chat_template else DEFAULT_TEMPLATE
@@ -133,7 +139,9 @@ def template_of(tokenizer: Any) -> str:
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with the keys that transformers' templates read; what a message lacks has no key."""
+    """Return messages with the keys that transformers' templates read; what a message lacks has no
+    key.
+    """
     return [_template_message(message) for message in messages]
 
 
@@ -151,7 +159,9 @@ def stop_ids(tokenizer: Any) -> set[int]:
 
 
 def decode_arguments(arguments: Any) -> Any:
-    """Return the value of JSON text: OpenAI's API writes arguments as text, transformers' templates expect an object."""
+    """Return the value of JSON text: OpenAI's API writes arguments as text, transformers' templates
+    expect an object.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,6 +1,8 @@
-"""The rows of sources as stores of samples, on all cores, in memory that does not grow with the rows. Loads no torch.
+"""The rows of sources as stores of samples, on all cores, in memory that does not grow with the
+rows. Loads no torch.
 
-The parent process reads chunks of raw records and appends arrays to the store; worker processes parse, render and tokenize.
+The parent process reads chunks of raw records and appends arrays to the store; worker processes
+parse, render and tokenize.
 """
 
 import gc
@@ -53,7 +55,9 @@ CHUNKS_IN_FLIGHT = 3  # for each process
 def tokenize_sources(
     config: Config, found: Mapping[str, Sequence[Source]], tokenizer: Any
 ) -> TokenizedSplits:
-    """Return every source with the folder of its samples, tokenized now if the cache has none. Raises DataError, OutOfMemory."""
+    """Return every source with the folder of its samples, tokenized now if the cache has none.
+    Raises DataError, OutOfMemory.
+    """
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_of(tokenizer))
     splits: TokenizedSplits = {}
     for split, sources in found.items():
@@ -66,7 +70,8 @@ def tokenize_sources(
 def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer: Any) -> None:
     """Fill a store folder with a source's samples.
 
-    Raises: DataError for rows that cannot be used, unless they are quarantined; OutOfMemory when a process is killed.
+    Raises: DataError for rows that cannot be used, unless they are quarantined; OutOfMemory when a
+    process is killed.
     """
     tally = Tally()
     long_rows: list[LongRow] = []

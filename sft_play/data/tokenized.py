@@ -1,4 +1,6 @@
-"""A tokenized source: its samples in the store, and what was written beside them about its rows. Loads no torch."""
+"""A tokenized source: its samples in the store, and what was written beside them about its rows.
+Loads no torch.
+"""
 
 import json
 from collections.abc import Mapping
@@ -75,7 +77,9 @@ class TokenizedSource:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the source that `asdict` gave. Raises DataError when its samples are no longer there."""
+        """Return the source that `asdict` gave. Raises DataError when its samples are no longer
+        there.
+        """
         source = cls(**{**facts, "files": tuple(facts["files"])})
         if not (Path(source.folder) / SUMMARY).is_file():
             raise DataError(

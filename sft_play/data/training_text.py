@@ -1,10 +1,12 @@
-"""The texts that train a conversation's answers, and where in them each answer is. Tokenizes nothing.
+"""The texts that train a conversation's answers, and where in them each answer is. Tokenizes
+nothing.
 
-The *generation view* of an answer is the conversation up to and including it, as the template writes it when that answer is
-the last: first the prompt that the model is given at use, then what it is to write. Templates write some answers differently
-once the conversation continues (Qwen 3 and DeepSeek R1 leave the reasoning out of the history, gpt-oss ends the last answer with a
-token of its own), so one row may give several texts: every answer is trained in a text that begins with its generation view, up
-to its stop token.
+The *generation view* of an answer is the conversation up to and including it, as the template
+writes it when that answer is the last: first the prompt that the model is given at use, then what
+it is to write. Templates write some answers differently once the conversation continues (Qwen 3 and
+DeepSeek R1 leave the reasoning out of the history, gpt-oss ends the last answer with a token of its
+own), so one row may give several texts: every answer is trained in a text that begins with its
+generation view, up to its stop token.
 """
 
 import re
@@ -65,7 +67,9 @@ class TrainingTextBuilder:
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
     def build(self, row: Row) -> list[TrainingText]:
-        """Return the texts that train a conversation's answers, each answer once. Raises RenderError."""
+        """Return the texts that train a conversation's answers, each answer once. Raises
+        RenderError.
+        """
         answers = [
             index for index, message in enumerate(row.messages) if message.role == "assistant"
         ]
@@ -108,8 +112,9 @@ class TrainingTextBuilder:
     ) -> TrainingText:
         """Return the generation view of the answer `messages[index]`, with its span.
 
-        If the template writes no stop token, eos is put after the last character: the model must learn to end. At use it reads
-        its earlier answers as the template writes them, without eos, so in a longer conversation such an answer has a text of its own.
+        If the template writes no stop token, eos is put after the last character: the model must
+        learn to end. At use it reads its earlier answers as the template writes them, without eos,
+        so in a longer conversation such an answer has a text of its own.
         """
         self._refuse_inner_stop(row.messages[index], index)
         prompt = self._template.render_prompt(messages[:index], row.tools)
@@ -147,9 +152,11 @@ class TrainingTextBuilder:
     def _check_places(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> None:
-        """Raise RenderError unless the template writes every message of such a conversation, and its answer once.
+        """Raise RenderError unless the template writes every message of such a conversation, and
+        its answer once.
 
-        The template renders words that it would not write by itself: a content as short as "a" is in many places by chance.
+        The template renders words that it would not write by itself: a content as short as "a" is
+        in many places by chance.
         """
         structure = tuple((message["role"], "tool_calls" in message) for message in messages)
         if len(messages) > MAX_CHECKED_MESSAGES or structure in self._checked:

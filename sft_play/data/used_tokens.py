@@ -14,7 +14,9 @@ TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
 
 @dataclass(frozen=True)
 class UsedTokens:
-    """The token ids of all samples. Samples hold no padding, so a padding token that occurs is part of a row."""
+    """The token ids of all samples. Samples hold no padding, so a padding token that occurs is part
+    of a row.
+    """
 
     ids: np.ndarray  # (U,) int64, sorted: each id that occurs
     trained_ids: np.ndarray  # those that are predicted somewhere, sorted
