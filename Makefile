@@ -1,6 +1,6 @@
-# SFT-Play. `make help` lists the targets; CONTRIBUTING.md says how it is built.
-# Values of variables reach Python by the environment: no recipe names one, so no shell ever reads a user's value.
-# A value on the command line is taken literally: $(shell ...) inside it is text.
+# `make help` lists the targets; CONTRIBUTING.md describes the code.
+# Variables reach Python through the environment. No recipe names one, so no shell parses a user's
+# value. A value on the command line is taken literally: $(shell ...) inside it is text.
 $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(v)))),$(eval override $(v) := $$(value $(v)))$(eval export $(v))))
 
 SHELL := /bin/bash
@@ -8,105 +8,111 @@ SHELL := /bin/bash
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
-# PY=python3 uses an environment of your own, as it is, and installs nothing.
+# PY=python3 uses your own environment and installs nothing.
 PYTHON ?= python3
 PY ?= .venv/bin/python
 export PYTHON
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 SFT := $(PY) -m sft_play
 
-.PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan data-check preview \
-  train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
-  tensorboard tb-stop runs eval infer chat merge embedded bench bench-data bench-plan test test-fast test-gpu lint clean
+.PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
+  data-check preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
+  train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
+  tb-stop runs eval infer chat merge embedded bench bench-data bench-plan test test-fast \
+  test-gpu lint clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
-	@printf '\nVariables: CONFIG RUN NUM_GPUS DEEPSPEED_CONFIG TB_PORT DEVICE=cpu|cuda NNODES NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT,\nand every setting as SECTION_KEY: make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
+	@printf '\nVariables: CONFIG RUN NUM_GPUS DEEPSPEED_CONFIG TB_PORT DEVICE=cpu|cuda NNODES '
+	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT,\nand every setting as SECTION_KEY: '
+	@printf 'make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
 
 ## Setup
-install: $(ENV) ## make .venv with the pinned packages (the other targets do it too)
-install-unsloth: $(ENV) ## add the unsloth backend, on a GPU host
+install: $(ENV) ## make .venv with the pinned packages (the other targets do it when needed)
+install-unsloth: $(ENV) ## add the Unsloth backend to .venv, on a GPU host
 	$(PY) -m pip install -q -r requirements-unsloth.txt
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
-gpu-info: $(ENV) ## GPUs, memory, links, and what runs here
+gpu-info: $(ENV) ## list GPUs, their memory and links, and what this machine can run
 	@$(SFT) gpu-info
-memory-check: $(ENV) ## memory and load of each GPU now, and who holds it
+memory-check: $(ENV) ## show the memory and load of each GPU, its processes, and running runs
 	@$(SFT) memory-check
-doctor: $(ENV) ## versions, GPUs, NCCL, compilers, disk: what is missing and the command that fixes it
+doctor: $(ENV) ## check versions, GPUs, NCCL, compilers and disk; print a command for each fix
 	@$(SFT) doctor
 
 ## Config and data
-config: $(ENV) ## the merged settings, each with its origin
+config: $(ENV) ## print every merged setting and where its value comes from
 	@$(SFT) config
-plan: $(ENV) ## memory by phase, batch, speed, hours and command of a run, here or on GPUS=2xH200; EXACT=1 traces the model
+plan: $(ENV) ## predict memory, speed and hours, here or on GPUS=2xH200; EXACT=1 traces the model
 	@$(SFT) plan
-data-check: $(ENV) ## read and render every row, and account for each
+data-check: $(ENV) ## read and render every row; count what is used and what is dropped
 	@$(SFT) data-check
-preview: $(ENV) ## training samples token by token, what is trained in colour; and as a page
+preview: $(ENV) ## print training samples by token, tokens with loss in colour; write a page too
 	@$(SFT) preview
 
 ## Train
-train: $(ENV) ## fine-tune CONFIG, by default the tiny model on the rows that ship
+train: $(ENV) ## fine-tune CONFIG, by default the included tiny model on the included rows
 	@$(SFT) train
 train-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --tensorboard
-train-bnb: $(ENV) ## with transformers, PEFT and bitsandbytes (default CONFIG=configs/run_bnb.yaml)
+train-bnb: $(ENV) ## train with PEFT and bitsandbytes (default CONFIG=configs/run_bnb.yaml)
 	@$(SFT) train --backend bnb
 train-bnb-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --backend bnb --tensorboard
-train-unsloth: $(ENV) ## with Unsloth, on a GPU (default CONFIG=configs/run_unsloth.yaml)
+train-unsloth: $(ENV) ## train with Unsloth on a GPU (default CONFIG=configs/run_unsloth.yaml)
 	@$(SFT) train --backend unsloth
 train-unsloth-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --backend unsloth --tensorboard
-train-distributed: $(ENV) ## data-parallel on all GPUs or NUM_GPUS, through accelerate
+train-distributed: $(ENV) ## train data-parallel on all GPUs or NUM_GPUS, through accelerate
 	@$(SFT) train --distributed
 train-distributed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --tensorboard
-train-deepspeed: $(ENV) ## ZeRO on all GPUs or NUM_GPUS, configured by DEEPSPEED_CONFIG
+train-deepspeed: $(ENV) ## train with ZeRO on all GPUs or NUM_GPUS, set up by DEEPSPEED_CONFIG
 	@$(SFT) train --distributed --deepspeed
 train-deepspeed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --deepspeed --tensorboard
 
 ## Watch and use
-tensorboard: $(ENV) ## TensorBoard over all runs, on the loopback interface
+tensorboard: $(ENV) ## start TensorBoard for all runs, on the loopback interface
 	@$(SFT) tensorboard
 tb-stop: $(ENV) ## stop the TensorBoard that was started here
 	@$(SFT) tb-stop
-runs: $(ENV) ## the runs with status and scores
+runs: $(ENV) ## list the runs with status and scores
 	@$(SFT) runs
 eval: $(ENV) ## score RUN, by default the latest, on its test rows
 	@$(SFT) eval
-infer: $(ENV) ## answer PROMPT, or the lines of standard input, with RUN
+infer: $(ENV) ## answer PROMPT, or each line of standard input, with RUN
 	@$(SFT) infer
-chat: $(ENV) ## talk to RUN
+chat: $(ENV) ## chat with RUN
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base model
 	@$(SFT) merge
 
 ## Work on SFT-Play
-embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes on a GPU host, a day on a CPU)
+embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes with a GPU, a day without)
 	$(PY) -m tools.embedded
-bench: $(ENV) ## time training beside the peers' on WORKS and ARMS, on a GPU (Unsloth: make install-unsloth first)
+bench: $(ENV) ## measure speed of ARMS on WORKS, on a GPU (Unsloth: make install-unsloth first)
 	$(PY) -m pip install -q -r requirements-bench.txt
 	$(PY) -m benchmarks.speed
-bench-data: $(ENV) ## time data preparation beside TRL's, which it installs
+bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
 	$(PY) -m pip install -q -r requirements-bench.txt
 	$(PY) benchmarks/preparation.py
-bench-plan: $(ENV) ## hold the planner to what runs measure, WORKS or all, on a GPU; writes docs/planner-<card>.md
+bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
 	$(PY) -m benchmarks.planner --docs docs
-test: $(ENV) ## all tests that need no GPU
+test: $(ENV) ## run all tests that need no GPU
 	@$(PY) -m pytest -m "not gpu"
-test-fast: $(ENV) ## the fast tests alone
+test-fast: $(ENV) ## run the fast tests
 	@$(PY) -m pytest -m "not gpu and not slow"
-test-gpu: $(ENV) ## the tests that need a GPU
+test-gpu: $(ENV) ## run the tests that need a GPU
 	@$(PY) -m pytest -m gpu
-lint: $(ENV) ## ruff: rules and format
+lint: $(ENV) ## check rules and format with ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
-clean: ## remove caches; runs and .venv stay
-	rm -rf .pytest_cache .ruff_cache; find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+clean: ## remove caches; keep runs and .venv
+	rm -rf .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# torch goes in first: DeepSpeed is built against it, and its ops are compiled when a run needs them.
+# torch is installed first because DeepSpeed is built against it. DeepSpeed's ops are compiled when
+# a run needs them.
 .venv/.installed: requirements.txt requirements-build.txt requirements.lock
 	@"$$PYTHON" -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 12) else f"Python {sys.version.split()[0]}: SFT-Play needs 3.11 or 3.12; set PYTHON=python3.12")'
 	@echo "installing into .venv (a few minutes, once)"
