@@ -100,7 +100,7 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
         "optim": "adamw_torch_fused",
     }
     arguments |= {
-        "per_device_train_batch_size": order.layout.sequences,
+        "per_device_train_batch_size": order.layout.batch_size,
         "gradient_accumulation_steps": order.layout.micro_batches,
     }
     arguments |= {"dataloader_pin_memory": True, "use_cpu": False}

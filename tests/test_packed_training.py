@@ -24,14 +24,12 @@ from transformers import (
 )
 
 from sft_play.config.backends import BNB
-from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
 from sft_play.plan.layout import Layout
-from sft_play.plan.packing import needs_boundaries, resolve_packing
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.cross_document import check_cross_document, measure_cross_document
@@ -352,53 +350,6 @@ def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was() -> None
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()), "the steps draw what they would have drawn"
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def resolved(settings: dict[str, Any], model_type: str) -> tuple[bool, str | None]:
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        sections.setdefault(name.split(".")[0], {})[name.split(".")[1]] = value
-    return resolve_packing(Config.model_validate(sections), model_type)
-
-
-@pytest.mark.parametrize(
-    ("settings", "model_type", "expected"),
-    [
-        ({}, "llama", True),
-        ({}, "mamba", False),
-        ({"train.packing": True}, "mamba", True),
-        ({"train.packing": False}, "llama", False),
-        ({"tuning.backend": "unsloth"}, "llama", True),
-        ({"tuning.backend": "unsloth"}, "olmo", False),
-        ({"tuning.backend": "unsloth", "model.max_seq_len": 8193}, "llama", False),
-        ({"tuning.backend": "unsloth", "tuning.mode": "full"}, "llama", False),
-        ({"tuning.backend": "unsloth", "train.packing": True}, "olmo", True),
-        ({"tuning.backend": "unsloth", "train.packing": False}, "llama", False),
-    ],
-    ids=str,
-)
-def test_packing_is_resolved(settings: dict[str, Any], model_type: str, expected: bool) -> None:
-    is_on, reason = resolved(settings, model_type)
-    assert is_on == expected
-    assert (reason is not None) == ("train.packing" not in settings and not is_on), (
-        "what was asked for needs no reason"
-    )
-
-
-def test_packing_for_full_training_by_unsloth_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train.packing=true: .*TRAIN_PACKING=auto"):
-        resolved(
-            {"tuning.backend": "unsloth", "tuning.mode": "full", "train.packing": True}, "llama"
-        )
-
-
-def test_only_attention_that_reads_position_ids_goes_without_boundaries() -> None:
-    assert [needs_boundaries(name) for name in ("auto", "sdpa", "eager", "flash_attention_2")] == [
-        False,
-        False,
-        False,
-        True,
-    ]
 
 
 # Whole runs
