@@ -17,7 +17,6 @@ from sft_play import commands
 from sft_play.config.invocation import Invocation
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
-from sft_play.plan.precision import mixed_precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.preparation import tokenize
 from sft_play.process import Process
@@ -119,7 +118,7 @@ def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]
         ranks = planned.plan.ranks
         command = launch.launch_command(ranks, folder.path, os.environ)
         if ranks.strategy == "ddp":
-            config = launch.accelerate_config(ranks, mixed_precision(planned.config))
+            config = launch.accelerate_config(ranks, commands.mixed_precision(planned.config))
             launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Of a test.")
         return folder, launch.Launch(
             tuple(str(script) if word == str(launch.WORKER) else word for word in command.argv),
