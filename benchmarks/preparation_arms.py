@@ -149,7 +149,7 @@ def ours(rows: Path, work: Path) -> ArmReport:
     from sft_play.data.data_facts import DataFacts
     from sft_play.data.ledger import PaddedTokens
     from sft_play.data.pipeline import build_run_data
-    from sft_play.models.tokenizer import load_tokenizer
+    from sft_play.data.tokenizer import load_tokenizer
 
     config = Config(
         model={"name": str(TINY), "max_seq_len": MAX_SEQ_LEN},

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sft_play import commands, preparation
+from sft_play import commands
 from sft_play.config import loader
 from sft_play.errors import ExitClass, SftPlayError
 
@@ -118,10 +118,11 @@ def data_check(
 ) -> None:
     """Read and render all rows as a run would, and account for each."""
     from sft_play.data.ledger_tables import ledger_lines
+    from sft_play.data.pipeline import build_ledger
 
     called = _call(config, set_)
     planned = commands.plan_run(called, commands.load_config(called))
-    ledger = preparation.ledger(planned)
+    ledger = build_ledger(planned)
     if json:
         typer.echo(commands.as_text(ledger.as_json()))
     else:
@@ -152,7 +153,7 @@ def preview(
     called = _call(config, set_)
     loaded = commands.load_config(called)
     planned = commands.plan_run(called, loaded)
-    preparation.preview(planned, loaded.source, rows, page, no_color)
+    commands.preview(planned, loaded.source, rows, page, no_color)
 
 
 @app.command("setup-accelerate")

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from sft_play import preparation
 from sft_play.config import invocation as invocations
 from sft_play.config import loader
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config, env_name, settings
 from sft_play.config.yaml_source import Located
+from sft_play.data.row_counts import count_rows_or_reason
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan import accuracy, devices, launch, next_command, report
 from sft_play.plan.devices import GIB
@@ -28,7 +28,7 @@ from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import workload
 from sft_play.runs import folder as run_folders
 from sft_play.runs import stamp
-from sft_play.runs.files import write_json
+from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -108,7 +108,7 @@ def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) 
     """Return the text of `make plan`, or its JSON."""
     plan = planned.plan
     command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
-    counted = preparation.counted(planned.config)
+    counted = count_rows_or_reason(planned.config)
     trained = counted if isinstance(counted, str) else workload(planned.config, plan, counted)
     output_dir = Path(planned.config.train.output_dir)
     near = accuracy.of_runs(output_dir, plan.ranks.device, plan.gpu)
@@ -177,7 +177,9 @@ def train(
     print(report.plan_line(planned))
     print(f"run {folder.path}")
     with failure_recorded(folder):
-        planned = preparation.tokenize(folder, planned)
+        from sft_play.data.pipeline import tokenize_run
+
+        planned = tokenize_run(folder, planned)
     if planned.plan.packing:  # known now: how many micro-batches make a step
         planned.write(folder)
         print(report.packing_line(planned.plan))
@@ -303,6 +305,45 @@ def setup_accelerate(call: Call) -> list[str]:
         f"mixed precision {config['mixed_precision']}",
         "make train-distributed uses it; NUM_GPUS=N on its command line wins over it",
     ]
+
+
+def preview(
+    planned: PlannedRun, source: Path, first: int, page: str | None, no_color: bool
+) -> None:
+    """Print what the model sees of some training samples, and write it as a page.
+
+    `source` is the config file; the `first` samples are among those shown.
+    Raises: EnvironmentFault when the page cannot be written.
+    """
+    from sft_play.data.pipeline import fullest_step, prepare_run_data
+    from sft_play.data.preview import first_packed_sequence, preview_sequences
+    from sft_play.data.preview_page import render_page
+    from sft_play.data.preview_text import print_sequences
+    from sft_play.data.tokenizer import load_tokenizer
+
+    config = planned.config
+    data = prepare_run_data(config)
+    packed: list[int] = []
+    if planned.plan.packing:
+        layout = planned.plan.layout.packed(fullest_step(planned, data))
+        packed = first_packed_sequence(data.train.lengths, layout, config.train.order_seed)
+    tokenizer = load_tokenizer(config)
+    sequences = preview_sequences(data, tokenizer, first, config.data.too_long, packed)
+    print_sequences(sequences, no_color)
+    path = Path(page or Path(config.train.output_dir) / "preview.html")
+    facts = {
+        "config": str(source),
+        "model": config.model.name,
+        "train_on": config.data.train_on,
+        "packing": "on" if planned.plan.packing else "off",
+    }
+    try:
+        write_text(path, render_page(facts, data.ledger, sequences))
+    except OSError as error:
+        raise EnvironmentFault(
+            f"--page {path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None
+    print(path)
 
 
 def start_tensorboard(call: Call, logdir: Path) -> str:

@@ -151,7 +151,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder."""
     from sft_play import commands
     from sft_play.config.invocation import Invocation
-    from sft_play.preparation import tokenize
+    from sft_play.data.pipeline import tokenize_run
 
     def plan(changes: dict[str, object], num_gpus: int = 1, deepspeed_config: str | None = None):
         settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
@@ -174,7 +174,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
         folder = commands.new_run(call, loaded, planned.config)
         planned.write(folder)
         folder.write_report(commands.planned_report(folder))
-        tokenize(folder, planned).write(folder)
+        tokenize_run(folder, planned).write(folder)
         return folder
 
     return plan
@@ -237,8 +237,8 @@ def build_trainer() -> Callable:
 
     from sft_play.data.assemble import assemble
     from sft_play.data.data_facts import DataFacts
+    from sft_play.data.tokenizer import load_tokenizer
     from sft_play.models.load import load_model
-    from sft_play.models.tokenizer import load_tokenizer
     from sft_play.plan.run_plan import PlannedRun
     from sft_play.process import Process
     from sft_play.training import runtime

@@ -25,18 +25,17 @@ ALLOWED = {
     "training": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "monitor": {"errors", "config", "runs", "plan"},
-    "preparation": {"errors", "config", "runs", "plan", "data", "models"},
     "commands": {
         "errors",
         "config",
         "runs",
         "plan",
+        "data",
         "models",
         "inference",
         "monitor",
-        "preparation",
     },
-    "cli": {"errors", "config", "plan", "data", "inference", "monitor", "preparation", "commands"},
+    "cli": {"errors", "config", "plan", "data", "inference", "monitor", "commands"},
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -53,7 +52,7 @@ HEAVY = {
     "deepspeed",
     "unsloth",
 }
-LIGHT_ROOMS = ("errors", "config", "runs", "plan", "monitor", "preparation", "commands", "cli")
+LIGHT_ROOMS = ("errors", "config", "runs", "plan", "monitor", "commands", "cli")
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

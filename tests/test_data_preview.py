@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sft_play import commands, preparation
+from sft_play import commands
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.data import preview_text
@@ -522,7 +522,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
         EnvironmentFault,
         match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written",
     ):
-        preparation.preview(
+        commands.preview(
             commands.plan_run(call, commands.load_config(call)),
             NO_CONFIG,
             1,

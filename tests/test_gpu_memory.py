@@ -18,7 +18,6 @@ from sft_play.config.invocation import Invocation
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
-from sft_play.preparation import tokenize
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.callbacks import BeforeFirstStep

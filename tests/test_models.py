@@ -14,12 +14,12 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sft_play.config.schema import Config
 from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth
 from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.losses import labelled_tokens, summed_nll
 from sft_play.models.parameters import count_parameters
-from sft_play.models.tokenizer import load_tokenizer
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))

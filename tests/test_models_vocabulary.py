@@ -22,9 +22,9 @@ from transformers import (
 from sft_play.config.schema import Config
 from sft_play.data import used_tokens
 from sft_play.data.store import RECORD, SampleArrays, Store, StoreWriter
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.data.used_tokens import UsedTokens, find_used_tokens
 from sft_play.errors import EnvironmentFault, ExitClass
-from sft_play.models.tokenizer import load_tokenizer
 from sft_play.models.vocabulary import UNTRAINED, check_vocabulary, find_matrices, untrained_tokens
 
 PAD, END, SYSTEM, USER, ASSISTANT = range(5)  # added tokens of the tokenizer that ships

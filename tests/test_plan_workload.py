@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from plan_examples import plan_for
 
-from sft_play import preparation
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config
 from sft_play.data import row_counts
+from sft_play.data.pipeline import prepare_run_data
+from sft_play.data.row_counts import count_rows_or_reason
 from sft_play.plan.speed import LABELLED
 from sft_play.plan.workload import Counted, Workload, estimated, estimated_tokens, workload
 
@@ -121,7 +122,7 @@ def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name: str, tmp_path
     path = tmp_path / name
     path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     paths = (f"data.train_path={path}", f"data.val_path={path}")
-    found = preparation.counted(config_of(*paths, f"train.output_dir={tmp_path}"))
+    found = count_rows_or_reason(config_of(*paths, f"train.output_dir={tmp_path}"))
     assert isinstance(found, Counted)
     assert found.is_estimated
     assert found.samples == 1000
@@ -133,7 +134,7 @@ def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(rows(10_000, 400)))
     config = config_of(f"data.train_path={path}", f"train.output_dir={tmp_path}")
-    found = preparation.counted(config)
+    found = count_rows_or_reason(config)
     held_out = min(10_000 * config.data.val_size, 500)
     assert isinstance(found, Counted)
     assert found.samples == pytest.approx(10_000 - held_out, rel=0.02)
@@ -147,7 +148,7 @@ def test_what_cannot_be_counted_says_why(text: str, reason: str, tmp_path: Path)
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     config = config_of(f"data.train_path={path}", f"train.output_dir={tmp_path}")
-    found = preparation.counted(config)
+    found = count_rows_or_reason(config)
     assert isinstance(found, str)
     assert reason in found
 
@@ -155,12 +156,12 @@ def test_what_cannot_be_counted_says_why(text: str, reason: str, tmp_path: Path)
 def test_rows_of_the_hub_are_not_asked_for(tmp_path: Path) -> None:
     config = config_of("data.train_path=org/rows", f"train.output_dir={tmp_path}")
     reason = "org/rows is of the hub; make data-check fetches and counts it"
-    assert preparation.counted(config) == reason
+    assert count_rows_or_reason(config) == reason
 
 
 def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path: Path) -> None:
     def is_estimated(config: Config) -> bool:
-        found = preparation.counted(config)
+        found = count_rows_or_reason(config)
         assert isinstance(found, Counted)
         return found.is_estimated
 
@@ -173,10 +174,10 @@ def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path: Path) -
     settings = (f"data.train_path={path}", f"train.output_dir={tmp_path}")
     config = config_of(*settings)
     assert is_estimated(config)
-    train = preparation.build_data(config).train
+    train = prepare_run_data(config).train
     tokens = train.lengths.sum()
     labelled = pytest.approx(train.records["trained"].sum() / tokens)
-    assert preparation.counted(config) == Counted(len(train), int(tokens), labelled)
+    assert count_rows_or_reason(config) == Counted(len(train), int(tokens), labelled)
     assert is_estimated(config_of(*settings, "model.max_seq_len=512"))
     more = json.dumps({"question": "more?", "answer": "yes"})
     path.write_text("\n".join([*records, more]))
@@ -186,10 +187,11 @@ def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path: Path) -
 def test_counting_loads_no_heavy_library() -> None:
     code = """
 import sys
-from sft_play import commands, preparation
+from sft_play import commands
+from sft_play.data.row_counts import count_rows_or_reason
 call = commands.call(None, (), "2xH200")
 planned = commands.plan_run(call, commands.load_config(call), True, False)
-counted = preparation.counted(planned.config)
+counted = count_rows_or_reason(planned.config)
 assert counted.samples == 1200, counted
 heavy = {"torch", "transformers", "numpy", "pyarrow"} & set(sys.modules)
 assert not heavy, heavy

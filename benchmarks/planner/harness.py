@@ -17,13 +17,13 @@ import numpy as np
 import psutil
 import torch
 
-from sft_play import preparation
 from sft_play.data.collate import TokenSequence
+from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model
-from sft_play.models.tokenizer import load_tokenizer
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import DTYPES, Process
@@ -109,7 +109,7 @@ class Harness:
         runtime.seed_everything(config.train.seed)
         runtime.allow_tf32(self.process)
         tokenizer = load_tokenizer(config)
-        data = preparation.build_data(config)
+        data = build_run_data(config, tokenizer)
         arguments = training_arguments(planned, RunFolder(folder))
         self.model = load_model(config, self.process)
         self.context = RunContext(

@@ -134,7 +134,7 @@ def _tokenize(rows: Path, workload: Workload, inputs: Inputs) -> Samples:
     """Return the rows of a file as our own data preparation tokenizes them."""
     from sft_play.config.schema import Config
     from sft_play.data.pipeline import build_run_data
-    from sft_play.models.tokenizer import load_tokenizer
+    from sft_play.data.tokenizer import load_tokenizer
 
     config = Config(
         model={"name": str(inputs.model), "max_seq_len": workload.max_seq_len},

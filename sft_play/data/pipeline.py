@@ -1,21 +1,96 @@
-"""The way of the rows in one call: find, tokenize, assemble. Loads no torch.
+"""The way of the rows: find, tokenize, assemble.
 
-The front end goes it once, before any process group. Every rank then reads data.json (`data_facts`)
-and only assembles.
+The front end goes it once, before any process group, and writes data.json (`data_facts`). Every
+rank reads that and only assembles. torch and transformers, which take seconds, are imported once the
+rows are found.
 """
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from sft_play.config.schema import Config
 from sft_play.data.assemble import RunData, assemble
+from sft_play.data.data_facts import DataFacts
+from sft_play.data.ledger import Ledger, PaddedTokens
+from sft_play.data.row_counts import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources
+from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.files import write_text
+from sft_play.runs.folder import RunFolder
 
 
 def build_run_data(config: Config, tokenizer: Any) -> RunData:
-    """Return the data of a run; rows are tokenized now if the cache has none. Raises DataError,
-    OutOfMemory.
+    """Return the data of a resolved config; rows are tokenized now if the cache has none.
+
+    Raises: DataError, OutOfMemory.
+    """
+    return assemble(config, tokenize_sources(config, find_sources(config), tokenizer))
+
+
+def prepare_run_data(config: Config) -> RunData:
+    """Return the data of a resolved config as the front end does, and record its counts.
+
+    Raises: DataError, OutOfMemory.
     """
     sources = find_sources(config)
-    tokenized = tokenize_sources(config, sources, tokenizer)
-    return assemble(config, tokenized)
+    from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
+
+    data = assemble(config, tokenize_sources(config, sources, load_tokenizer(config)))
+    record_counts(config, data)
+    return data
+
+
+def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
+    """Tokenize a run's rows, write data.json, and return the run with its rows counted.
+
+    Rows that are set aside go to quarantine/.
+    Raises: DataError for what cannot be trained on, before a GPU is asked for.
+    """
+    data = prepare_run_data(planned.config)
+    write_quarantine(folder, data.sources)
+    fullest = fullest_step(planned, data)
+    padding = count_padding(planned, data, fullest)
+    folder.write_data(DataFacts(data.sources, padding).to_json())
+    if not planned.plan.packing:
+        return planned
+    return replace(planned, plan=planned.plan.packed(fullest))
+
+
+def build_ledger(planned: PlannedRun) -> Ledger:
+    """Return the ledger of a run's data, its padding included."""
+    data = prepare_run_data(planned.config)
+    padding = count_padding(planned, data, fullest_step(planned, data))
+    return replace(data.ledger, padding=padding)
+
+
+def write_quarantine(folder: RunFolder, sources: TokenizedSplits) -> None:
+    """Write the rows that were set aside to quarantine/, and print a warning for each split."""
+    for split, rows in read_bad_rows(sources).items():
+        path = folder.quarantine / f"{split}.jsonl"
+        lines = []
+        for row in rows:
+            facts = {"origin": row.origin, "reason": row.reason, "row": row.raw}
+            lines.append(json.dumps(facts, ensure_ascii=False) + "\n")
+        write_text(path, "".join(lines))
+        print(f"warning: {len(rows)} {split} rows cannot be used and are in {path}")
+
+
+def fullest_step(planned: PlannedRun, data: RunData) -> int:
+    """Return the sequences of the fullest packed step: of the run, or of an epoch if not packed."""
+    from sft_play.data import order
+
+    train = planned.config.train
+    epochs = train.passes(len(data.train)) if planned.plan.packing else 1
+    return order.fullest_step(data.train.lengths, planned.plan.layout, train.order_seed, epochs)
+
+
+def count_padding(planned: PlannedRun, data: RunData, fullest: int) -> PaddedTokens:
+    """Return the tokens of an epoch, and those computed with their padding, packed and not."""
+    from sft_play.data import order
+
+    layout = planned.plan.layout
+    seed = planned.config.train.order_seed
+    return order.padding(data.train.lengths, layout, layout.packed(fullest), seed)

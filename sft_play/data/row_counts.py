@@ -55,6 +55,14 @@ def count_rows(config: Config) -> Counted:
     return estimate_rows(config)
 
 
+def count_rows_or_reason(config: Config) -> Counted | str:
+    """Return how many samples a resolved config trains on, or why nobody can say."""
+    try:
+        return count_rows(config)
+    except DataError as error:
+        return str(error).splitlines()[0]
+
+
 def estimate_rows(config: Config) -> Counted:
     """Estimate samples and tokens of the training rows from the first 16 MiB of each source.
 

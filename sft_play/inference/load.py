@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError
 from sft_play.models.load import load_base
-from sft_play.models.tokenizer import load_tokenizer
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process

@@ -2,10 +2,10 @@
 
 import torch
 
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.load import config_of_weights, load_adapter, quiet_libraries
 from sft_play.models.load import load_base
-from sft_play.models.tokenizer import load_tokenizer
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder

@@ -16,11 +16,11 @@ from transformers.utils import logging as hf_logging
 
 from sft_play.data.assemble import RunData, assemble
 from sft_play.data.data_facts import DataFacts
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
-from sft_play.models.tokenizer import load_tokenizer
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process

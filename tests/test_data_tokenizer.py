@@ -1,11 +1,11 @@
-"""sft_play.models.tokenizer: which chat template a run has."""
+"""sft_play.data.tokenizer: which chat template a run has."""
 
 import pytest
 
 from sft_play.config.schema import Config
 from sft_play.data.templates import DEFAULT_TEMPLATE
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
-from sft_play.models.tokenizer import load_tokenizer
 
 
 def template(base, setting: str | None) -> str:
