@@ -209,7 +209,9 @@ def tb_stop() -> None:
 @app.command()
 def runs() -> None:
     """List the runs with status and scores."""
-    _echo_lines(commands.run_lines(_call()))
+    from sft_play.monitor.runs import run_table
+
+    _echo_lines(run_table(_call().output_dir))
 
 
 @app.command("eval")

@@ -361,31 +361,6 @@ def pid_file(call: Call) -> Path:
     return call.output_dir / ".tensorboard.json"
 
 
-def run_lines(call: Call) -> list[str]:
-    """Return a line a run, oldest first."""
-    folders = run_folders.listing(call.output_dir)
-    if not folders:
-        return [f"{call.output_dir} holds no run yet; make train makes one"]
-    width = max(len(folder.name) for folder in folders)
-    return [run_line(folder, width) for folder in folders]
-
-
-def run_line(folder: RunFolder, width: int) -> str:
-    """Return name, status, steps and scores of a run."""
-    report = folder.read_report()
-    after = (report.metrics or {}).get("after", {})
-    scores = " ".join(
-        f"{name}={after[name]:.4f}" for name in ("eval_loss", "rougeL") if name in after
-    )
-    status = report.status
-    if status == "running" and not report.is_alive():
-        status = "died"  # killed before it could say so
-    mode = f"{report.mode or '-'}/{report.backend or '-'}"
-    cause = (report.cause or "").partition("\n")[0]
-    facts = f"world={report.world_size or '-'} step={report.global_step or 0} {scores} {cause}"
-    return f"{folder.name:<{width}}  {status:<8} {mode:<13} {facts}".rstrip()
-
-
 def as_text(value: Any) -> str:
     """Return plain data as JSON for --json."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
