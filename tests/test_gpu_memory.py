@@ -112,7 +112,7 @@ def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]
         folder = commands.new_run(call, loaded, planned.config)
         planned.write(folder)
         folder.write_report(commands.planned_report(folder))
-        planned = tokenize(folder, planned)
+        planned = tokenize_run(folder, planned)
         planned.write(folder)
         ranks = planned.plan.ranks
         command = launch.launch_command(ranks, folder.path, os.environ)
