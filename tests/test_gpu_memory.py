@@ -15,6 +15,7 @@ from test_out_of_memory import FAULTY, check_both_ended
 
 from sft_play import commands
 from sft_play.config.invocation import Invocation
+from sft_play.data.pipeline import tokenize_run
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
