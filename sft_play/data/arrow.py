@@ -1,5 +1,6 @@
-"""Parquet files, Arrow streams (the format of Hugging Face datasets) and Arrow files as batches and
-records. Loads no torch.
+"""Parquet files, Arrow streams (as Hugging Face datasets writes them) and Arrow files.
+
+Reads them as record batches, and batches as records. Loads no torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sft_play.data.rows import UnreadableRecord
+from sft_play.data.rows import Json, UnreadableRecord
 from sft_play.errors import DataError
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -27,25 +28,27 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[ArrowBat
 
     Raises: DataError for a damaged file, OSError.
     """
-    is_parquet = path.suffix.lower() == ".parquet"
-    found = _read_parquet(path, max_rows) if is_parquet else _read_arrow(path)
+    if path.suffix.lower() == ".parquet":
+        batches = _read_parquet(path, max_rows)
+    else:
+        batches = _read_arrow(path)
     try:
-        for batch, file_share in found:
+        for batch, file_share in batches:
             if not batch.num_rows:
                 continue
             rows = min(max_rows, batch.num_rows * max_bytes // max(1, batch.nbytes))
             for part in _split(batch, max(1, rows)):
                 yield ArrowBatch(part, file_share * part.num_rows / batch.num_rows)
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter for a column's name
+        reason = str(error).partition("\n")[0]
         raise DataError(
-            f"{path}: no {path.suffix} file, or a damaged one ({str(error).partition(chr(10))[0]}); "
-            "fetch or write it anew"
+            f"{path}: no {path.suffix} file, or a damaged one ({reason}); fetch or write it anew"
         ) from None
 
 
 def batch_records(
     batch: pa.RecordBatch, columns: Iterable[str] | None = None
-) -> Iterator[dict[str, Any] | UnreadableRecord]:
+) -> Iterator[Json | UnreadableRecord]:
     """Yield the rows of a batch, or why one cannot be read; only `columns` of them if given."""
     if columns is not None:
         wanted = set(columns)
@@ -108,8 +111,9 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return nested values without null keys: a struct has every key that any row of its column
-    has.
+    """Return nested values without null keys.
+
+    Arrow gives a struct every key that any row of its column has.
     """
     if isinstance(value, dict):
         return {key: _without_nulls(held) for key, held in value.items() if held is not None}

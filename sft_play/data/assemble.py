@@ -1,9 +1,11 @@
-"""From tokenized sources to what a run trains and evaluates on, and the ledger of it. Pure but for
-the mapped files; loads no torch.
+"""What a run trains and evaluates on, assembled from tokenized sources, and its ledger.
+
+Reads nothing but the mapped stores; loads no torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -49,7 +51,7 @@ class RunData:
         return find_used_tokens(stores, [source.files for source in sources])
 
     def _all_sources(self) -> list[TokenizedSource]:
-        return [source for sources in self.sources.values() for source in sources]
+        return list(chain.from_iterable(self.sources.values()))
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,7 @@ class Selection:
     stores: tuple[Store, ...]
     indices: tuple[np.ndarray, ...]
     tallies: tuple[Tally, ...]  # of the sources; none for rows that were held out of another split
-    dropped: Mapping[str, int] = field(
-        default_factory=dict
-    )  # usable rows by why they were left out
+    dropped: Mapping[str, int] = field(default_factory=dict)  # usable rows, by reason
     overlap: Mapping[str, EqualRows] = field(default_factory=dict)  # by the split with equal rows
 
     @classmethod
@@ -88,9 +88,7 @@ class Selection:
         return {**self.tally.dropped, **self.dropped}
 
     def records(self) -> np.ndarray:
-        """Return the records of the samples, source after source; `file` counts through all
-        sources.
-        """
+        """Return the records of the samples; `file` counts through the files of all sources."""
         parts = []
         first_file = 0
         for source, store, indices in zip(self.sources, self.stores, self.indices, strict=True):
@@ -121,9 +119,7 @@ class Selection:
         return tuple(indices[part] for indices, part in zip(self.indices, masks, strict=True))
 
     def without(self, mask: np.ndarray, reason: str) -> Self:
-        """Return the selection without the samples at which `mask` is true, with their rows counted
-        as dropped.
-        """
+        """Return the selection without the samples where `mask` is true, counted as dropped."""
         rows = splits.count_rows(self.records()[mask])
         dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + rows}
         return replace(self, indices=self.indices_where(~mask), dropped=dropped)
@@ -142,18 +138,19 @@ def assemble(config: Config, sources: TokenizedSplits) -> RunData:
     selections = {split: Selection.whole(parts) for split, parts in sources.items()}
     for selection in selections.values():
         _refuse_lost_tokens(selection, config)
-    seed = config.train.order_seed
     if "validation" not in selections:
-        held_out = _held_out_mask(selections["train"], config)
-        selections["validation"] = _held_out_selection(selections["train"], held_out)
-        selections["train"] = selections["train"].without(held_out, "held_out")
+        train = selections["train"]
+        held_out = _held_out_mask(train, config)
+        held_out_indices = train.indices_where(held_out)
+        selections["validation"] = replace(train, indices=held_out_indices, tallies=())
+        selections["train"] = train.without(held_out, "held_out")
+    train = selections["train"]
     for split in ("validation", "test"):
         if split in selections:
-            selections["train"] = _without_overlap(
-                selections["train"], selections[split], split, config
-            )
+            train = _without_overlap(train, selections[split], split, config)
+    selections["train"] = train
     _refuse_empty_splits(selections)
-    epoch = replace(selections["train"], indices=_mix(selections["train"], seed))
+    epoch = replace(train, indices=_mix(train, config.train.order_seed))
     validation = selections["validation"].to_split()
     return RunData(
         train=epoch.to_split(),
@@ -168,22 +165,18 @@ def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
     tally = selection.tally
     if tally.lost_fraction <= config.data.max_lost:
         return
-    long_rows = sorted(
-        (
-            (row.tokens, source.origin(row.file, row.number))
-            for source in selection.sources
-            for row in source.read_summary().long_rows
-        ),
-        reverse=True,
-    )
+    long_rows: list[tuple[int, str]] = []  # tokens and origin
+    for source in selection.sources:
+        for row in source.read_summary().long_rows:
+            long_rows.append((row.tokens, source.origin(row.file, row.number)))
+    long_rows.sort(reverse=True)
     limit = config.model.max_seq_len
-    lines = [
-        f"{origin}: {tokens} tokens, model.max_seq_len is {limit}"
-        for tokens, origin in long_rows[:MAX_LISTED_ROWS]
-    ]
+    lines = []
+    for tokens, origin in long_rows[:MAX_LISTED_ROWS]:
+        lines.append(f"{origin}: {tokens} tokens, model.max_seq_len is {limit}")
     shortened = tally.shortened["truncated"] + tally.shortened["split"]
     rows = tally.dropped["too_long"] + shortened
-    longest = long_rows[0][0]
+    longest, _ = long_rows[0]
     split = "" if config.data.too_long == "split" else "DATA_TOO_LONG=split, "
     lines.append(
         f"{rows} of {tally.rows_in} rows are too long, and {tally.lost_fraction:.1%} "
@@ -205,15 +198,12 @@ def _held_out_mask(train: Selection, config: Config) -> np.ndarray:
     return mask
 
 
-def _held_out_selection(train: Selection, mask: np.ndarray) -> Selection:
-    return replace(train, indices=train.indices_where(mask), tallies=())
-
-
 def _without_overlap(
     train: Selection, evaluated: Selection, split: str, config: Config
 ) -> Selection:
-    """Return the training samples without those that are also evaluated on, as data.on_overlap
-    says, which may be to refuse them.
+    """Return the training samples without those that are also evaluated on.
+
+    data.on_overlap says what happens to them. Raises DataError if it is `fail`.
     """
     trained_records = train.records()
     evaluated_records = evaluated.records()
@@ -287,7 +277,9 @@ def _split_ledger(selection: Selection) -> SplitLedger:
     lengths = selection.lengths()
     rows = splits.count_rows(records)
     tally = selection.tally
-    sources = zip(selection.sources, selection.tallies, strict=False)  # held-out rows: no tallies
+    sources = []
+    for source, source_tally in zip(selection.sources, selection.tallies, strict=False):
+        sources.append(SourceLedger(source.name, source.weight, source_tally))
     return SplitLedger(
         rows_in=tally.rows_in if selection.tallies else rows,
         rows_used=rows,
@@ -300,10 +292,7 @@ def _split_ledger(selection: Selection) -> SplitLedger:
         shortened=dict(tally.shortened),
         lengths=LengthPercentiles.of(lengths),
         duplicates=splits.count_duplicates(records),
-        sources=tuple(
-            SourceLedger(source.name, source.weight, source_tally)
-            for source, source_tally in sources
-        ),
+        sources=tuple(sources),
     )
 
 

@@ -1,8 +1,7 @@
-"""Where tokenized rows are kept, and under which key: the same rows, tokenizer and policy are
-tokenized once. Loads no torch.
+"""The cache of tokenized rows. The same rows, tokenizer and policy are tokenized once.
 
-A key digests the content of the files, not their names or times: a moved file finds its samples, a
-changed byte does not.
+A key is a digest of the files' content, not of their names or times: a moved file finds its
+samples, a changed byte does not. Loads no torch.
 """
 
 import contextlib
@@ -13,13 +12,14 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.data.rows import Json
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def digest_tokenizer(tokenizer: Any, template: str) -> str:
     return _digest(backend, json.dumps(special, sort_keys=True), template)
 
 
-def entry_key(files_digest: str, tokenizer_digest: str, policy: Mapping[str, Any]) -> str:
-    """Return the name of an entry: a digest of rows, tokenizer, policy and the code of this room."""
+def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:
+    """Return the name of an entry: a digest of rows, tokenizer, policy and this package's code."""
     policy_text = json.dumps(policy, sort_keys=True)
     return _digest(files_digest, tokenizer_digest, policy_text, _digest_code())[:32]
 
@@ -100,9 +100,7 @@ def _sync(folder: Path) -> None:
 
 @cache
 def _digest_code() -> str:
-    """Return a digest of this room's sources, so that no one has to raise a version when rendering
-    changes.
-    """
+    """Return a digest of this package's source, so that changed code never reads old entries."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
     return _digest(*(path.read_text(encoding="utf-8") for path in sources), *versions)

@@ -64,8 +64,9 @@ class TokenizedChunk:
 
 
 class RowHashes(NamedTuple):
-    """64-bit hashes of a row: of all its text, and of its words without case, punctuation and
-    spacing.
+    """64-bit hashes of a row.
+
+    `exact` is of all its text; `normalized`, of its words without case, punctuation and spacing.
     """
 
     exact: int

@@ -43,8 +43,9 @@ class TokenSequence:
 
 
 class TrainRows(Dataset[TokenSequence]):
-    """Sequences by the index of their sample, or the indices of several; `~index` (negative) is a
-    filler, a sample without loss.
+    """Sequences by the index of their sample, or by the indices of several.
+
+    `~index` (negative) stands for a filler: the sample's ids, without loss.
     """
 
     def __init__(self, samples: Documents):
@@ -81,10 +82,10 @@ def _labels_of(document: Document, is_filler: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PadCollator:
-    """One document a row, padded on the right: input_ids, attention_mask and labels, each (B, T)
-    int64.
+    """One document a row, padded on the right.
 
-    T is the longest row; with `max_seq_len`, one of the few widths of `padded_width`.
+    Gives input_ids, attention_mask and labels, each (B, T) int64. T is the longest row, or with
+    `max_seq_len` one of the few widths of `padded_width`.
     """
 
     pad_id: int
@@ -107,15 +108,17 @@ class PadCollator:
 class PackCollator:
     """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
-    position_ids begin at 0 in every document, and the padding on the right counts as a document:
-    from this, without an attention_mask and a key-value cache, transformers tells documents apart.
-    With `varlen`, the batch also has the boundaries of all documents of the flattened batch for
-    flash attention, which by itself finds them only in a batch of one row: cu_seq_lens_q and
-    cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. There the padding belongs to the
-    row's last document, after its end, where nothing attends to it: a row of one document stays
-    one, which the fastest kernels can take.
+    position_ids begin at 0 in every document, and the padding on the right counts as a document.
+    transformers tells documents apart by them, if there is no attention_mask and no key-value
+    cache. With `varlen`, the batch also has the boundaries of all documents of the flattened batch:
+    cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. Flash attention
+    needs them, as it finds documents by itself only in a batch of one row. There the padding
+    belongs to the row's last document, after its end, where nothing attends to it: a row of one
+    document stays one, which the fastest kernels can take.
 
-    >>> two = TokenSequence(np.array([5, 6, 7, 8, 9]), np.array([-100, 6, -100, 8, 9]), lengths=(2, 3), real_tokens=5)
+    >>> ids = np.array([5, 6, 7, 8, 9])
+    >>> labels = np.array([-100, 6, -100, 8, 9])
+    >>> two = TokenSequence(ids, labels, lengths=(2, 3), real_tokens=5)
     >>> batch = PackCollator(0, max_seq_len=8)([two])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
     ([[5, 6, 7, 8, 9, 0, 0, 0]], [[0, 1, 0, 1, 2, 0, 1, 2]])

@@ -3,9 +3,9 @@
 import csv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from sft_play.data.rows import NumberedRecord, UnreadableRecord
+from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
 from sft_play.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -61,9 +61,7 @@ def _check_header(where: str, names: list[str], delimiter: str) -> None:
             )
 
 
-def _parse_row(
-    header: list[str], fields: list[str], row_text: str
-) -> dict[str, Any] | UnreadableRecord:
+def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | UnreadableRecord:
     try:
         row_text.encode("utf-8")
     except UnicodeEncodeError:

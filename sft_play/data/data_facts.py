@@ -1,10 +1,10 @@
 """What data.json of a run holds. The front end writes it, every rank reads it."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
 from sft_play.data.ledger import PaddedTokens
+from sft_play.data.rows import Json
 from sft_play.data.tokenized import TokenizedSource, TokenizedSplits
 
 
@@ -15,17 +15,16 @@ class DataFacts:
     sources: TokenizedSplits
     padding: PaddedTokens
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the facts as plain data."""
-        splits = self.sources.items()
-        return {
-            "sources": {split: [asdict(source) for source in sources] for split, sources in splits},
-            "padding": asdict(self.padding),
-        }
+        sources = {}
+        for split, tokenized in self.sources.items():
+            sources[split] = [asdict(source) for source in tokenized]
+        return {"sources": sources, "padding": asdict(self.padding)}
 
     @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the facts that `to_json` gave. Raises DataError when samples are no longer there."""
+    def from_json(cls, facts: Json) -> Self:
+        """Return the facts that `to_json` gave. Raises DataError when their samples are gone."""
         splits: TokenizedSplits = {}
         for split, sources in facts["sources"].items():
             splits[split] = tuple(TokenizedSource.from_json(source) for source in sources)

@@ -1,9 +1,8 @@
-"""Data files as chunks of records: JSONL, JSON, CSV, TSV, Parquet and Arrow. Knows no row formats,
-loads no torch.
+"""Data files (JSONL, JSON, CSV, TSV, Parquet, Arrow) as chunks of records.
 
-Reading a file takes the memory of one chunk, except for .json, whose text is held whole. The slow
-part is left to `parse_records`, which any process may call: JSONL lines travel undecoded, Parquet
-and Arrow rows as Arrow batches.
+Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json,
+whose text is read whole. Parsing is slow, so `parse_records` does it in any process: chunks hold
+JSONL lines undecoded, and Parquet and Arrow rows as Arrow batches.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sft_play.data import json_parsing
 from sft_play.data.csv_files import DELIMITERS, read_table
-from sft_play.data.rows import NumberedRecord, UnreadableRecord
+from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
 from sft_play.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Chunk:
 
     path: Path
     numbers: Sequence[int]  # of each record: its line from 1, or its index from 0
-    records: "list[bytes] | list[dict[str, Any] | UnreadableRecord] | pa.RecordBatch"
+    records: "list[bytes] | list[Json | UnreadableRecord] | pa.RecordBatch"
     bytes_read: int  # that the records take in the file on disk
 
     def origin(self, position: int) -> str:
@@ -103,7 +102,7 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
 
 def parse_records(
     chunk: Chunk, columns: Iterable[str] | None = None
-) -> Iterator[dict[str, Any] | UnreadableRecord]:
+) -> Iterator[Json | UnreadableRecord]:
     """Yield every record of a chunk as an object with keys, or why it is none.
 
     Arrow batches give only `columns`, if these are given.
@@ -117,7 +116,7 @@ def parse_records(
 
 def _parse_batch(
     batch: "pa.RecordBatch", columns: Iterable[str] | None = None
-) -> Iterator[dict[str, Any] | UnreadableRecord]:
+) -> Iterator[Json | UnreadableRecord]:
     from sft_play.data import arrow  # takes a quarter of a second to load; JSONL does not need it
 
     return arrow.batch_records(batch, columns)
@@ -182,7 +181,7 @@ def _group(
     numbers: list[int] = []
     values: list[Any] = []
     characters = 0
-    chunk_start = 0
+    chunk_start = 0  # in the file on disk
     for record in records:
         numbers.append(record.number)
         values.append(record.record)

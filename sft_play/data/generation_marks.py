@@ -1,6 +1,4 @@
-"""The proof that a template's `{% generation %}` marks agree with the answers that are trained.
-Pure.
-"""
+"""The check that a template's `{% generation %}` marks agree with the trained answers. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,8 +15,9 @@ class TokenSpan(NamedTuple):
 
 
 def marks_equal_answers(text: TrainingText) -> bool:
-    """Return whether the marks are exactly the answers, apart from whitespace after them; then
-    their tokens are, too.
+    """Return whether the marks are exactly the answers, apart from whitespace after them.
+
+    If so, the tokens agree too.
     """
     spans = _join_adjacent(text.generated or [])
     if not text.trains_all or len(spans) != len(text.answers):
@@ -32,10 +31,10 @@ def marks_equal_answers(text: TrainingText) -> bool:
 
 
 def check_generation_marks(text: TrainingText, answers: Sequence[TokenSpan], encoding: Any) -> None:
-    """Raise RenderError unless `{% generation %}` marks exactly the answers' tokens, apart from
-    whitespace after a stop token.
+    """Raise RenderError unless the marks cover exactly the answers' tokens.
 
-    Tokens are marked as transformers marks them for a mask of the assistant's tokens.
+    Whitespace after a stop token may be marked. Tokens are marked as transformers marks them for a
+    mask of the assistant's tokens.
     """
     marked = _marked_tokens(text, encoding)
     for answer, (start, end) in zip(text.answers, answers, strict=True):

@@ -50,8 +50,9 @@ def fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
             f"Write it as [{{path: {section.path}, subset: <subset>, split: <split>}}]"
         ) from None
     except (ConnectionError, httpx.HTTPError) as error:
+        hint = suggest_path(Path(section.path)) or "."
         raise EnvironmentFault(
-            f"{where}: no such path{suggest_path(Path(section.path)) or '.'} "
+            f"{where}: no such path{hint} "
             f"The hub cannot be asked: {_sentence(error)} "
             "Check the network and HF_HUB_OFFLINE, "
             "or fetch the data set elsewhere and name its folder"
@@ -70,8 +71,9 @@ def _not_found(dataset_id: str, where: str, reason: str) -> DataError | Environm
         return EnvironmentFault(
             f"{where}: a gated data set; ask for access at {page}, then {LOG_IN}"
         )
+    hint = suggest_path(Path(dataset_id)) or "."
     return DataError(
-        f"{where}: no such path, and no such data set on the hub{suggest_path(Path(dataset_id)) or '.'} "
+        f"{where}: no such path, and no such data set on the hub{hint} "
         f"If it is a private one, {LOG_IN}"
     )
 

@@ -1,13 +1,11 @@
-"""Strict JSON (unique keys, no NaN, UTF-8), with reasons that a person can act on. Pure; reads no
-files.
-"""
+"""Strict JSON: unique keys, no NaN, UTF-8. Errors say what to correct. Pure; reads no files."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from sft_play.data.rows import UnreadableRecord
+from sft_play.data.rows import Json, UnreadableRecord
 
 TYPE_NAMES = {
     list: "a list",
@@ -27,7 +25,7 @@ class InvalidJsonError(ValueError):
 class ListElement(NamedTuple):
     """One element of a JSON list: the record, or why it is none, and where its text ends."""
 
-    record: dict[str, Any] | UnreadableRecord
+    record: Json | UnreadableRecord
     start: int
     end: int
 
@@ -45,7 +43,7 @@ def parse_json(data: bytes | str) -> Any:
         raise InvalidJsonError(_reason_of(error)) from None
 
 
-def parse_json_line(line: bytes) -> dict[str, Any] | UnreadableRecord:
+def parse_json_line(line: bytes) -> Json | UnreadableRecord:
     """Return the object that a line of JSONL holds, or why it holds none."""
     try:
         record = parse_json(line.rstrip(b"\r\n"))
@@ -68,7 +66,7 @@ def not_an_object(value: Any) -> str:
 
 
 def parse_json_list(text: str) -> Iterator[ListElement]:
-    """Yield the elements of a JSON list one by one. Raises InvalidJsonError where it cannot go on."""
+    """Yield the elements of a JSON list one by one. Raises InvalidJsonError."""
     position = _skip_whitespace(text, 0)
     assert text.startswith("[", position), "a list begins with ["
     position = _skip_whitespace(text, position + 1)
@@ -121,7 +119,7 @@ class _StrictnessError(ValueError):
     """What Python reads, but the JSON standard does not define."""
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     record = dict(pairs)
     if len(record) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,16 +1,18 @@
-"""The ledger: what became of every row and every trained token. Plain numbers; loads no torch.
+"""The ledger: what became of every row and every trained token. Loads no torch.
 
-Two identities hold for every source and every split: rows_in = rows_used + the sum of dropped, and
-the trained tokens that the rows held = trained_tokens + lost_trained_tokens. `make data-check
---json` prints the ledger, and run.json holds it.
+For every source and every split, rows_in = rows_used + the sum of dropped, and the trained tokens
+that the rows held = trained_tokens + lost_trained_tokens. `make data-check --json` prints the
+ledger, and run.json holds it.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+
+from sft_play.data.rows import Json
 
 PERCENTILES = (50, 90, 99)
 
@@ -50,12 +52,12 @@ class Tally:
         held = self.trained_tokens + self.lost_trained_tokens
         return self.lost_trained_tokens / max(1, held)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the counts as plain data."""
         return {**vars(self), "dropped": dict(self.dropped), "shortened": dict(self.shortened)}
 
     @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Self:
+    def from_json(cls, facts: Json) -> Self:
         """Return the counts that `as_json` gave."""
         counters = {name: Counter(facts[name]) for name in ("dropped", "shortened")}
         return cls(**{**facts, **counters})
@@ -98,7 +100,7 @@ class SourceLedger:
     weight: float | None
     tally: Tally
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         return {"name": self.name, "weight": self.weight, **self.tally.as_json()}
 
 
@@ -134,7 +136,7 @@ class SplitLedger:
         used_or_dropped = self.rows_used + sum(self.dropped.values())
         assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the ledger as plain data."""
         facts = {
             **vars(self),
@@ -152,7 +154,7 @@ class SplitLedger:
 
 @dataclass(frozen=True)
 class PaddedTokens:
-    """Tokens of an epoch: real ones, and those that the model computes, with padding and fillers."""
+    """Tokens of an epoch: the real ones, and those that the model computes, padding included."""
 
     real: int
     unpacked: int
@@ -171,14 +173,12 @@ class Ledger:
     def train(self) -> SplitLedger:
         return self.splits["train"]
 
-    def splits_as_json(self) -> dict[str, Any]:
+    def splits_as_json(self) -> Json:
         """Return the ledger of each split, as run.json holds them."""
         return {name: split.as_json() for name, split in self.splits.items()}
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the ledger as data-check prints it: the training rows, and all splits under
-        `splits`.
-        """
+    def as_json(self) -> Json:
+        """Return the ledger as data-check prints it: the training rows, then all splits."""
         facts = {
             **self.train.as_json(),
             "splits": self.splits_as_json(),

@@ -1,9 +1,8 @@
-"""The ledger as tables that a person reads, for `make data-check` and `make preview`. Formats;
-counts nothing.
-"""
+"""The ledger as tables, for `make data-check` and `make preview`. Only formats; counts nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from sft_play.data.ledger import Ledger, SourceLedger, SplitLedger
 
@@ -33,9 +32,7 @@ class Table:
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:
-    """Return a ledger as lines of at most MAX_COLUMNS: a column of counts for each split, then its
-    sources, then padding.
-    """
+    """Return a ledger as lines of at most MAX_COLUMNS: splits, then sources, then padding."""
     blocks = [table_lines(split_table(ledger))]
     blocks += [table_lines(table) for table in source_tables(ledger)]
     blocks.append(padding_lines(ledger))
@@ -43,9 +40,7 @@ def ledger_lines(ledger: Ledger) -> list[str]:
 
 
 def split_table(ledger: Ledger) -> Table:
-    """Return what became of the rows and tokens of every split: rows in = used + the lines with a
-    plus.
-    """
+    """Return the rows and tokens of every split: rows in = used + the lines with a plus."""
     line = _LineBuilder(ledger.splits)
     lines = [
         line("rows in", lambda split: split.rows_in),
@@ -104,9 +99,8 @@ class _LineBuilder:
     def for_overlap(self) -> list[tuple[str, ...]]:
         """Return two lines for each split whose rows are looked for in another."""
         overlaps = [split.overlap or {} for split in self._splits.values()]
-        others = dict.fromkeys(other for overlap in overlaps for other in overlap)
         lines = []
-        for other in others:
+        for other in dict.fromkeys(chain.from_iterable(overlaps)):
             found = [overlap.get(other) for overlap in overlaps]
             exact = [_format(equal and equal.exact) for equal in found]
             normalized = [_format(equal and equal.normalized) for equal in found]
@@ -120,9 +114,7 @@ def _trained_share(split: SplitLedger) -> float:
 
 
 def source_tables(ledger: Ledger) -> list[Table]:
-    """Return a table for each split of several sources, with their shares of an epoch where it is
-    trained on.
-    """
+    """Return a table for each split of several sources, with their shares of a training epoch."""
     tables = []
     for name, split in ledger.splits.items():
         if len(split.sources) < 2:
@@ -146,7 +138,7 @@ def source_tables(ledger: Ledger) -> list[Table]:
 
 
 def padding_lines(ledger: Ledger) -> list[str]:
-    """Return how much of what an epoch computes is padding, packed and not, where the ledger knows."""
+    """Return how much of an epoch is padding, with and without packing, if the ledger knows."""
     padding = ledger.padding
     if padding is None:
         return []
@@ -159,7 +151,7 @@ def padding_lines(ledger: Ledger) -> list[str]:
 
 
 def table_lines(table: Table) -> list[str]:
-    """Return a table as aligned text; names that leave no room for the cells lose their beginning."""
+    """Return a table as aligned text; names that are too long lose their beginning."""
     rows = [table.headings, *table.lines]
     name_width, *cell_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = MAX_COLUMNS - sum(width + 2 for width in cell_widths)

@@ -32,9 +32,11 @@ def fit_sample(
     piece carries no loss, since nothing in the piece predicts it. Pieces without a trained token
     are dropped. A sample of which nothing is left is too_long.
 
-    >>> fit_sample(RenderedSample([1, 5, 6, 7, 8], [-100, -100, -100, 7, 8], 3), 4, "truncate_left", bos_id=1).samples
+    >>> answered = RenderedSample([1, 5, 6, 7, 8], [-100, -100, -100, 7, 8], answer_start=3)
+    >>> fit_sample(answered, 4, "truncate_left", bos_id=1).samples
     (RenderedSample(ids=[1, 6, 7, 8], labels=[-100, -100, 7, 8], answer_start=2),)
-    >>> [piece.ids for piece in fit_sample(RenderedSample([5, 6, 7, 8], [-100, 6, 7, 8]), 2, "split").samples]
+    >>> text = RenderedSample([5, 6, 7, 8], [-100, 6, 7, 8])
+    >>> [piece.ids for piece in fit_sample(text, 2, "split").samples]
     [[5, 6], [7, 8]]
     """
     assert max_tokens > 1, f"a sample of {max_tokens} tokens has nothing to learn"
@@ -70,7 +72,7 @@ def _last_tokens(rendered: RenderedSample, max_tokens: int, bos_id: int | None) 
 
 
 def _piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample:
-    """Return the tokens [start, end). Without the end of the last prompt, the piece has no prompt."""
+    """Return the tokens [start, end); answer_start is 0 if the last prompt ends outside of them."""
     ids = rendered.ids[start:end]
     labels = [IGNORE_INDEX, *rendered.labels[start + 1 : end]]
     holds_prompt_end = start < rendered.answer_start < start + len(ids)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sft_play.data.json_parsing import InvalidJsonError, parse_json
-from sft_play.data.rows import Message
+from sft_play.data.rows import Json, Message
 
 ROLES = {  # role in a file: ours
     "system": "system",
@@ -74,7 +74,7 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
     return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
-def parse_message_list(value: Any, name: str) -> list[dict[str, Any]]:
+def parse_message_list(value: Any, name: str) -> list[Json]:
     """Return a list of objects, which a CSV cell holds as JSON text. Raises InvalidRowError."""
     if isinstance(value, str):
         value = _parse_json_text(value, name)
@@ -86,9 +86,10 @@ def parse_message_list(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-def parse_functions(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Return objects that describe or call functions; none where the value is null or blank. Raises
-    InvalidRowError.
+def parse_functions(value: Any, name: str) -> tuple[Json, ...]:
+    """Return objects that describe or call functions; () for null or blank.
+
+    Raises InvalidRowError.
     """
     if _is_blank(value):
         return ()
@@ -126,7 +127,7 @@ def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple
 # "messages[3]" + ".content is empty".
 
 
-def _parse_message(record: dict[str, Any]) -> Message:
+def _parse_message(record: Json) -> Message:
     role = record.get("role")
     if role is None:
         keys = ", ".join(record) or "none"
@@ -136,7 +137,7 @@ def _parse_message(record: dict[str, Any]) -> Message:
     return _build_message(ROLES[role], record, record.get("content"), ".content")
 
 
-def _parse_sharegpt_message(record: dict[str, Any]) -> Message:
+def _parse_sharegpt_message(record: Json) -> Message:
     speaker = record.get("from")
     if speaker is None:
         keys = ", ".join(record) or "none"
@@ -156,7 +157,7 @@ def _parse_sharegpt_message(record: dict[str, Any]) -> Message:
     return Message("assistant", "", _find_reasoning(record), calls)
 
 
-def _build_message(role: str, record: dict[str, Any], content: Any, name: str) -> Message:
+def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     """Return the message of a record whose content is called `name`."""
     if isinstance(content, list):
         content = _join_parts(content, name)
@@ -177,7 +178,7 @@ def _build_message(role: str, record: dict[str, Any], content: Any, name: str) -
     )
 
 
-def _build_answer(record: dict[str, Any], content: Any, name: str) -> Message:
+def _build_answer(record: Json, content: Any, name: str) -> Message:
     calls = _parse_calls(record.get("tool_calls"), ".tool_calls")
     if calls and _is_blank(content):
         content = content or ""
@@ -202,14 +203,14 @@ def _join_parts(parts: list[Any], name: str) -> str:
     return "".join(texts)
 
 
-def _find_reasoning(record: dict[str, Any]) -> str | None:
+def _find_reasoning(record: Json) -> str | None:
     for key in REASONING_KEYS:
         if record.get(key) is not None:
             return parse_optional_text(record[key], f".{key}")
     return None
 
 
-def _parse_calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+def _parse_calls(value: Any, name: str) -> tuple[Json, ...]:
     """Return calls of functions as {"type": "function", "function": {"name", "arguments"}}.
 
     Arguments become an object, which chat templates expect.
@@ -220,7 +221,7 @@ def _parse_calls(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     return tuple(_parse_call(call, f"{name}[{number}]") for number, call in enumerate(calls))
 
 
-def _parse_call(call: dict[str, Any], name: str) -> dict[str, Any]:
+def _parse_call(call: Json, name: str) -> Json:
     function = call.get("function", call)
     has_name = (
         isinstance(function, dict)
@@ -247,8 +248,7 @@ def _parse_call(call: dict[str, Any], name: str) -> dict[str, Any]:
 def _check_order(
     messages: Sequence[Message], names: Sequence[str], allows_calls_in_text: bool
 ) -> None:
-    """Raise InvalidRowError for the first message that cannot stand where it does, or if the last
-    is not the assistant's.
+    """Raise InvalidRowError for a message out of order, or if the last is not the assistant's.
 
     A tool's answer needs a call before it. ShareGPT files may hold calls in an answer's text, where
     they cannot be recognised.

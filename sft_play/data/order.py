@@ -1,5 +1,4 @@
-"""The order of an epoch: which samples an optimizer step holds, and which of them a rank runs
-together.
+"""The order of an epoch: the samples of each optimizer step, and the micro-batches of each rank.
 
 A step holds the same samples for any batch size and any number of ranks, packed or not; these
 change only its speed.
@@ -57,7 +56,7 @@ class StepSampler(Sampler[MicroBatch]):
                 yield from self._unpacked(samples)
 
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
-        """Yield the longest samples first, so that a micro-batch holds samples of similar length."""
+        """Yield the longest samples first: a micro-batch then holds samples of similar length."""
         size = self.layout.batch_size
         ordered = sorted(samples, key=self.lengths.__getitem__, reverse=True)
         ordered += [self.filler] * (self.layout.rows_per_step - len(samples))
@@ -70,8 +69,11 @@ class StepSampler(Sampler[MicroBatch]):
         max_sequences = micro_batches * self.layout.sequences
         lengths = [self.lengths[index] for index in samples]
         packed = pack_shortest(lengths, max_sequences, self.layout.max_seq_len)
-        sequences = [[samples[position] for position in positions] for positions in packed]
-        tokens = [sum(self.lengths[index] for index in sequence) for sequence in sequences]
+        sequences: MicroBatch = []
+        tokens: list[int] = []
+        for positions in packed:
+            sequences.append([samples[position] for position in positions])
+            tokens.append(sum(lengths[position] for position in positions))
         for numbers in _distribute(tokens, micro_batches, self.layout.sequences):
             yield [sequences[number] for number in numbers] or [[self.filler]]
 
@@ -87,9 +89,7 @@ def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator
 def fullest_step(
     lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int, epochs: int
 ) -> int:
-    """Return how many sequences of `max_seq_len` tokens suffice for every packed step of `epochs`
-    epochs.
-    """
+    """Return how many sequences of `max_seq_len` tokens hold the fullest step of all epochs."""
     lengths = np.asarray(lengths).tolist()
     fullest = 0
     for epoch in range(epochs):
@@ -111,7 +111,7 @@ def padding(
 
 
 def _computed_tokens(sampler: StepSampler) -> int:
-    """Return the tokens of all micro-batches of an epoch, at the width to which the collators pad."""
+    """Return the tokens of all micro-batches of an epoch, with the padding of the collators."""
     total = 0
     for micro_batch in sampler:
         longest = max(_sequence_tokens(sequence, sampler.lengths) for sequence in micro_batch)
@@ -140,8 +140,7 @@ def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) 
 
 
 def _distribute(tokens: Sequence[int], micro_batches: int, max_sequences: int) -> list[list[int]]:
-    """Distribute sequences over micro-batches, the longest first to the micro-batch with the fewest
-    tokens.
+    """Distribute sequences, longest first, each to the micro-batch with the fewest tokens.
 
     Return the sequence numbers of each micro-batch, the one with the most tokens first.
     """

@@ -1,5 +1,6 @@
-"""Which documents share a sequence, and how wide a batch is padded. Pure: no torch, no numpy, no
-I/O.
+"""Which documents share a sequence, and how wide a batch is padded.
+
+Pure: no torch, no numpy, no I/O.
 """
 
 from collections.abc import Sequence
@@ -8,12 +9,11 @@ from sft_play.errors import ConfigError
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices of documents for each sequence of at most `capacity` tokens, by best-fit
-    decreasing.
+    """Return the indices of documents for each sequence of at most `capacity` tokens.
 
-    The longest document goes first, each into the fullest sequence that still has room for it: at
-    most 11/9 of the fewest sequences possible, plus one (Johnson et al. 1974). Equal lengths keep
-    their order. Raises: ConfigError for a length over the capacity.
+    Best-fit decreasing: the longest document goes first, each into the fullest sequence that still
+    has room for it. That is at most 11/9 of the fewest sequences possible, plus one (Johnson et al.
+    1974). Equal lengths keep their order. Raises ConfigError for a length over the capacity.
 
     >>> pack([5, 3, 8, 2, 4], 8)
     [[2], [0, 1], [4, 3]]
@@ -47,13 +47,15 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def padded_width(longest: int, max_seq_len: int) -> int:
-    """Return the tokens that a batch is padded to, `longest` and up to an eighth more.
+    """Return the tokens that a batch is padded to: `longest`, or up to an eighth more.
 
-    There are few widths, 8 from one power of two to the next, since a GPU plans its kernels and its
-    memory anew for each.
+    There are few widths, 8 between one power of two and the next, because a GPU plans its kernels
+    and its memory anew for each.
 
-    >>> [padded_width(longest, 2048) for longest in (1, 8, 100, 130, 1025, 2047)], padded_width(1000, 1000)
-    ([8, 8, 104, 144, 1152, 2048], 1000)
+    >>> [padded_width(longest, 2048) for longest in (1, 8, 100, 130, 1025, 2047)]
+    [8, 8, 104, 144, 1152, 2048]
+    >>> padded_width(1000, max_seq_len=1000)
+    1000
     """
     step = 8
     if longest >= 16:

@@ -1,8 +1,8 @@
-"""The way of the rows: find, tokenize, assemble.
+"""The data of a run in one call: find, tokenize, assemble.
 
-The front end goes it once, before any process group, and writes data.json (`data_facts`). Every
-rank reads that and only assembles. torch and transformers, which take seconds, are imported once the
-rows are found.
+The front end calls it once, before any process group, and writes data.json (`data_facts`). Every
+rank reads that file and only assembles. torch and transformers, which take seconds, are imported
+after the rows are found.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""`make preview`: which samples to show, and each as spans of text that are trained or not. Reads
-only the stored samples.
+"""`make preview`: which samples to show, and which of their text is trained.
 
-The text is decoded from the very ids that a run trains on, not taken from the rows. Legend: T
+The text is decoded from the stored ids that a run trains on, not taken from the rows. Legend: T
 tokens of one sample.
 """
 
@@ -23,9 +22,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes t
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens that are one piece of text: mostly one token, several where a character is split over
-    them.
-    """
+    """One piece of text: mostly one token, or several that share a character."""
 
     text: str
     ids: tuple[int, ...]
@@ -53,9 +50,7 @@ class PreviewDocument:
 
 @dataclass(frozen=True)
 class PreviewSequence:
-    """One sequence as the model sees it, and why it is shown; several documents where the run
-    packs.
-    """
+    """One sequence as the model sees it, and why it is shown; packed, it has several documents."""
 
     split: str
     reasons: tuple[str, ...]
@@ -80,8 +75,9 @@ def counts(documents: Sequence[PreviewDocument]) -> str:
 def preview_sequences(
     data: RunData, tokenizer: Any, first: int, too_long: str, packed: Sequence[int] = ()
 ) -> list[PreviewSequence]:
-    """Return the first training samples and those that show most; also the sequence of the samples
-    `packed`, if any.
+    """Return the first training samples, and one of each kind that is easy to get wrong.
+
+    The last sequence holds the samples `packed`, if there are any.
     """
     find_spans = SpanFinder(tokenizer)
 
@@ -100,8 +96,9 @@ def preview_sequences(
 
 
 def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
-    """Return indices of samples, each with why it is shown: the first ones, and one of each kind
-    that is easy to get wrong.
+    """Return indices of samples, each with the reasons why it is shown.
+
+    These are the first samples, and one of each kind that is easy to get wrong.
     """
     chosen = {index: [f"sample {index + 1}"] for index in range(min(first, len(split)))}
     masks = {
@@ -137,10 +134,9 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
 
 
 def first_packed_sequence(lengths: np.ndarray, layout: Layout, seed: int) -> list[int]:
-    """Return the samples of the packed sequence with the fewest documents, but at least two, in the
-    first micro-batch.
+    """Return the samples of a packed sequence of the first micro-batch.
 
-    Return none where no sequence has two documents.
+    It is the one with the fewest documents, at least two; [] if no sequence has two.
     """
     micro_batch = next(iter(StepSampler(lengths, layout, seed)))
     packed = [sequence for sequence in micro_batch if len(sequence) > 1]
@@ -155,7 +151,7 @@ def _continues_row(split: Split) -> np.ndarray:
 
 
 class SpanFinder:
-    """Finds the spans of samples; everything that depends on the tokenizer alone is computed once."""
+    """Finds the spans of samples, with one tokenizer."""
 
     def __init__(self, tokenizer: Any):
         self._backend = tokenizer.backend_tokenizer
@@ -170,12 +166,12 @@ class SpanFinder:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def __call__(self, sample: Sample) -> tuple[TokenSpan, ...]:
-        """Return a sample's spans. Their joined texts are its decoded ids, unless these end inside
-        a character.
+        """Return a sample's spans; their joined texts are its decoded ids.
 
-        A token alone has no text: the bytes of a character may be spread over several tokens, and
-        some tokens have a space before their word only after other tokens. So tokens are decoded
-        together with the span before them; the text that they add is theirs.
+        The exception are ids that end inside a character. A token alone has no text: the bytes of
+        a character may be spread over several tokens, and some tokens begin with a space only after
+        other tokens. So tokens are decoded together with the span before them, and get the text
+        that they add.
         """
         ids = sample.ids.tolist()
         trained = (sample.labels != IGNORE_INDEX).tolist()

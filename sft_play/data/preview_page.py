@@ -1,9 +1,7 @@
-"""`make preview` as a page: one HTML file that loads nothing, runs nothing, and reads in light and
-dark. Pure.
-"""
+"""`make preview` as one HTML page, light or dark, without scripts or outside files. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 
@@ -22,17 +20,19 @@ HEAD = """<!doctype html>
 """
 
 STYLE = """
-:root { --page: #fff; --ink: #1c2024; --faint: #68707a; --line: #d9dde2; --shade: #00000009; --label: #2f5fb3 }
-:root { --trained: #c9ecd0; --trained-shade: #b2e0bc }
+:root { --page: #fff; --ink: #1c2024; --faint: #68707a; --line: #d9dde2; --shade: #00000009 }
+:root { --label: #2f5fb3; --trained: #c9ecd0; --trained-shade: #b2e0bc }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #15181c; --ink: #dde1e6; --faint: #8f98a3; --line: #363c44; --shade: #ffffff0d; --label: #8fb4f5 }
-  :root { --trained: #1d4a2b; --trained-shade: #275c37 }
+  :root { --page: #15181c; --ink: #dde1e6; --faint: #8f98a3; --line: #363c44; --shade: #ffffff0d }
+  :root { --label: #8fb4f5; --trained: #1d4a2b; --trained-shade: #275c37 }
 }
 * { box-sizing: border-box }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 66rem; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 66rem }
+body { background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
 h1 { margin: 0; font-size: 1.5rem }
 h2 { margin: 2.5rem 0 .25rem; font-size: 1rem; overflow-wrap: anywhere }
-h3 { margin: 0; padding: .3rem .8rem; border-top: 2px dashed var(--faint); font-size: .85rem; overflow-wrap: anywhere }
+h3 { margin: 0; padding: .3rem .8rem; border-top: 2px dashed var(--faint) }
+h3 { font-size: .85rem; overflow-wrap: anywhere }
 h3:first-of-type { border-top: 0 }
 p { margin: .25rem 0 }
 .facts, h3, .note, caption { color: var(--faint); font-weight: normal }
@@ -58,7 +58,8 @@ u { text-decoration: none; color: var(--faint) }
 u.line::before { content: "\\21B5" }
 u.tab { position: relative }
 u.tab::before { content: "\\21E5"; position: absolute }
-u.blanks { font-family: ui-monospace, monospace; white-space: pre-wrap; background: radial-gradient(circle, var(--faint) 1px, transparent 1.5px) 0 / 1ch 100% }
+u.blanks { font-family: ui-monospace, monospace; white-space: pre-wrap }
+u.blanks { background: radial-gradient(circle, var(--faint) 1px, transparent 1.5px) 0 / 1ch 100% }
 """
 
 LEGEND = (
@@ -89,9 +90,7 @@ def render_page(
 
 
 def span_html(span: TokenSpan) -> str:
-    """Return a span as an element whose text is the span's; the style sheet marks line feeds and
-    whitespace.
-    """
+    """Return a span as an element with the span's text; the style sheet marks whitespace."""
     last = span.index + len(span.ids) - 1
     where = f"tokens {span.index} to {last}, ids"
     if last == span.index:
@@ -149,13 +148,9 @@ def _document_html(document: PreviewDocument) -> str:
         html += f'<p class="note">{escape(document.note)}</p>\n'
     html += "<pre>"
     for is_trained, run in groupby(document.spans, key=lambda span: span.is_trained):
-        spans = _spans_html(run)
+        spans = "".join(map(span_html, run))
         html += f"<mark>{spans}</mark>" if is_trained else spans
     return html + "</pre>\n"
-
-
-def _spans_html(spans: Iterable[TokenSpan]) -> str:
-    return "".join(map(span_html, spans))
 
 
 def _span_text(text: str) -> str:

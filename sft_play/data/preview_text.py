@@ -1,4 +1,5 @@
-"""`make preview` in a terminal: sequences in colour, or with marks where the terminal shows none.
+"""`make preview` in a terminal: in colour, or with marks where there is none.
+
 Loads no torch at import.
 """
 
@@ -18,11 +19,8 @@ TRAINED_SPECIAL = "bold green reverse"
 FAINT = "dim"
 HEADING = "bold"
 SHOWN_WHITESPACE = " \n\t\u3000"
-JOINERS = {
-    "\u200c",
-    "\u200d",
-    *map(chr, range(0xE0020, 0xE0080)),
-}  # of Persian and Indic letters, of emoji and flags
+# Join Persian and Indic letters, emoji, and the letters of flags
+JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
 HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
 
 
@@ -54,16 +52,12 @@ def in_color(sequence: PreviewSequence) -> list[Fragment]:
 
 
 def in_marks(sequence: PreviewSequence) -> str:
-    """Return a sequence for a terminal or a file without colours: trained tokens are between ⟦ and
-    ⟧.
-    """
+    """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
     return "".join(fragment.text for fragment in _fragments(sequence, _mark_spans))
 
 
 def make_visible(text: str) -> str:
-    """Return a text in which characters that are invisible, or control a terminal, are written as
-    `⟨U+202E⟩`.
-    """
+    """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
     return "".join(map(_visible_character, text))
 
 

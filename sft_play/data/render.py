@@ -1,9 +1,8 @@
-"""Rows to token ids and labels, through the tokenizer's own chat template, for training and for use
-alike. Loads no torch.
+"""Rows to token ids and labels, with the tokenizer's own chat template. Loads no torch.
 
-No template is trusted: `training_text` finds what is trained in a text, and this module proves it
-on the tokens. Training equals use: the ids before an answer are those that `render_prompt` gives
-the model when it is to answer.
+No template is trusted: `training_text` finds the trained characters of a text, and this module
+checks them on the tokens. Training equals use: the ids before an answer are those that
+`render_prompt` gives the model when it is to answer.
 Legend: T tokens of one sample.
 """
 
@@ -14,7 +13,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from sft_play.data.generation_marks import TokenSpan, check_generation_marks, marks_equal_answers
-from sft_play.data.rows import Message, Row
+from sft_play.data.rows import Json, Message, Row
 from sft_play.data.templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
@@ -56,9 +55,7 @@ class RenderedSample:
 
 
 class PromptTail(NamedTuple):
-    """The end of a prompt, which is tokenized alone to prove that the prompt's ids begin the
-    sample's.
-    """
+    """The end of a prompt, tokenized alone to check that the sample begins with its ids."""
 
     first_token: int  # at which the tail begins, in the tokens of the whole text
     text: str
@@ -74,9 +71,7 @@ class _TokenizedText:
 
 
 class Renderer:
-    """Renders rows to samples, a batch at a time; everything that depends on the tokenizer alone is
-    computed once.
-    """
+    """Renders rows to samples, a batch at a time, with one tokenizer."""
 
     def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
         self._texts = TrainingTextBuilder(tokenizer, train_on)
@@ -109,7 +104,10 @@ class Renderer:
             if not isinstance(found, RenderError):
                 texts.extend(found)
         tokenized = self._tokenize_texts(texts)
-        tails = list({tail.text for text in tokenized for tail in text.tails})
+        tail_texts: set[str] = set()
+        for text in tokenized:
+            tail_texts.update(tail.text for tail in text.tails)
+        tails = list(tail_texts)
         tail_ids = dict(zip(tails, self._tokenize(tails), strict=True))
         remaining = iter(tokenized)
         results: list[tuple[RenderedSample, ...] | RenderError] = []
@@ -147,7 +145,7 @@ class Renderer:
         return tokenized
 
     def _prompt_tail(self, text: str, prompt_end: int, ids: list[int]) -> PromptTail:
-        """Return the tail of a prompt, from its last added token (as in `<|im_start|>assistant\n`).
+        """Return the tail of a prompt, from its last added token, such as `<|im_start|>`.
 
         Tokenizers split texts at their added tokens first, so the tokens before an added token do
         not depend on what follows it, and comparing from the last one is enough. Without one, the
@@ -218,8 +216,9 @@ class Renderer:
     def _token_span(
         self, tokenized: _TokenizedText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
     ) -> TokenSpan:
-        """Return the tokens of an answer with its stop token. Raises RenderError unless they are
-        exactly its text.
+        """Return the tokens of an answer with its stop token.
+
+        Raises RenderError unless they decode to exactly its text.
         """
         ids = tokenized.ids
         text = tokenized.text.text
@@ -256,8 +255,9 @@ class Renderer:
             )
 
     def _normalize(self, text: str) -> str:
-        """Return a text as the tokenizer reads it, without whitespace: some decoders add it between
-        tokens or drop the first.
+        """Return a text as the tokenizer reads it, without whitespace.
+
+        Some decoders add whitespace between tokens or drop the first.
         """
         if self._tokenizer.normalizer:
             text = self._tokenizer.normalizer.normalize_str(text)
@@ -272,10 +272,8 @@ class Renderer:
 
 
 def render_prompt(
-    messages: Sequence[Message], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
+    messages: Sequence[Message], tokenizer: Any, tools: Sequence[Json] = ()
 ) -> list[int]:
-    """Return the ids of a prompt, ready for the model to answer. Raises RenderError when the
-    template refuses it.
-    """
+    """Return the ids of a prompt that the model is to answer. Raises RenderError."""
     text = ChatTemplate(tokenizer).render_prompt(template_messages(messages), tools)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,17 +1,19 @@
-"""How many samples and tokens a config trains on: recorded when its rows were tokenized, else
-estimated. Loads no torch, no numpy.
+"""How many samples and tokens a config trains on, recorded or estimated.
+
+Loads no torch, no numpy.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data import cache
-from sft_play.data.files import Chunk, read_chunks
+from sft_play.data.files import read_chunks
 from sft_play.data.rows import MAX_HELD_OUT_ROWS
 from sft_play.data.sources import SETTINGS, local_files, source_sections
 from sft_play.errors import DataError
@@ -41,10 +43,10 @@ def record_counts(config: Config, data: "RunData") -> None:
 
 
 def count_rows(config: Config) -> Counted:
-    """Return how many samples a resolved config trains on, as last recorded for the same rows, else
-    estimated.
+    """Return how many samples a resolved config trains on.
 
-    Raises: DataError for rows that cannot be read, are not on this machine, or do not exist.
+    The number was recorded when the same rows were tokenized, or is an estimate.
+    Raises DataError for rows that cannot be read, are not on this machine, or do not exist.
     """
     path = _record_path(config)
     if path.is_file():
@@ -84,7 +86,7 @@ def _estimate_source(section: SourceSection, max_seq_len: int) -> SourceEstimate
     rows = 0
     tokens = 0.0
     bytes_read = 0
-    for chunk in _chunks(files):
+    for chunk in chain.from_iterable(map(read_chunks, files)):
         chunk_rows = len(chunk.records)
         characters = (len(chunk.raw(position)) for position in range(chunk_rows))
         rows += chunk_rows
@@ -99,14 +101,10 @@ def _estimate_source(section: SourceSection, max_seq_len: int) -> SourceEstimate
     return SourceEstimate(all_rows, tokens / rows, section.weight)
 
 
-def _chunks(files: Iterable[Path]) -> Iterator[Chunk]:
-    for file in files:
-        yield from read_chunks(file)
-
-
 def _record_path(config: Config) -> Path:
-    """Return where the counts of a config are recorded: by its settings, and the size and time of
-    every local file.
+    """Return where the counts of a config are recorded.
+
+    The name digests its settings, and the path, size and time of every local file.
     """
     facts = {
         "data": config.data.model_dump(),

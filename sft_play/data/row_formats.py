@@ -1,16 +1,15 @@
-"""The row formats that files may have, and records as rows. Pure, except for `detect_format` and
-`read_rows`, which read files.
+"""The row formats that files may have, and records as rows.
 
-A file has one format: the first of ROW_FORMATS whose columns its first readable rows have. Other
-columns are ignored. Texts are taken unchanged, with their whitespace.
+Only `detect_format` and `read_rows` read files. A file has one format: the first of ROW_FORMATS
+whose columns its first readable rows have. Other columns are ignored. Texts keep their whitespace.
 """
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from sft_play.data.csv_files import DELIMITERS
 from sft_play.data.files import Chunk, file_format, parse_records, read_chunks
@@ -24,12 +23,13 @@ from sft_play.data.messages import (
     parse_text,
     shorten,
 )
-from sft_play.data.rows import BadRow, Message, Row, UnreadableRecord, raise_bad_rows
+from sft_play.data.rows import BadRow, Json, Message, Row, UnreadableRecord, raise_bad_rows
 from sft_play.errors import DataError
 
 FIRST_RECORDS = 100  # of a file, which tell its format
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
-# Format: its required columns. The most specific come first; a file with the columns of several has the first.
+# Format: its required columns. The most specific come first: a file with the columns of several
+# formats has the first.
 ROW_FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -48,15 +48,12 @@ OPTIONAL_FIELDS = {
     "instruction": (*SHARED_FIELDS, "input"),
     "text": (),
 }
-FIELDS = (
-    *dict.fromkeys(field for required in ROW_FORMATS.values() for field in required),
-    *SHARED_FIELDS,
-)
+FIELDS = (*dict.fromkeys(chain.from_iterable(ROW_FORMATS.values())), *SHARED_FIELDS)
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a file holds its rows: one of ROW_FORMATS, and the file's column for each of its fields."""
+    """How a file holds its rows: one of ROW_FORMATS, and the file's column for each field."""
 
     name: str
     columns: Mapping[str, str]
@@ -77,8 +74,7 @@ class SystemPrompt:
 
 
 def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
-    """Return the row format of a file; `columns` says which column holds a field under another
-    name.
+    """Return the row format of a file; `columns` gives fields the file's own column names.
 
     Raises: DataError for a file without rows, with rows of no known format, or without one of
     `columns`.
@@ -87,7 +83,7 @@ def detect_format(path: Path, columns: Mapping[str, str]) -> RowFormat:
     if chunk is None:
         raise DataError(f'{path}: no rows; a row is such as {{"question": "...", "answer": "..."}}')
     records = _readable_records(chunk)
-    keys = list(dict.fromkeys(key for record in records for key in record))
+    keys = list(dict.fromkeys(chain.from_iterable(records)))
     _check_columns(path, columns, keys)
     for record in records:
         for name, required in ROW_FORMATS.items():
@@ -141,9 +137,9 @@ def read_rows(
     return rows
 
 
-def _readable_records(chunk: Chunk) -> list[dict[str, Any]]:
+def _readable_records(chunk: Chunk) -> list[Json]:
     """Return the records of a chunk that can be read. Raises DataError if none can."""
-    readable: list[dict[str, Any]] = []
+    readable: list[Json] = []
     bad: list[BadRow] = []
     for position, record in enumerate(parse_records(chunk)):
         if isinstance(record, UnreadableRecord):
@@ -188,7 +184,7 @@ def _list_columns(names: Iterable[str]) -> str:
     return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
 
 
-def _is_sharegpt(records: list[dict[str, Any]], column: str) -> bool:
+def _is_sharegpt(records: list[Json], column: str) -> bool:
     """Return whether the first list of messages that can be read is ShareGPT's."""
     for record in records:
         try:
@@ -199,7 +195,7 @@ def _is_sharegpt(records: list[dict[str, Any]], column: str) -> bool:
 
 
 def _parse_row(
-    record: dict[str, Any], row_format: RowFormat, origin: str, system_prompt: SystemPrompt
+    record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
 ) -> Row:
     if row_format.name == "text":
         (column,) = row_format.required
@@ -225,12 +221,12 @@ def _with_system_prompt(
     return (Message("system", system_prompt.text), *rest)
 
 
-def _parse_message_column(record: dict[str, Any], row_format: RowFormat) -> tuple[Message, ...]:
+def _parse_message_column(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     (column,) = row_format.required
     return parse_conversation([MessageList(column, record[column])], row_format.is_sharegpt)
 
 
-def _parse_instruction(record: dict[str, Any], row_format: RowFormat) -> tuple[Message, ...]:
+def _parse_instruction(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     instruction, output = row_format.required
     question = parse_text(record[instruction], instruction)
     input_column = row_format.columns["input"]
@@ -240,18 +236,15 @@ def _parse_instruction(record: dict[str, Any], row_format: RowFormat) -> tuple[M
     return Message("user", question), Message("assistant", parse_text(record[output], output))
 
 
-def _parse_prompt(record: dict[str, Any], row_format: RowFormat) -> tuple[Message, ...]:
+def _parse_prompt(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     prompt, completion = row_format.required
     if isinstance(record[prompt], list) and isinstance(record[completion], list):
-        lists = [
-            MessageList(prompt, record[prompt]),
-            MessageList(completion, record[completion]),
-        ]
+        lists = [MessageList(name, record[name]) for name in (prompt, completion)]
         return parse_conversation(lists, is_sharegpt=False)
     return _parse_pair(record, row_format)
 
 
-def _parse_pair(record: dict[str, Any], row_format: RowFormat) -> tuple[Message, ...]:
+def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     question, answer = row_format.required
     return (
         Message("user", parse_text(record[question], question)),
@@ -259,8 +252,7 @@ def _parse_pair(record: dict[str, Any], row_format: RowFormat) -> tuple[Message,
     )
 
 
-MessageParser = Callable[[dict[str, Any], RowFormat], tuple[Message, ...]]
-_MESSAGE_PARSERS: dict[str, MessageParser] = {
+_MESSAGE_PARSERS: dict[str, Callable[[Json, RowFormat], tuple[Message, ...]]] = {
     **dict.fromkeys(ROW_FORMATS, _parse_pair),
     "messages": _parse_message_column,
     "conversations": _parse_message_column,

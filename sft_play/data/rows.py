@@ -1,12 +1,12 @@
-"""The types of the data room: messages, rows, and records that cannot be used. Reads nothing, loads
-no torch.
-"""
+"""Messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from sft_play.errors import DataError
+
+Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
@@ -19,7 +19,7 @@ class Message:
     role: str
     content: str
     reasoning: str | None = None  # what an assistant thinks before it answers
-    tool_calls: tuple[dict[str, Any], ...] = ()  # of an assistant, in OpenAI's format
+    tool_calls: tuple[Json, ...] = ()  # of an assistant, in OpenAI's format
     name: str | None = None  # of the tool that a tool message answers for
     tool_call_id: str | None = None
 
@@ -31,12 +31,12 @@ class Row:
     messages: tuple[Message, ...]
     origin: str
     text: str | None = None  # plain text: then there are no messages, and every token is trained
-    tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call: JSON schemas
+    tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A record that is no row: where it is, why, and its text with bytes that are no UTF-8 escaped."""
+    """A record that is no row: where it is, why, and its text, with broken UTF-8 escaped."""
 
     origin: str
     reason: str

@@ -1,5 +1,6 @@
-"""The files of the sources that data settings name: a file, a folder of them, or a data set of the
-Hugging Face hub. Loads no torch.
+"""The files that data settings name: a file, a folder, or a data set of the Hugging Face hub.
+
+Loads no torch.
 """
 
 import os
@@ -42,11 +43,10 @@ class Source:
 
 
 def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
-    """Return the sources of each split that has rows of its own, after a check of the first rows of
-    every file.
+    """Return the sources of each split that has rows of its own.
 
-    Hub data sets are fetched, once. Raises: DataError, and EnvironmentFault where the hub cannot be
-    reached.
+    Checks the first rows of every file, and fetches hub data sets once. Raises DataError, and
+    EnvironmentFault where the hub cannot be reached.
     """
     found: dict[str, tuple[Source, ...]] = {}
     for split, name in SETTINGS.items():
@@ -136,9 +136,7 @@ def _refuse_hub_options(section: SourceSection, where: str) -> None:
 
 
 def _files_of_folder(folder: Path, where: str) -> tuple[Path, ...]:
-    """Return the data files in and below a folder, by relative name, but for names that begin with
-    . or _.
-    """
+    """Return the data files in and below a folder, sorted, without names that begin with . or _."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
         example = folder / (splits or ["train"])[0]

@@ -1,7 +1,7 @@
-"""Which samples are trained on and which are evaluated on: held-out rows, overlap, and the mix of
-sources. Pure; loads no torch.
+"""Which samples are trained on and which are evaluated on: held-out rows, overlap, source mix.
 
-Works on the samples' records (`store.RECORD`). Indices are of samples in one array of records.
+Works on the samples' records (`store.RECORD`); indices are into one array of records. Pure; loads
+no torch.
 """
 
 import random
@@ -38,11 +38,11 @@ def begins_row(records: np.ndarray) -> np.ndarray:
 
 
 def choose_held_out(records: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out, about `fraction` of the rows and at most
-    MAX_HELD_OUT_ROWS.
+    """Return a mask (N,) of the samples to hold out.
 
-    Rows of the same words are held out together, so that nothing evaluated is trained on. The mask
-    may be all true or all false.
+    They are about `fraction` of the rows, and at most MAX_HELD_OUT_ROWS. Rows of the same words are
+    held out together, so that nothing evaluated is trained on. The mask may be all true or all
+    false.
     """
     _, group_of = np.unique(records["normalized"], return_inverse=True)
     # samples of split rows count as rows here, so that fewer rows are held out
@@ -82,8 +82,7 @@ def count_duplicates(records: np.ndarray) -> EqualRows:
 def mix_sources(
     indices: Sequence[np.ndarray], weights: Sequence[float], seed: int
 ) -> list[np.ndarray]:
-    """Return each source's samples in one epoch, repeated so that the sources have the ratio of
-    `weights`.
+    """Return each source's samples of one epoch, repeated so that the ratio is that of `weights`.
 
     The source with the most samples for its weight is taken once. The others repeat, and the seed
     draws the samples of the last, incomplete repeat. So no source ends early and none is cut.

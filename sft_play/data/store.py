@@ -1,8 +1,7 @@
-"""Tokenized samples on disk: written once, mapped into memory by every process that reads them.
-Loads no torch.
+"""Tokenized samples on disk: written once, mapped into memory by every process.
 
 A store is a folder of flat little-endian arrays: the ids of all samples in a row, whether each id
-is trained, and a record for each sample. Legend: N samples, T tokens of one of them.
+is trained, and a record for each sample. Loads no torch. Legend: N samples, T tokens of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +37,9 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence as the model sees it: ids (T,) int32, labels (T,) int64 with IGNORE_INDEX where
-    no loss.
+    """One sequence as the model sees it.
+
+    ids (T,) int32; labels (T,) int64, IGNORE_INDEX where no loss.
     """
 
     ids: np.ndarray
@@ -52,9 +52,7 @@ class Sample:
 
     @property
     def prompt(self) -> list[int]:
-        """The ids before the last answer: the model's input when it is to answer; empty for plain
-        text.
-        """
+        """The ids before the last answer, which the model is given at use; empty for plain text."""
         return self.ids[: self.answer_start].tolist()
 
 
@@ -85,7 +83,7 @@ class Store:
 
 @dataclass(frozen=True)
 class RowIdentity:
-    """The row of a sample: which file of the source and which record in it, and hashes of its text."""
+    """The row of a sample: its file in the source, its record there, and hashes of its text."""
 
     file: int
     number: int
@@ -131,14 +129,15 @@ class StoreWriter:
 
     def append(self, samples: SampleArrays) -> None:
         """Add samples whose records' `end` counts from 0."""
-        ids, trained, records = samples
-        tokens = records["end"][-1] if len(records) else 0
-        assert len(ids) == len(trained) == tokens, "the records end where the ids do"
-        records = records.copy()
+        records = samples.records.copy()
+        tokens = int(records["end"][-1]) if len(records) else 0
+        assert len(samples.ids) == len(samples.trained) == tokens, (
+            "the records end where the ids do"
+        )
         records["end"] += self.tokens
-        self.tokens += len(ids)
-        self._write(IDS, ids, ID)
-        self._write(TRAINED, trained, np.bool_)
+        self.tokens += tokens
+        self._write(IDS, samples.ids, ID)
+        self._write(TRAINED, samples.trained, np.bool_)
         self._write(RECORDS, records, RECORD)
 
     def _write(self, name: str, array: np.ndarray, dtype: np.typing.DTypeLike) -> None:
@@ -170,9 +169,7 @@ class Split:
         indices: Sequence[np.ndarray],
         files: Sequence[Sequence[str]] = (),
     ):
-        """`indices` are those of samples in each store; `files`, the names of the files of each
-        store.
-        """
+        """`indices` are of the samples in each store; `files` are the file names of each store."""
         self.stores = tuple(stores)
         self.files = tuple(files)
         counts = [len(part) for part in indices]

@@ -1,13 +1,11 @@
-"""Checks that a chat template writes the messages of a conversation, all of them and unchanged.
-Pure.
-"""
+"""Checks that a chat template writes every message of a conversation, unchanged. Pure."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sft_play.data.rows import Message
+from sft_play.data.rows import Json, Message
 from sft_play.data.templates import RenderError, decode_arguments, iterate_strings
 
 MAX_QUOTED_CHARACTERS = 24
@@ -30,11 +28,11 @@ class Thought(NamedTuple):
 
 
 def check_prompt(messages: Sequence[Message], prompt: str) -> None:
-    """Raise RenderError unless every message's content is in the prompt, apart from whitespace
-    around it.
+    """Raise RenderError unless the prompt holds every message's content.
 
-    Of earlier answers only the part after the reasoning is required, since templates leave
-    reasoning out of the history. Earlier tool calls may be written in any way.
+    Whitespace around a content does not count. Of earlier answers only the part after the reasoning
+    is required, since templates leave reasoning out of the history. Earlier tool calls may be
+    written in any way.
     """
     position = 0
     for index, message in enumerate(messages):
@@ -120,15 +118,15 @@ def _accepted_forms(message: Message) -> list[str]:
 def _check_calls(text: str, message: Message, where: str) -> None:
     for call in message.tool_calls:
         for word in _call_strings(call):
-            ascii_word = json.dumps(word)[1:-1]
-            if not any(form in text for form in (word, _json_characters(word), ascii_word)):
+            forms = (word, _json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
+            if not any(form in text for form in forms):
                 raise RenderError(
                     f"the chat template leaves out or changes a tool call of {where}: {quote(word)}"
                 )
 
 
-def _call_strings(call: Mapping[str, Any]) -> list[str]:
-    """Return the name of the function that a call names, and all texts and keys in its arguments."""
+def _call_strings(call: Json) -> list[str]:
+    """Return the function name of a call, and all texts and keys of its arguments."""
     function = call.get("function", call)
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
     return [function.get("name", ""), *iterate_strings(decode_arguments(arguments))]
@@ -153,8 +151,6 @@ def _ends_with_thought(text: str, content: str, ending: re.Pattern[str]) -> bool
 
 
 def _split_thought(content: str) -> Thought:
-    """Split a content into its reasoning and its answer; some templates change the whitespace
-    between them.
-    """
+    """Split a content into reasoning and answer; templates may change the whitespace between."""
     before, _, answer = content.rpartition("</think>")
     return Thought(before.strip().removeprefix("<think>").strip(), answer.strip())

@@ -1,5 +1,6 @@
-"""What a tokenizer's chat template writes for a conversation, and which tokens end an answer. Loads
-no torch; tokenizes nothing.
+"""What a tokenizer's chat template writes, and which tokens end an answer.
+
+Loads no torch; tokenizes nothing.
 """
 
 import json
@@ -8,26 +9,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sft_play.data.rows import Message
+from sft_play.data.rows import Json, Message
 from sft_play.errors import DataError
 
-# Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4, Phi, gpt-oss, Cohere and
-# DeepSeek Coder
+# Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
+# Phi, gpt-oss, Cohere and DeepSeek Coder
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>"),
     *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
 )
 
-# For base models without a template: as ChatML, but in plain words, so that no token has to be added. Base models that have
-# a beginning-of-text token (Llama, Gemma) saw it before every text; for others it is empty.
+# For base models without a template: as ChatML, but in plain words, so that no token has to be
+# added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
+# for others it is empty.
 DEFAULT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
 
-# Some templates write today's date. A run that starts before midnight, is resumed a day later and is used in a month must see
-# the same prompt, so their clock is fixed at the date that Llama 3.1's template uses where it has no clock.
+# Some templates write today's date. A run that starts before midnight, is resumed a day later and
+# is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
+# template uses where it has no clock.
 CLOCK = datetime(2024, 7, 26)
 
 # transformers' mark of what an assistant generates
@@ -46,8 +50,9 @@ class CharacterSpan(NamedTuple):
 
 
 class TemplateText(NamedTuple):
-    """What a template writes for a conversation, and what of it `{% generation %}` marks; None
-    without such marks.
+    """What a template writes for a conversation.
+
+    `generated` is what `{% generation %}` marks, None if the template has no such marks.
     """
 
     text: str
@@ -66,9 +71,7 @@ class _Source(NamedTuple):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, unedited, with a fixed clock; DEFAULT_TEMPLATE where it has
-    none.
-    """
+    """A tokenizer's own chat template, or DEFAULT_TEMPLATE, with a fixed clock."""
 
     def __init__(self, tokenizer: Any):
         default = None if tokenizer.chat_template else DEFAULT_TEMPLATE
@@ -77,22 +80,18 @@ class ChatTemplate:
         self._with_tools = _Source.of(tokenizer.get_chat_template(default, tools=[{}]))
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
 
-    def render_prompt(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
-    ) -> str:
+    def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""
         return self._render(messages, tools, add_generation_prompt=True).text
 
-    def render_conversation(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
-    ) -> TemplateText:
+    def render_conversation(self, messages: list[Json], tools: Sequence[Json] = ()) -> TemplateText:
         """Return the text of a conversation with its generation marks. Raises RenderError."""
         return self._render(messages, tools, add_generation_prompt=False)
 
     def _render(
         self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
+        messages: list[Json],
+        tools: Sequence[Json],
         add_generation_prompt: bool,
     ) -> TemplateText:
         try:
@@ -107,8 +106,8 @@ class ChatTemplate:
 
     def _run(
         self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
+        messages: list[Json],
+        tools: Sequence[Json],
         add_generation_prompt: bool,
     ) -> TemplateText:
         from jinja2 import TemplateError
@@ -138,10 +137,8 @@ def template_of(tokenizer: Any) -> str:
     return tokenizer.chat_template or DEFAULT_TEMPLATE
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with the keys that transformers' templates read; what a message lacks has no
-    key.
-    """
+def template_messages(messages: Sequence[Message]) -> list[Json]:
+    """Return messages as transformers' templates read them; absent fields have no key."""
     return [_template_message(message) for message in messages]
 
 
@@ -159,8 +156,9 @@ def stop_ids(tokenizer: Any) -> set[int]:
 
 
 def decode_arguments(arguments: Any) -> Any:
-    """Return the value of JSON text: OpenAI's API writes arguments as text, transformers' templates
-    expect an object.
+    """Return the value of arguments that may be JSON text.
+
+    OpenAI's API writes arguments as text; transformers' templates expect an object.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -183,8 +181,8 @@ def iterate_strings(value: Any) -> Iterator[str]:
             yield from iterate_strings(inner)
 
 
-def _template_message(message: Message) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+def _template_message(message: Message) -> Json:
+    fields: Json = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning  # Qwen, GLM
         fields["thinking"] = message.reasoning  # gpt-oss
@@ -199,7 +197,7 @@ def _template_message(message: Message) -> dict[str, Any]:
     return fields
 
 
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_json_arguments(message: Json) -> Json:
     if "tool_calls" not in message:
         return message
     calls = [_map_arguments(call, _encode_arguments) for call in message["tool_calls"]]
@@ -210,7 +208,7 @@ def _encode_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
     function = call.get("function")
     if not isinstance(function, Mapping) or "arguments" not in function:
         return dict(call)

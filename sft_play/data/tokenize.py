@@ -1,8 +1,7 @@
-"""The rows of sources as stores of samples, on all cores, in memory that does not grow with the
-rows. Loads no torch.
+"""Tokenizes the rows of sources into stores, on all cores.
 
 The parent process reads chunks of raw records and appends arrays to the store; worker processes
-parse, render and tokenize.
+parse, render and tokenize. Memory does not grow with the rows. Loads no torch.
 """
 
 import gc
@@ -55,8 +54,9 @@ CHUNKS_IN_FLIGHT = 3  # for each process
 def tokenize_sources(
     config: Config, found: Mapping[str, Sequence[Source]], tokenizer: Any
 ) -> TokenizedSplits:
-    """Return every source with the folder of its samples, tokenized now if the cache has none.
-    Raises DataError, OutOfMemory.
+    """Return every source with the folder of its samples; tokenizes what the cache lacks.
+
+    Raises: DataError, OutOfMemory.
     """
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_of(tokenizer))
     splits: TokenizedSplits = {}
@@ -98,7 +98,7 @@ def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer:
 
 
 def count_processes(file_bytes: int) -> int:
-    """Return how many processes tokenize files of this size; 1 is this one alone."""
+    """Return how many processes tokenize files of this size; 1 means this process alone."""
     if file_bytes < MIN_PARALLEL_BYTES:
         return 1
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))

@@ -1,17 +1,14 @@
-"""A tokenized source: its samples in the store, and what was written beside them about its rows.
-Loads no torch.
-"""
+"""A tokenized source: its samples in the store, and the facts beside them. Loads no torch."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from sft_play.data.cache import COMPLETE
 from sft_play.data.files import format_origin
 from sft_play.data.ledger import Tally
-from sft_play.data.rows import BadRow
+from sft_play.data.rows import BadRow, Json
 from sft_play.data.store import Store
 from sft_play.errors import DataError
 
@@ -20,7 +17,7 @@ BAD_ROWS = "bad_rows.jsonl"
 
 
 class LongRow(NamedTuple):
-    """A row over model.max_seq_len: which file of the source, which record in it, and its tokens."""
+    """A row over model.max_seq_len: its file in the source, its record in the file, its tokens."""
 
     file: int
     number: int
@@ -49,7 +46,7 @@ class StoreSummary:
 
 @dataclass(frozen=True)
 class StoredBadRow:
-    """A row that was set aside, by file number, so that a moved file keeps its entry in the cache."""
+    """A row that was set aside. Its file is a number, so a moved file keeps its cache entry."""
 
     file: int
     place: str  # `:line` or `[index]` in that file
@@ -76,10 +73,8 @@ class TokenizedSource:
     folder: str
 
     @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the source that `asdict` gave. Raises DataError when its samples are no longer
-        there.
-        """
+    def from_json(cls, facts: Json) -> Self:
+        """Return the source that `asdict` gave. Raises DataError when its samples are gone."""
         source = cls(**{**facts, "files": tuple(facts["files"])})
         if not (Path(source.folder) / SUMMARY).is_file():
             raise DataError(
@@ -106,16 +101,17 @@ class TokenizedSource:
         return format_origin(Path(self.files[file]), number)
 
 
-TokenizedSplits = dict[
-    str, tuple[TokenizedSource, ...]
-]  # train; validation and test if they have rows of their own
+# train; validation and test if they have rows of their own
+TokenizedSplits = dict[str, tuple[TokenizedSource, ...]]
 
 
 def read_bad_rows(splits: TokenizedSplits) -> dict[str, list[BadRow]]:
     """Return the rows that were set aside, of each split that has some."""
     found: dict[str, list[BadRow]] = {}
     for split, sources in splits.items():
-        rows = [row for source in sources for row in source.read_bad_rows()]
+        rows: list[BadRow] = []
+        for source in sources:
+            rows += source.read_bad_rows()
         if rows:
             found[split] = rows
     return found

@@ -1,12 +1,11 @@
-"""The texts that train a conversation's answers, and where in them each answer is. Tokenizes
-nothing.
+"""The texts that train a conversation's answers, and where each answer is. Tokenizes nothing.
 
-The *generation view* of an answer is the conversation up to and including it, as the template
-writes it when that answer is the last: first the prompt that the model is given at use, then what
-it is to write. Templates write some answers differently once the conversation continues (Qwen 3 and
-DeepSeek R1 leave the reasoning out of the history, gpt-oss ends the last answer with a token of its
-own), so one row may give several texts: every answer is trained in a text that begins with its
-generation view, up to its stop token.
+The *generation view* of an answer is what the template writes for the conversation up to and
+including it: first the prompt that the model is given at use, then what it is to write. Templates
+write some answers differently once the conversation continues: Qwen 3 and DeepSeek R1 leave the
+reasoning out of the history, gpt-oss ends the last answer with a token of its own. So one row may
+give several texts. Each answer is trained in a text that begins with its generation view, up to
+its stop token.
 """
 
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, Literal
 
-from sft_play.data.rows import Message, Row
+from sft_play.data.rows import Json, Message, Row
 from sft_play.data.template_checks import AnswerText, check_answer, check_prompt, quote
 from sft_play.data.templates import (
     CharacterSpan,
@@ -26,7 +25,8 @@ from sft_play.data.templates import (
     template_messages,
 )
 
-# Messages of the longest conversation whose places are checked: a longer one continues as it began, and is costly to render twice
+# Longest conversation, in messages, that `_check_places` renders a second time: longer ones go on
+# as they began, and are costly to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
 
@@ -67,9 +67,7 @@ class TrainingTextBuilder:
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
     def build(self, row: Row) -> list[TrainingText]:
-        """Return the texts that train a conversation's answers, each answer once. Raises
-        RenderError.
-        """
+        """Return the texts that train a conversation's answers, each once. Raises RenderError."""
         answers = [
             index for index, message in enumerate(row.messages) if message.role == "assistant"
         ]
@@ -100,16 +98,14 @@ class TrainingTextBuilder:
                 raise
             raise RenderError(f"{error}; DATA_TRAIN_ON=last trains the last answer alone") from None
 
-    def _is_trainable(self, row: Row, messages: list[dict[str, Any]], index: int) -> bool:
+    def _is_trainable(self, row: Row, messages: list[Json], index: int) -> bool:
         try:
             self._generation_view(row, messages, index)
         except RenderError:
             return False
         return True
 
-    def _generation_view(
-        self, row: Row, messages: list[dict[str, Any]], index: int
-    ) -> TrainingText:
+    def _generation_view(self, row: Row, messages: list[Json], index: int) -> TrainingText:
         """Return the generation view of the answer `messages[index]`, with its span.
 
         If the template writes no stop token, eos is put after the last character: the model must
@@ -149,14 +145,11 @@ class TrainingTextBuilder:
                     "so what stands behind it would not be learned"
                 )
 
-    def _check_places(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
-    ) -> None:
-        """Raise RenderError unless the template writes every message of such a conversation, and
-        its answer once.
+    def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
+        """Raise RenderError unless the template writes every message, and the last answer once.
 
-        The template renders words that it would not write by itself: a content as short as "a" is
-        in many places by chance.
+        It renders words that no template writes by itself: a content as short as "a" is in many
+        places by chance.
         """
         structure = tuple((message["role"], "tool_calls" in message) for message in messages)
         if len(messages) > MAX_CHECKED_MESSAGES or structure in self._checked:

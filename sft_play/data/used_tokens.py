@@ -1,4 +1,4 @@
-"""Which token ids the samples of a run hold: a model needs an embedding for each. Loads no torch."""
+"""Which token ids the samples of a run hold; each needs an embedding. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,7 @@ TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
 
 @dataclass(frozen=True)
 class UsedTokens:
-    """The token ids of all samples. Samples hold no padding, so a padding token that occurs is part
-    of a row.
-    """
+    """The token ids of all samples. These have no padding: a padding token here is from a row."""
 
     ids: np.ndarray  # (U,) int64, sorted: each id that occurs
     trained_ids: np.ndarray  # those that are predicted somewhere, sorted
