@@ -51,6 +51,7 @@ class Backend:
     is_traceable: bool  # by `make plan EXACT=1`
     supports_probe: bool  # train.probe=auto measures a step before training
     has_own_kernels: bool  # fused kernels of its own, whatever train.fast_path says
+    patches_transformers: bool  # when imported, so it must be imported before transformers
     packing: PackingSupport
 
 
@@ -70,6 +71,7 @@ BNB = Backend(
     is_traceable=True,
     supports_probe=True,
     has_own_kernels=False,
+    patches_transformers=False,
     packing=PackingSupport(BNB_PACKED_MODEL_TYPES, frozenset({"lora", "qlora", "full"})),
 )
 UNSLOTH = Backend(
@@ -88,6 +90,7 @@ UNSLOTH = Backend(
     is_traceable=False,
     supports_probe=False,
     has_own_kernels=True,
+    patches_transformers=True,
     packing=PackingSupport(
         UNSLOTH_PACKED_MODEL_TYPES,
         frozenset({"lora", "qlora"}),

@@ -1,7 +1,7 @@
 """The tokenizer of a run.
 
-Apart from the weights, so that looking at data loads no model class, no adapters and no
-quantisation. transformers' AutoTokenizer itself imports torch.
+Separate from the weights, so that reading data imports no model class, adapters or quantisation.
+transformers' AutoTokenizer itself imports torch.
 """
 
 from pathlib import Path
@@ -39,11 +39,11 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
             "add one to tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
-        # padding is masked out everywhere: the id only has to exist
+        # padding is masked out everywhere, so any existing id will do
         tokenizer.pad_token = tokenizer.eos_token
     if config.model.chat_template is not None:
         tokenizer.chat_template = _read_template(config.model.chat_template)
-    # saved with the adapter, so that its use renders as training did
+    # saved with the adapter, so that inference renders prompts as training did
     tokenizer.chat_template = template_of(tokenizer)
     return tokenizer
 

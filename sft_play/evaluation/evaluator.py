@@ -1,7 +1,6 @@
-"""Scores of a model on a fixed set of rows, equal for any batch size, padding and number of ranks.
+"""Scores of a model on a fixed set of rows, equal for any batch size, padding and world size.
 
-Rows are rendered, sorted and collated once and reused by every evaluation. Legend: B rows of a
-batch, T tokens.
+Rows are sorted and collated once and reused by every evaluation.
 """
 
 import math
@@ -10,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from sft_play.process import Process
 
 @dataclass(frozen=True)
 class Scores:
-    """What one evaluation found. `answers` are those to the first rows of the set, in order."""
+    """The result of one evaluation. `answers` belong to the first rows of the set, in order."""
 
     eval_loss: float  # nats per labelled token
     rouge_l: float | None  # None without generation
@@ -48,16 +48,30 @@ class Scores:
 
 @dataclass(frozen=True)
 class Question:
-    """A row that the model answers."""
+    """A row whose answer the model generates."""
 
     origin: str  # file:line
-    prompt: str  # as the model gets it
+    prompt: str  # as the model reads it
     plain_prompt: str  # without special tokens
     expected: str  # the answer in the row
 
 
+class PromptBatch(NamedTuple):
+    """Prompts of one batch and the numbers of their questions; a filler's number is negative."""
+
+    numbers: list[int]
+    prompts: list[list[int]]
+
+
+class GeneratedBatch(NamedTuple):
+    """Generated ids of one batch and the numbers of their questions."""
+
+    numbers: list[int]
+    ids: torch.Tensor  # (B prompts, N generated tokens)
+
+
 class Evaluator:
-    """Scores a model on one split. The ranks share its rows, and each returns the same scores."""
+    """Scores a model on one split. The ranks share its rows; each returns the same scores."""
 
     def __init__(
         self,
@@ -77,17 +91,17 @@ class Evaluator:
 
     @cached_property
     def question_indices(self) -> list[int]:
-        """The first samples that end in an answer to a prompt."""
+        """Return the first samples that end in an answer to a prompt."""
         has_answer = np.flatnonzero(self.split.records["answer_start"])
         return has_answer[: self.train.generation_max_rows].tolist()
 
     @cached_property
     def questions(self) -> list[Question]:
-        """The rows that the model answers, in order."""
+        """Return the rows whose answers the model generates, in order."""
         return [self._question(index) for index in self.question_indices]
 
     def score(self, model: torch.nn.Module) -> Scores:
-        """Return the scores of `model`, which the caller has put in evaluation mode."""
+        """Return the scores of `model`, which must be in evaluation mode."""
         started = time.perf_counter()
         loss = self.loss(model)
         loss_seconds = time.perf_counter() - started
@@ -102,11 +116,9 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
-        """Return the mean negative log-likelihood in nats.
+        """Return the mean negative log-likelihood in nats per labelled token, over all ranks.
 
-        Summed over all labelled tokens of all ranks, divided once.
-
-        Raises: DivergedError, on every rank, when it is no number.
+        Raises: DivergedError, on every rank, when it is NaN or infinite.
         """
         total = torch.zeros(2, dtype=torch.float64, device=self.process.device)  # nats, tokens
         with self.process.autocast():
@@ -126,10 +138,8 @@ class Evaluator:
         self, model: torch.nn.Module, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Return (nats, labelled tokens) of a batch, float64 (2,)."""
-        inputs = {
-            name: tensor.to(self.process.device, non_blocking=True)
-            for name, tensor in batch.items()
-        }
+        device = self.process.device
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
         positions = inputs.pop("positions")
         targets = inputs.pop("targets")
@@ -143,27 +153,32 @@ class Evaluator:
     def answers(self, model: torch.nn.Module) -> list[str]:
         """Return the generated answers to the questions, in order, on every rank.
 
-        Generated ids stay on the GPU for eval_accumulation_steps batches: decoding waits for it.
+        Generated ids stay on the GPU for eval_accumulation_steps batches, because decoding
+        synchronizes with it.
         """
+        accumulation_steps = self.train.eval_accumulation_steps or 1
         own: dict[int, str] = {}
-        pending: list[tuple[Sequence[int], torch.Tensor]] = []
-        for indices, prompts in self._prompt_batches:
-            pending.append((indices, self.generator.generate(model, prompts)))
-            if len(pending) >= (self.train.eval_accumulation_steps or 1):
+        pending: list[GeneratedBatch] = []
+        for numbers, prompts in self._prompt_batches:
+            ids = self.generator.generate(model, prompts)
+            pending.append(GeneratedBatch(numbers, ids))
+            if len(pending) >= accumulation_steps:
                 own |= self._decode(pending)
                 pending = []
         own |= self._decode(pending)
         answers: dict[int, str] = {}
         for answers_of_rank in self.process.gather(own):
             answers |= answers_of_rank
-        return [answers[index] for index in range(len(self.question_indices))]
+        return [answers[number] for number in range(len(self.question_indices))]
 
-    def _decode(self, batches: Sequence[tuple[Sequence[int], torch.Tensor]]) -> dict[int, str]:
-        """Return the texts of generated ids by the number of their question, without fillers."""
+    def _decode(self, batches: Sequence[GeneratedBatch]) -> dict[int, str]:
+        """Return the generated texts by the number of their question, without fillers."""
         texts: dict[int, str] = {}
-        for indices, ids in batches:
-            texts |= zip(indices, self.generator.decode(ids), strict=True)
-        return {index: text for index, text in texts.items() if index >= 0}
+        for numbers, ids in batches:
+            for number, text in zip(numbers, self.generator.decode(ids), strict=True):
+                if number >= 0:
+                    texts[number] = text
+        return texts
 
     def _question(self, index: int) -> Question:
         sample = self.split[index]
@@ -175,50 +190,51 @@ class Evaluator:
         )
 
     def _plain_prompt(self, sample: Sample) -> str:
-        """Return a prompt with a blank for each special token, which may be all that separates two turns."""
+        """Return the text of a prompt with a space in place of each special token.
+
+        Special tokens may be all that separates two turns.
+        """
         added = self.tokenizer.added_tokens_decoder.values()
         special = [re.escape(token.content) for token in added if token.special]
         pattern = "|".join(special) or r"\Z"  # an empty pattern would match everywhere
-        return re.sub(pattern, " ", self.tokenizer.decode(sample.prompt)).strip()
+        prompt = self.tokenizer.decode(sample.prompt)
+        return re.sub(pattern, " ", prompt).strip()
 
     def _expected_answer(self, sample: Sample) -> str:
-        """Return what the model should generate.
-
-        The labelled ids, decoded as generated ones are.
-        """
+        """Return the answer of a row: its labelled ids, decoded as generated ids are."""
         labels = sample.labels[sample.answer_start :]
         ids = labels[labels != IGNORE_INDEX].tolist()
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     @cached_property
     def _loss_batches(self) -> list[dict[str, torch.Tensor]]:
-        """This rank's batches, longest rows first; every rank has equally many."""
+        """Return this rank's batches, longest rows first. Every rank has the same number."""
         rows = TrainRows(self.split)
         collate = PadCollator(self.tokenizer.pad_token_id)
         batches = []
-        for indices in self._share_of_rank(_longest_first(self.split.lengths)):
+        order = _longest_first(self.split.lengths)
+        for indices in self._share_of_rank(order):
             batch = collate([rows[index] for index in indices])
             batch["positions"], batch["targets"] = labelled(batch["labels"])
             batches.append(batch)
         return batches
 
     @cached_property
-    def _prompt_batches(self) -> list[tuple[list[int], list[list[int]]]]:
-        """This rank's (numbers of questions, their prompts), longest first.
-
-        Every rank has equally many.
-        """
+    def _prompt_batches(self) -> list[PromptBatch]:
+        """Return this rank's batches of prompts, longest first. Every rank has the same number."""
         prompts = [self.split[index].prompt for index in self.question_indices]
         order = _longest_first([len(prompt) for prompt in prompts])
-        return [
-            (indices, [prompts[max(index, ~index)] for index in indices])
-            for indices in self._share_of_rank(order)
-        ]
+        batches = []
+        for numbers in self._share_of_rank(order):
+            # ~number is negative for a question, and the question's number for a filler
+            prompts_of_batch = [prompts[max(number, ~number)] for number in numbers]
+            batches.append(PromptBatch(numbers, prompts_of_batch))
+        return batches
 
     def _share_of_rank(self, order: list[int]) -> list[list[int]]:
-        """Cut `order` into batches and return this rank's.
+        """Split `order` into batches and return those of this rank.
 
-        A missing batch is one filler, `~index`.
+        A rank with one batch too few gets a batch of one filler, `~index` of the last row.
         """
         starts = range(0, len(order), self.batch_size)
         batches = [order[start : start + self.batch_size] for start in starts]
@@ -228,8 +244,5 @@ class Evaluator:
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of `lengths` from the longest to the shortest.
-
-    Equal ones in their order.
-    """
+    """Return the indices of `lengths` from the longest to the shortest; equal ones in order."""
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])

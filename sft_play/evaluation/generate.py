@@ -1,4 +1,4 @@
-"""Generate answers: the one place that calls `model.generate`, for evaluation and inference alike.
+"""Generate answers: the only module that calls `model.generate`, for evaluation and inference.
 
 Legend: B prompts of a batch, T tokens of the longest one, N generated tokens.
 """
@@ -16,7 +16,7 @@ from sft_play.process import Process
 
 @dataclass(frozen=True)
 class Generator:
-    """Greedy or beam search with the settings of a run's evaluation, in its compute type."""
+    """Greedy or beam search with the settings of a run's evaluation, in its compute dtype."""
 
     tokenizer: PreTrainedTokenizerBase
     train: TrainSection
@@ -25,18 +25,17 @@ class Generator:
 
     @torch.no_grad()
     def generate(self, model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the ids (B, N) that follow each prompt, on the device.
+        """Return the generated ids (B, N) after each prompt, on the device.
 
-        The model is in evaluation mode.
-
-        Autocast is entered here: accelerate's own reaches a model's forward, but not PEFT's
-        generate.
+        The model must be in evaluation mode. Autocast is entered here, because accelerate wraps
+        a model's forward in autocast but not PEFT's generate.
         """
         input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
+        device = self.process.device
         with self.process.autocast():
             ids = model.generate(
-                input_ids=input_ids.to(self.process.device),
-                attention_mask=attention_mask.to(self.process.device),
+                input_ids=input_ids.to(device),
+                attention_mask=attention_mask.to(device),
                 max_new_tokens=self.train.generation_max_new_tokens,
                 num_beams=self.train.generation_num_beams,
                 do_sample=False,
@@ -51,15 +50,21 @@ class Generator:
         return ids[:, input_ids.shape[1] :]
 
     def decode(self, ids: torch.Tensor) -> list[str]:
-        """Return the texts of generated ids (B, N), without special tokens. Waits for the GPU."""
+        """Return the texts of generated ids (B, N), without special tokens.
+
+        Synchronizes with the GPU.
+        """
         texts = self.tokenizer.batch_decode(ids.cpu(), skip_special_tokens=True)
         return [text.strip() for text in texts]
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return input_ids and attention_mask, each (B, T): generation continues at the right edge."""
+    """Return input_ids and attention_mask (B, T), padded on the left: generation appends."""
     width = max(len(ids) for ids in prompts)
-    padding = [width - len(ids) for ids in prompts]
-    input_ids = [[pad_id] * pad + list(ids) for pad, ids in zip(padding, prompts, strict=True)]
-    mask = [[0] * pad + [1] * (width - pad) for pad in padding]
+    input_ids = []
+    mask = []
+    for ids in prompts:
+        padding = width - len(ids)
+        input_ids.append([pad_id] * padding + list(ids))
+        mask.append([0] * padding + [1] * len(ids))
     return torch.tensor(input_ids), torch.tensor(mask)

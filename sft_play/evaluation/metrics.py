@@ -1,13 +1,10 @@
-"""Answers against references.
-
-ROUGE-L through the `evaluate` library and a metric of our own, without a network.
-"""
+"""ROUGE-L of answers against references, by the `evaluate` library and our local metric."""
 
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-LOCAL_METRIC = Path(__file__).parent / "rouge_l"
+LOCAL_METRIC = Path(__file__).parent / "rouge_l"  # local, so that no network is needed
 
 
 def rouge_l(
@@ -15,12 +12,13 @@ def rouge_l(
 ) -> float:
     """Return the mean ROUGE-L F-measure, in [0, 1].
 
-    `batch_rows` hands the answers over in batches, with an equal result.
+    With `batch_rows` the metric gets the answers in batches of that size; the result is the same.
     """
     import evaluate
 
-    # an id of its own: two evaluations at once would share a cache file otherwise
-    metric = evaluate.load(str(LOCAL_METRIC), experiment_id=uuid.uuid4().hex, keep_in_memory=True)
+    # a unique id: otherwise two evaluations at the same time would share a cache file
+    experiment_id = uuid.uuid4().hex
+    metric = evaluate.load(str(LOCAL_METRIC), experiment_id=experiment_id, keep_in_memory=True)
     step = batch_rows or len(answers)
     for start in range(0, len(answers), step):
         metric.add_batch(

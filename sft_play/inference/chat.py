@@ -10,7 +10,7 @@ from sft_play.runs.folder import RunFolder
 
 
 def answer(trained: TrainedModel, messages: Sequence[Message]) -> str:
-    """Return the model's next turn, generated with the settings of the run's evaluation."""
+    """Return the model's next turn, generated with the settings of the run's evaluations."""
     generator = Generator(trained.tokenizer, trained.config.train, trained.process)
     prompt = render_prompt(messages, trained.tokenizer)
     ids = generator.generate(trained.model, [prompt])
@@ -27,7 +27,7 @@ def answer_all(folder: RunFolder, device: str, prompts: Iterable[str]) -> Iterat
 def chat_with(folder: RunFolder, device: str) -> None:
     """Chat on the terminal until an empty line or end of input.
 
-    The whole conversation is the prompt.
+    Each prompt is the whole conversation so far.
     """
     trained = load_run(folder, device)
     messages = _system_message(trained)
@@ -46,6 +46,6 @@ def _read_question() -> str:
 
 
 def _system_message(trained: TrainedModel) -> list[Message]:
-    """Return the run's system prompt as the start of a conversation, [] without one."""
+    """Return the start of a conversation: the run's system prompt, or nothing without one."""
     prompt = trained.config.data.system_prompt
     return [Message("system", prompt)] if prompt else []

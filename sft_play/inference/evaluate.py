@@ -11,7 +11,10 @@ from sft_play.runs.folder import RunFolder
 
 
 def evaluate_run(folder: RunFolder, device: str) -> list[str]:
-    """Score a run's weights on its test rows, write eval/again.json, and return the lines to print."""
+    """Score a run's weights on its test rows and write eval/again.json.
+
+    Returns the lines to print.
+    """
     trained = load_run(folder, device)
     test = prepared_data(folder, trained).test
     evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
@@ -24,8 +27,9 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
 
 
 def prepared_data(folder: RunFolder, trained: TrainedModel) -> RunData:
-    """Return a run's data from its tokenized samples, or from the files where those are gone."""
+    """Return a run's data from its tokenized samples, or from the files if those are gone."""
     try:
-        return assemble(trained.config, DataFacts.from_json(folder.read_data()).sources)
+        facts = DataFacts.from_json(folder.read_data())
+        return assemble(trained.config, facts.sources)
     except DataError:
         return build_run_data(trained.config, trained.tokenizer)

@@ -1,4 +1,4 @@
-"""Load the weights of a run with the config, the tokenizer and the compute type of its training."""
+"""Load the weights of a run with the config, tokenizer and compute dtype of its training."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ from sft_play.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of a run, ready to answer."""
+    """The trained model of a run, in evaluation mode, and what is needed to use it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class TrainedModel:
 def load_run(folder: RunFolder, device: str) -> TrainedModel:
     """Return the trained model of a run on `device` (cpu or cuda).
 
-    Raises CheckpointError when its weights are not complete.
+    Raises: CheckpointError when its weights are incomplete.
     """
     config = folder.read_config()
     weights = folder.weights(config.tuning.mode)
@@ -50,6 +50,7 @@ def load_run(folder: RunFolder, device: str) -> TrainedModel:
     tokenizer = load_tokenizer(config_of_weights(config, weights))
     with quiet_libraries():
         if config.tuning.mode == "full":
+            # the saved model is its own base
             model = load_base(config_of_weights(config, weights), process)
         else:
             model = load_adapter(load_base(config, process), weights)
@@ -58,27 +59,32 @@ def load_run(folder: RunFolder, device: str) -> TrainedModel:
 
 
 def _process(folder: RunFolder, config: Config, device: str) -> Process:
-    """Return this process on `device`, with the compute type of the run's training.
+    """Return this process on `device`, with the compute dtype of the run's training.
 
-    A GPU's run is used in float32 on a CPU, which is slower in 16 bits.
+    A run that was trained on a GPU computes in float32 on a CPU, which is slower in 16 bits.
     """
+    trained_dtype = DTYPES[precision(config)]
     if device == "cuda":
-        return Process.alone(torch.device("cuda", 0), DTYPES[precision(config)])
+        return Process.alone(torch.device("cuda", 0), trained_dtype)
     if read_plan(folder).ranks.device == "cpu":
-        return Process.alone(torch.device("cpu"), DTYPES[precision(config)])
+        return Process.alone(torch.device("cpu"), trained_dtype)
     return Process.alone(torch.device("cpu"), torch.float32)
 
 
 def config_of_weights(config: Config, weights: Path) -> Config:
-    """Return a run's config with the run's weights as its base model, and the chat template that lies there."""
-    own = {"name": str(weights), "revision": None, "chat_template": None}
-    return config.model_copy(update={"model": config.model.model_copy(update=own)})
+    """Return a run's config with the folder of its weights as base model.
+
+    The chat template is then the one that was saved in that folder.
+    """
+    saved = {"name": str(weights), "revision": None, "chat_template": None}
+    model = config.model.model_copy(update=saved)
+    return config.model_copy(update={"model": model})
 
 
 def load_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
-    """Return the base with the adapter in `weights`.
+    """Return the base model with the adapter in the folder `weights`.
 
-    Raises CheckpointError when it cannot be read.
+    Raises: CheckpointError when it cannot be read.
     """
     from peft import PeftModel
 

@@ -1,4 +1,4 @@
-"""Merge a run's adapter into its base: a plain model folder."""
+"""Merge a run's adapter into its base model, and save the result as a plain model folder."""
 
 import torch
 
@@ -12,11 +12,12 @@ from sft_play.runs.folder import RunFolder
 
 
 def merge_run(folder: RunFolder) -> str:
-    """Merge a run's adapter into its unquantised base, on the CPU, and save it as merged/ in the run.
+    """Merge a run's adapter into its unquantised base, on the CPU; return the line to print.
 
-    Each weight is summed in float32 and stored in the base's own type, so that the folder is as
-    large as the base. A qlora adapter is merged into the base's own weights, not the 4-bit ones:
-    merging into 4 bits would round the update away.
+    The result is merged/ in the run folder. Each weight is summed in float32 and stored in the
+    base's dtype, so that the folder is as large as the base. A qlora adapter is merged into the
+    unquantised weights too: merging into 4-bit weights would round the update away.
+
     Raises: ConfigError for a run that trained every weight; CheckpointError for an incomplete
     adapter.
     """
@@ -38,7 +39,7 @@ def merge_run(folder: RunFolder) -> str:
     with quiet_libraries():
         base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
         adapted = load_adapter(base, weights)
-        merged = adapted.merge_and_unload()  # the adapter is float32, so each sum is too
+        merged = adapted.merge_and_unload()  # in float32, the dtype of the adapter
         merged.save_pretrained(target)
     load_tokenizer(config_of_weights(config, weights)).save_pretrained(target)
     stamp.write(target, {**run_stamp, "merged": True})

@@ -12,8 +12,8 @@ def quantization_config(
 ) -> BitsAndBytesConfig:
     """Return the 4-bit configuration of a qlora base.
 
-    Under ZeRO-3 the packed bytes are stored as the compute type, because DeepSpeed partitions
-    floating-point tensors only.
+    Under ZeRO-3 the packed bytes are stored in the compute dtype, because DeepSpeed partitions only
+    floating-point tensors.
     """
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -28,8 +28,8 @@ def keep_differentiable(model: torch.nn.Module) -> None:
     """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
 
     On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its product
-    with repacked weights has no gradient: training after an evaluation would go on with gradients
-    that are wrong by their own size, and with scales rounded to bfloat16.
+    with repacked weights has no gradient: training after an evaluation would continue with
+    gradients that are wrong by 100 %, and with scales rounded to bfloat16.
     """
     for module in model.modules():
         if isinstance(module, Linear4bit):

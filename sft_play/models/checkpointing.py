@@ -1,16 +1,16 @@
-"""Activation checkpointing by layer: memory for time, in steps as small as a model's layers.
+"""Activation checkpointing of single layers: trades time for memory, one decoder layer at a time.
 
-Why whole layers: with fused kernels a layer keeps little besides what its matrix products need.
-Keeping their outputs and recomputing the rest (selective checkpointing by operation) would free a
-seventh of the bytes. Attention and MLP hold bytes in proportion to the time that they take, so
-neither is the better half to recompute. An 8B model with adapters on an H200, 8192 tokens a step:
+Why whole layers: with fused kernels a layer saves little besides the inputs of its matrix products.
+Saving their outputs and recomputing the rest (selective checkpointing by operation) would free a
+seventh of the bytes. Attention and MLP hold bytes in proportion to their time, so neither is the
+better half to recompute. An 8B model with adapters on an H200, 8192 tokens a step:
 
     checkpointed layers of 32    0      8      16     31
     tokens/s                 18.4k  16.5k   14.9k  12.7k
     GiB                       43.0   36.8    30.5   18.7
 
-Why the first ones: the backward pass reaches them last, when the layers behind them have freed
-their activations.
+Why the first layers: the backward pass reaches them last, when later layers have freed their
+activations.
 """
 
 import functools
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
     """Checkpoint the first `count` decoder layers, and no others.
 
-    In training they keep only their input, and recompute the rest in the backward pass. A model
+    In training they save only their input, and recompute the rest in the backward pass. A model
     without such layers checkpoints in its own way, as a whole.
 
-    Raises: ValueError if it has none.
+    Raises: ValueError if the model has no such way either.
     """
     layers = decoder_layers(model)
     if not layers:
         _checkpoint_whole_model(model, is_on=count > 0)
         return
     # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
-    # the embeddings require a gradient, which would cost the first layer's input gradient.
+    # the embeddings require a gradient, and the first layer would compute its input gradient.
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
@@ -55,9 +55,9 @@ def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of the longest stack that can be checkpointed.
+    """Return the longest stack of layers that can be checkpointed.
 
-    In a model with a vision part that is the language model's.
+    In a model with a vision part it is that of the language model.
     """
     longest: list[GradientCheckpointingLayer] = []
     for module in model.modules():

@@ -1,9 +1,9 @@
-"""Fakes of GPU kernels for a trace: they allocate and save what the kernels do, without computing.
+"""Fake GPU kernels for a trace: they allocate what the real kernels do, without computing.
 
 Each has the outputs, the tensors saved for backward and the buffers of the kernel that it replaces.
 
-Legend: B rows, T tokens, H query heads, K key and value heads, D features of a head, N tokens, V
-vocabulary.
+Legend: B rows, T tokens of a row, N tokens of all rows, H query heads, K key and value heads,
+D features of a head, V vocabulary.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from sft_play.models.fast.norms import is_training
 class FakeFlashAttention(torch.autograd.Function):
     """Flash attention over (B, H, T, D), or flattened (N, H, D).
 
-    Saves queries, keys, values, its output and a float32 for each query. A mask is an additive one
-    in the type of the queries, which the memory-efficient kernel saves with them. Backward sums the
-    gradient of the queries in float32, and those of grouped keys and values by query head.
+    Saves queries, keys, values, its output and a float32 for each query. The memory-efficient
+    kernel also saves the mask, as an additive one in the dtype of the queries. Backward sums the
+    gradient of the queries in float32, and those of grouped keys and values for each query head.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return an output of the shape, type and layout of the queries."""
+        """Return an output with the shape, dtype and layout of the queries."""
         out = torch.empty_like(query)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         if mask is not None and mask.dtype == torch.bool:
@@ -49,9 +49,9 @@ class FakeFlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of the layout of what they belong to."""
+        """Return gradients with the layouts of queries, keys and values."""
         query, key, value, *_ = ctx.saved_tensors
-        # held while the gradients are allocated
+        # alive while the gradients are allocated
         buffers = [
             query.new_empty(query.shape, dtype=torch.float32),
             query.new_empty(query.shape[:-1], dtype=torch.float32),
@@ -64,7 +64,7 @@ class FakeFlashAttention(torch.autograd.Function):
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Torch's attention on a GPU, in the type of autocast."""
+    """Torch's attention on a GPU, in the dtype of autocast."""
     cast = [lora.to_compute_dtype(tensor) for tensor in (query, key, value)]
     return FakeFlashAttention.apply(*cast, attn_mask)
 
@@ -75,7 +75,7 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Te
 
 
 class FakeRmsNorm(torch.autograd.Function):
-    """Liger's RMSNorm: saves its input and a float32 a token; backward may overwrite `grad`."""
+    """Liger's RMSNorm. Saves its input and a float32 per token; backward may overwrite `grad`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
@@ -86,7 +86,7 @@ class FakeRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and, where it is trained, of the weight."""
+        """Return the gradients of x and of the weight if it is trained."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad if ctx.in_place else torch.empty_like(x)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -101,24 +101,24 @@ def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 class FakeRotary(torch.autograd.Function):
-    """Liger's rotary embedding: overwrites queries, keys and their gradients; saves cos and sin."""
+    """Liger's rotary embedding. Overwrites queries, keys and their gradients; saves cos and sin."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys that it was given."""
+        """Return views of the queries and keys."""
         ctx.save_for_backward(cos, sin)
         return query.view_as(query), key.view_as(key)
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that it was given."""
+        """Return the gradients of the outputs unchanged."""
         return query, key, None, None
 
 
 class FakeResidualKernels:
-    """`residual_kernels`: a residual add and its norm in one pass."""
+    """`residual_kernels`: a residual add and the norm after it in one pass."""
 
     @staticmethod
     def forward(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,21 +134,21 @@ class FakeResidualKernels:
 
 
 def glu_forward(gate: Tensor, *_: Any) -> Tensor:
-    """`glu_kernels.forward`: its output alone."""
+    """`glu_kernels.forward`: allocates only its output."""
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 def glu_backward(*_: Any, **__: Any) -> None:
-    """`glu_kernels.backward`, which writes into what it is given."""
+    """`glu_kernels.backward`: writes into its arguments and allocates nothing."""
 
 
 def nll_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
-    """`cross_entropy_kernel.nll_and_gradient_`: a float32 a token beside the logits."""
+    """`cross_entropy_kernel.nll_and_gradient_`: allocates a float32 per token."""
     return logits.new_empty(len(logits), dtype=torch.float32).sum()
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`lora.dequantize`, which knows 4-bit weights by a class that fake tensors cannot have."""
+    """`lora.dequantize`, which recognizes 4-bit weights by a class that fake tensors lack."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.to(dtype)
@@ -159,28 +159,28 @@ _is_autocast_enabled = torch.is_autocast_enabled
 
 
 def is_autocast_enabled(device_type: str = "cpu") -> bool:
-    """`torch.is_autocast_enabled`, whose default device is the GPU.
+    """`torch.is_autocast_enabled`, whose default device is the GPU; here it is the CPU.
 
-    PEFT asks without a device, and keeps 16-bit inputs as they are under autocast.
+    PEFT calls it without a device, and leaves 16-bit inputs as they are under autocast.
     """
     return _is_autocast_enabled(device_type)
 
 
 class Replacement(NamedTuple):
-    """A function of a module, and its fake."""
+    """A function of a module, and the fake that replaces it."""
 
     module: Any
     name: str
     fake: Callable[..., Any]
 
 
-# What reads the values of tensors, which fake tensors do not have
+# Functions that read the values of tensors, which fake tensors do not have
 VALUE_READERS = (
     Replacement(lora, "dequantize", dequantize),
-    # as tests show for every model of plan.fast
+    # tests check this for every model of plan.fast
     Replacement(linear_cross_entropy, "_logits_come_from_head", lambda model, head: True),
     Replacement(attention, "_attend_by_document", attend_by_document),
-    # a mask for packed rows is given
+    # the step passes its own mask for packed rows
     Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
 )
 GPU_KERNELS = (
@@ -200,8 +200,10 @@ GPU_KERNELS = (
 
 @contextlib.contextmanager
 def fake_kernels(is_gpu: bool) -> Iterator[None]:
-    """Replace the functions that read values and, for a GPU's run, those that need a GPU."""
-    replacements = VALUE_READERS + GPU_KERNELS if is_gpu else VALUE_READERS
+    """Replace the functions that read values and, for a run on a GPU, those that need one."""
+    replacements = VALUE_READERS
+    if is_gpu:
+        replacements += GPU_KERNELS
     originals = [getattr(replaced.module, replaced.name) for replaced in replacements]
     try:
         for replaced in replacements:

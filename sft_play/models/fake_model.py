@@ -1,6 +1,6 @@
-"""A run's model without its weights: built from config.json, its tensors without data.
+"""A run's model without weights: built from config.json, with tensors that have no data.
 
-Architecture, 4-bit packing and adapters come from the code that loads the real model.
+The code that loads the real model also makes its architecture, 4-bit packing and adapters.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from sft_play.models import bnb, lora
 from sft_play.models.load import weight_dtype
 from sft_play.plan.model_shape import known_config
 
-TEXT_MODEL_TYPES = {"gemma3": "gemma3_text"}  # known without the vision part
+TEXT_MODEL_TYPES = {"gemma3": "gemma3_text"}  # known configs are without the vision part
 
 
 def build_on_meta(
@@ -32,7 +32,7 @@ def build_on_meta(
     options = {}
     attention = config.model.attn_implementation
     if attention == "flash_attention_2":
-        attention = "sdpa"  # its package need not be installed here
+        attention = "sdpa"  # the flash-attn package need not be installed here
     if attention != "auto":
         options["attn_implementation"] = attention
     with torch.device("meta"):
@@ -50,7 +50,7 @@ def build_on_meta(
 
 
 def load_architecture(config: Config) -> PretrainedConfig:
-    """Return a model's transformers config: from its folder, from the known names or from the hub.
+    """Return a model's transformers config: from its folder, the known names or the hub.
 
     Raises: EnvironmentFault when there is none.
     """
@@ -58,8 +58,8 @@ def load_architecture(config: Config) -> PretrainedConfig:
     sizes = None if Path(name).is_dir() else known_config(name)
     if sizes is not None:
         model_type = sizes["model_type"]
-        model_type = TEXT_MODEL_TYPES.get(model_type, model_type)
-        return AutoConfig.for_model(**{**sizes, "model_type": model_type})
+        text_model_type = TEXT_MODEL_TYPES.get(model_type, model_type)
+        return AutoConfig.for_model(**{**sizes, "model_type": text_model_type})
     try:
         return AutoConfig.from_pretrained(
             name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
@@ -71,8 +71,8 @@ def load_architecture(config: Config) -> PretrainedConfig:
 
 
 def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
-    """Pack the linear layers that transformers packs at loading, by bitsandbytes' own code."""
-    # bitsandbytes makes its table of 8-bit values once, and cannot make it without data
+    """Pack the linear layers that transformers packs at loading, with bitsandbytes' own code."""
+    # bitsandbytes creates its table of 8-bit values once, which needs a tensor with data
     bnb_functional.quantize_blockwise(torch.zeros(1))
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model, device_map=None)
@@ -84,11 +84,11 @@ def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
 
 
 def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace meta tensors by tensors on the CPU; in a FakeTensorMode these have no data.
+    """Replace meta tensors by CPU tensors, which have no data in a FakeTensorMode.
 
     Autocast and device checks then work as in a run. `dtype` casts floating-point parameters.
     """
-    made: dict[Tensor, Tensor] = {}  # tied weights stay one
+    made: dict[Tensor, Tensor] = {}  # so that tied weights stay tied
     for module in model.modules():
         for owned in (module._buffers, module._parameters):
             for name, tensor in owned.items():
@@ -102,7 +102,7 @@ def _materialized(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         return torch.empty_like(tensor, device="cpu")
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
-    # not empty_like: torch 2.11 refuses it for bitsandbytes' class
+    # not empty_like: torch 2.11 raises an error for bitsandbytes' class
     data = torch.empty(tensor.shape, dtype=dtype, device="cpu")
     made = nn.Parameter(data, requires_grad=tensor.requires_grad)
     if isinstance(tensor, Params4bit):

@@ -1,6 +1,6 @@
-"""Base weights of a run: which backend loads them, in which type, on which device.
+"""Load a run's model with its backend, in the right dtype, on the right device.
 
-Everything after this module sees a transformers model and need not know the backend.
+Code after this module works with a transformers model and need not know the backend.
 """
 
 from typing import Any, Literal
@@ -19,13 +19,13 @@ from sft_play.process import Process
 def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
-    `zero_stage` is DeepSpeed's, 0 without it.
+    `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
     """
     if config.tuning.backend == "unsloth":
-        from sft_play.models import unsloth  # imports and patches much
+        from sft_play.models import unsloth  # only here: it patches transformers
 
         return unsloth.load(config, process)
     model = load_base(config, process, zero_stage)
@@ -41,12 +41,12 @@ def load_base(
     zero_stage: int = 0,
     dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> PreTrainedModel:
-    """Return the base weights on this rank's device (ZeRO-3: partitioned), none frozen yet.
+    """Return the base model on this rank's device (ZeRO-3: partitioned); no weight is frozen.
 
-    `dtype` is the type of unquantised weights: None means the type that training uses, "auto" the
-    type that they are stored in.
+    `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
+    in the files.
 
-    Raises: EnvironmentFault when the weights cannot be loaded or some are missing in the files.
+    Raises: EnvironmentFault when weights cannot be loaded or are missing in the files.
     """
     model_config = config.model
     options: dict[str, Any] = {"dtype": dtype or weight_dtype(config, process.compute_dtype)}
@@ -81,10 +81,10 @@ def load_base(
 
 
 def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the type of unquantised base weights: `model.dtype`, or what auto means here."""
+    """Return the dtype of unquantised base weights: `model.dtype`, or what auto means here."""
     if config.model.dtype != "auto":
         return getattr(torch, config.model.dtype)
     if config.tuning.mode == "full":
-        # bfloat16 has 8 bits of mantissa: an update of 1e-5 of a weight would be rounded away
+        # bfloat16 has 8 bits of precision: an update of 1e-5 of a weight would be rounded away
         return torch.float32
     return compute_dtype

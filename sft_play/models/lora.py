@@ -1,4 +1,4 @@
-"""LoRA adapters through PEFT: which layers get them, and what stays frozen."""
+"""LoRA adapters through PEFT, over frozen base weights."""
 
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
@@ -13,7 +13,7 @@ def add_adapters(model: PreTrainedModel, config: Config) -> PeftModel:
     """Return the model with trainable adapters in float32 over frozen base weights.
 
     peft.prepare_model_for_kbit_training is not used: it copies embeddings, norms and head to
-    float32, 4 GiB for an 8B model, without an effect on the loss.
+    float32, which costs 4 GiB for an 8B model and does not change the loss.
 
     Raises: ConfigError when a target names no linear layer.
     """
@@ -35,9 +35,10 @@ def add_adapters(model: PreTrainedModel, config: Config) -> PeftModel:
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-    ]
+    linears: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            linears.append(name)
     unknown = [target for target in targets if not _matches_any(target, linears)]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in linears})

@@ -21,5 +21,5 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def labelled_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of labels (B, T) carry loss, an int64 scalar."""
+    """Return the number of tokens of labels (B, T) that have a loss, an int64 scalar."""
     return labels[:, 1:].ne(IGNORE_INDEX).sum()

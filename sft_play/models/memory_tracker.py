@@ -1,7 +1,7 @@
-"""Bytes of the tensors that are alive at a time, counted by storage, with data or without.
+"""Bytes of the tensors that are alive, counted by storage; tensors need no data.
 
-A storage counts from the operation that makes it until its last reference is gone. Views count
-once, as in a caching allocator. Memory that a kernel needs inside an operation is not seen.
+A storage counts from the operation that creates it until its last reference is gone. Views share
+the storage of their base. Memory that a kernel needs only inside an operation is not counted.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of tensors that operations make or `track` is given."""
+    """A dispatch mode that counts the bytes of tensors that operations create or `track` gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._track_storage(value.untyped_storage())
 
     def reset_peak(self) -> int:
-        """Let the peak begin at the bytes that are alive now, and return them."""
+        """Reset the peak to the bytes that are alive now, and return them."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind `tensors`, each storage once."""
+    """Return the bytes of the storages of `tensors`, each storage once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     sizes = {storage._cdata: storage.nbytes() for storage in storages}
     return sum(sizes.values())

@@ -1,7 +1,7 @@
-"""Bytes of one training step of a model, counted while its parts run, with data or without.
+"""Bytes of one training step of a model, counted while its parts run, on real or fake tensors.
 
-What no process sees by itself comes from the closed form of `plan.memory`: the GPU's context,
-buffers of collectives and the evaluation.
+What cannot be counted there comes from the closed form of `plan.memory`: the GPU's context, buffers
+of collectives, and the evaluation.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +24,8 @@ from sft_play.plan.memory import StepBytes
 from sft_play.plan.precision import precision
 from sft_play.process import DTYPES
 
-# What Trainer makes of train.optim. A paged state has as many bytes, which the driver may move to
-# the host.
+# The optimizers that Trainer creates for train.optim. A paged state has the same bytes, but the
+# driver may move them to the host.
 OPTIMIZERS: dict[str, Any] = {
     "adamw_torch": torch.optim.AdamW,
     "adamw_torch_fused": partial(torch.optim.AdamW, fused=True),
@@ -38,17 +38,17 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A step to measure: a resolved config, and what else of its plan changes the step's bytes."""
+    """A step to measure: a resolved config, and the parts of its plan that change the bytes."""
 
     config: Config
     device: str  # cpu, cuda
     checkpointed_layers: int
     zero_stage: int
-    accumulates: bool  # gradients stay through the forward passes
+    accumulates: bool  # gradients are kept through the next forward pass
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the type of matrix products."""
+        """Return the dtype of matrix products."""
         return DTYPES[precision(self.config)]
 
     @property
@@ -60,31 +60,31 @@ class StepSetup:
 class MeasuredStep:
     """Bytes of a step on one device.
 
-    First what is held all the time, then what forward, backward and optimizer add to what is held
-    when they begin.
+    The first five fields are held all the time; the others are what forward, backward and optimizer
+    add to what is alive when they start.
     """
 
     weights: int  # of the base, 4-bit weights with their constants
     buffers: int
     adapters: int
     gradients: int  # when the step is complete
-    optimizer: int | None  # None under DeepSpeed, where the closed form knows what a rank holds
-    activations: int  # kept when the output head begins
+    optimizer: int | None  # None under DeepSpeed: the closed form has what a rank holds there
+    activations: int  # alive when the output head starts
     activation_bytes_per_token: int
     activation_bytes_fixed: int
-    logits: int  # the most that head and loss add to that
-    logits_kept: int  # what they leave for the backward pass
-    forward: int  # the most, with the logits or in a layer before them
-    backward: int  # the most, with activations and logits
+    logits: int  # the peak that head and loss add to the activations
+    logits_kept: int  # what they keep for the backward pass
+    forward: int  # the peak, in the head or in a layer before it
+    backward: int  # the peak, activations and logits included
     optimizer_step: int
     accumulates: bool
 
     def as_json(self) -> dict[str, int | None]:
-        """Return the fields."""
+        """Return the fields by name."""
         return asdict(self)
 
     def phases(self, closed_form: StepBytes) -> StepBytes:
-        """Return the bytes of each phase; what was not measured comes from the closed form."""
+        """Return the bytes of each phase, from the closed form where nothing was measured."""
         phases = dict(closed_form.phases)
         if self.optimizer is not None:
             held = {
@@ -110,9 +110,9 @@ class MeasuredStep:
 
 
 def measure_step(model: PreTrainedModel, setup: StepSetup) -> MeasuredStep:
-    """Return the bytes of a step of a model as `models.load` makes it, in training mode."""
+    """Return the bytes of a step of a model from `models.load`, which must be in training mode."""
     meter = StepMeter(model, setup)
-    # first: it leaves the gradients that earlier micro-batches would
+    # first: it leaves the gradients that earlier micro-batches would leave
     optimizer = meter.step_optimizer()
     rows = setup.config.train.batch_size
     tokens = setup.config.model.max_seq_len
@@ -140,9 +140,9 @@ def measure_step(model: PreTrainedModel, setup: StepSetup) -> MeasuredStep:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes of an optimizer: its state, and the most that a step allocates beside it."""
+    """Bytes of an optimizer: its state, and the peak that a step allocates in addition."""
 
-    state: int | None  # None where DeepSpeed steps
+    state: int | None  # None under DeepSpeed
     temporary: int
 
 
@@ -151,10 +151,10 @@ class ForwardPass:
     """The loss of a forward pass, and its bytes beyond those that were alive before it."""
 
     loss: Tensor
-    before: int  # alive before it
-    activations: int  # kept when the head begins
-    logits: int  # the most that head and loss add to that
-    logits_kept: int  # what they leave
+    before: int  # bytes alive before it
+    activations: int  # alive when the head starts
+    logits: int  # the peak that head and loss add to the activations
+    logits_kept: int  # what they keep for the backward pass
     peak: int
 
 
@@ -168,13 +168,13 @@ class StepMeter:
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.tracker = MemoryTracker()
         self.tracker.track([*base_tensors(model), *adapter_parameters(model), *model.buffers()])
-        self._at_head = 0  # bytes alive when the head begins
+        self._at_head = 0  # bytes alive when the head starts
         self._peak_before_head = 0
 
     def step_optimizer(self) -> OptimizerBytes:
-        """Take two optimizer steps, the first of which makes the state.
+        """Take two optimizer steps, of which the first creates the state.
 
-        Gradients stay if the step accumulates.
+        Gradients are kept if the step accumulates.
         """
         state = None
         temporary = 0
@@ -226,7 +226,7 @@ class StepMeter:
         self._at_head = self.tracker.reset_peak()
 
     def _loss(self, rows: int) -> Tensor:
-        """Return the loss as the trainer computes it: under autocast, plain logits in float32."""
+        """Return the loss as the trainer does: model under autocast, plain logits in float32."""
         inputs = self._inputs(rows)
         labels = torch.zeros_like(inputs["input_ids"])
         if is_loss_fused(self.model):
@@ -242,9 +242,9 @@ class StepMeter:
             return self.model(**inputs, use_cache=False)
 
     def _inputs(self, rows: int) -> dict[str, Tensor]:
-        """Return full rows, with the (T, T) mask that transformers would make where one is needed.
+        """Return full rows, with the (T, T) mask that transformers would create if one is needed.
 
-        It makes a whole mask for packed and for padded rows, unless attention needs none.
+        It creates a mask for packed and for padded rows, unless attention needs none.
         """
         config = self.setup.config
         tokens = config.model.max_seq_len
@@ -263,18 +263,18 @@ class StepMeter:
 def make_optimizer(
     parameters: list[nn.Parameter], optim: str, on_gpu: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that Trainer makes of `train.optim`."""
+    """Return the optimizer that Trainer creates for `train.optim`."""
     options = {}
     if on_gpu and optim in ("adamw_torch", "sgd"):
         options["foreach"] = True
-    with unset_fake_temporarily():  # bitsandbytes makes tables of 8-bit values
+    with unset_fake_temporarily():  # bitsandbytes creates tables of 8-bit values
         return OPTIMIZERS[optim](parameters, lr=0.0, **options)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, on_gpu: bool) -> int:
     """Return the bytes of an optimizer's state on its device.
 
-    On a GPU plain AdamW keeps its step counters on the CPU.
+    On a GPU plain AdamW keeps its step counters on the CPU, so they do not count.
     """
     is_plain_adamw = isinstance(optimizer, torch.optim.AdamW) and not optimizer.defaults["fused"]
     skipped = {"step"} if on_gpu and is_plain_adamw else set()

@@ -1,9 +1,9 @@
-"""The exact bytes of a run's step, from a model without weights: `make plan EXACT=1`.
+"""The exact bytes of a run's step, traced on a model without weights: `make plan EXACT=1`.
 
-The model is built from its config.json and stepped over tensors without data. Its architecture,
-adapters, 4-bit packing, fused kernels and checkpointed layers are those of the run. Autocast is the
-CPU's, which leaves norms and losses of 16-bit inputs in 16 bits; models like Llama compute those in
-float32 themselves.
+The model is built from its config.json, and a step runs on fake tensors. Architecture, adapters,
+4-bit packing, fused kernels and checkpointed layers are those of the run. Autocast is the CPU's,
+which leaves norms and losses of 16-bit inputs in 16 bits; models like Llama cast those to float32
+themselves.
 """
 
 import torch
@@ -21,9 +21,9 @@ from sft_play.process import Process
 
 
 def setup_of(planned: PlannedRun) -> StepSetup:
-    """Return the step that a plan's run computes.
+    """Return the step of a planned run.
 
-    Raises: ConfigError for a backend whose code is not ours to trace.
+    Raises: ConfigError for a backend whose model code cannot be traced.
     """
     backend = backend_of(planned.config)
     if not backend.is_traceable:
@@ -43,7 +43,7 @@ def setup_of(planned: PlannedRun) -> StepSetup:
 
 
 def trace_step(setup: StepSetup) -> MeasuredStep:
-    """Return the bytes of a step. Every row is full, as packed ones are; every token has a label.
+    """Return the bytes of a step of full rows in which every token has a label.
 
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """

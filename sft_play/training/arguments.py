@@ -13,9 +13,9 @@ NEVER = 10**9  # steps: an interval that no run reaches
 
 
 def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArguments:
-    """Return the arguments of transformers' Trainer; the process group runs already.
+    """Return the arguments of transformers' Trainer. Call it after `runtime.join_group`.
 
-    Raises: EnvironmentFault when the group is not what was planned.
+    Raises: EnvironmentFault when the process group has another size than was planned.
     """
     train, plan = planned.config.train, planned.plan
     arguments = TrainingArguments(
@@ -36,11 +36,11 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
 
 
 def _optimization(train: TrainSection) -> dict[str, Any]:
-    """Optimizer, schedule and how long."""
+    """Return the arguments of optimizer, schedule, length and logging."""
     return {
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": train.lr_scheduler_type,
-        "warmup_steps": train.warmup_steps,  # under 1 a fraction, there too
+        "warmup_steps": train.warmup_steps,  # below 1 a fraction, as in transformers
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
         "optim": "adamw_bnb_8bit" if train.optim == "adamw_8bit" else train.optim,
@@ -52,18 +52,18 @@ def _optimization(train: TrainSection) -> dict[str, Any]:
         "seed": train.seed,
         "data_seed": train.data_seed,
         "logging_steps": train.logging_steps,
-        # it hides NaN behind 0.0 and waits for the GPU in every micro-step
+        # it logs 0.0 in place of NaN, and synchronizes with the GPU in every micro-step
         "logging_nan_inf_filter": False,
     }
 
 
 def _batches(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
-    """Micro-batches and how they are loaded."""
+    """Return the arguments of micro-batches and of the data loader."""
     return {
         "per_device_train_batch_size": train.batch_size,
         "per_device_eval_batch_size": train.eval_batch_size,
         "gradient_accumulation_steps": plan.layout.micro_batches,
-        # models.checkpointing has chosen the layers; Trainer would take all of them
+        # models.checkpointing has chosen the layers; Trainer would checkpoint all of them
         "gradient_checkpointing": False,
         "dataloader_num_workers": train.dataloader_num_workers,
         "dataloader_pin_memory": train.dataloader_pin_memory,
@@ -72,13 +72,13 @@ def _batches(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
 
 
 def _engine(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
-    """Device, precision, DDP and DeepSpeed."""
+    """Return the arguments of device, precision, DDP and DeepSpeed."""
     is_cpu = plan.ranks.device == "cpu"
     uses_deepspeed = plan.deepspeed is not None
     return {
         "bf16": train.bf16,
         "fp16": train.fp16,
-        # with use_cpu Trainer would wrap the model in DDP, and DeepSpeed never start
+        # with use_cpu Trainer would wrap the model in DDP, and DeepSpeed would never start
         "use_cpu": is_cpu and not uses_deepspeed,
         "ddp_find_unused_parameters": train.ddp_find_unused_parameters,
         "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
@@ -93,7 +93,7 @@ def _engine(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
 
 
 def _evaluation_and_saving(train: TrainSection) -> dict[str, Any]:
-    """What happens between steps, and when."""
+    """Return the arguments that say when to evaluate and to save."""
     return {
         "eval_strategy": train.eval_strategy,
         "eval_steps": train.eval_steps if train.eval_strategy == "steps" else None,

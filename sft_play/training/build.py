@@ -1,13 +1,11 @@
-"""Build the trainer of a run.
-
-Rows, order, collator, evaluator and callbacks from config and plan.
-"""
+"""Build a run's trainer, collator and evaluator from its config and plan."""
 
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
+from sft_play.config.backends import backend_of
 from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
@@ -29,10 +27,10 @@ def build_trainer(
     model: torch.nn.Module,
     run_stamp: dict[str, Any],
 ) -> SftTrainer:
-    """Return the trainer of a run. Its rows come in an order that no number of ranks changes."""
+    """Return the trainer of a run. The order of its rows does not depend on the world size."""
     config = context.config
     layout = context.plan.layout
-    if config.tuning.backend != "unsloth":  # which has checkpointing of its own
+    if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
         checkpoint_layers(model, layout.checkpointed_layers)
     speed = EvalSpeedCallback()
     trainer = SftTrainer(
@@ -40,7 +38,7 @@ def build_trainer(
         args=arguments,
         processing_class=tokenizer,
         train_dataset=TrainRows(data.train),
-        eval_dataset=TrainRows(data.validation),  # Trainer demands one; `evaluator` evaluates
+        eval_dataset=TrainRows(data.validation),  # Trainer requires one; `evaluator` evaluates
         data_collator=build_collator(context, tokenizer, model),
         order=StepSampler(data.train.lengths, layout, config.train.order_seed),
         evaluator=build_evaluator(context, data.validation, tokenizer),
@@ -57,7 +55,7 @@ def build_trainer(
 def build_collator(
     context: RunContext, tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
 ) -> PackCollator | PadCollator:
-    """Return the collator: several documents in a sequence where the run packs, else one."""
+    """Return the collator: packed sequences of several documents, or one padded row each."""
     config = context.config
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
@@ -68,6 +66,6 @@ def build_collator(
 def build_evaluator(
     context: RunContext, split: Split, tokenizer: PreTrainedTokenizerBase
 ) -> Evaluator:
-    """Return an evaluator whose work is shared by all ranks."""
+    """Return the evaluator of a split, whose rows are shared among the ranks."""
     is_zero3 = context.plan.zero_stage == 3
     return Evaluator(split, tokenizer, context.config.train, context.process, synced_gpus=is_zero3)

@@ -1,7 +1,4 @@
-"""What happens beside the steps.
-
-Evaluation mode, progress, throughput, stop on request, TensorBoard.
-"""
+"""Callbacks of the trainer: evaluation mode, throughput, stopping on a signal, progress."""
 
 import contextlib
 import logging
@@ -22,18 +19,20 @@ from sft_play.process import Process
 logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-# A main thread that has not seen a signal by then waits for another rank; launchers kill after 30.
+# A main thread that has not handled a signal after this time is stuck in a collective. Launchers
+# kill after 30 seconds.
 STUCK_SECONDS = 20.0
-# Launchers pass on a signal that the terminal has sent to their ranks already: within this it is
-# the same one.
+# The terminal signals every rank, and the launcher then passes the same signal on to them: a repeat
+# within this time does not count.
 GRACE_SECONDS = 5.0
 
 
 class EvalSpeedCallback(TrainerCallback):
-    """Puts the model in evaluation mode only inside an evaluation, and counts its seconds.
+    """Puts the model in evaluation mode for each evaluation, and counts the seconds.
 
-    Inside: key-value cache on, activation checkpointing off, dropout off. Afterwards everything is
-    as it was, also after an error. transformers has no event before an evaluation, hence a context.
+    During an evaluation the key-value cache is on; activation checkpointing and dropout are off.
+    All of it is restored afterwards, also after an error. transformers has no event before an
+    evaluation, hence a context manager.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class EvalSpeedCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
-        """Evaluate `model` inside this context."""
+        """Keep `model` in evaluation mode inside this context."""
         started = time.perf_counter()
         used_cache = model.config.use_cache
         was_training = {module: module.training for module in model.modules()}
@@ -64,16 +63,16 @@ class EvalSpeedCallback(TrainerCallback):
 
 
 class _Mark(NamedTuple):
-    """How far a run was at one moment."""
+    """Progress of a run at one moment."""
 
-    seconds: float  # of stepping alone
+    seconds: float  # of training steps alone
     tokens: int
 
 
 class Throughput(TrainerCallback):
-    """Tokens per second over the steps after the first, which compiles and allocates.
+    """Measures tokens per second after the first step, which compiles and allocates.
 
-    `tokens` counts real tokens of this rank, on the CPU, which collated them.
+    `tokens` is the number of real tokens that this rank has trained, counted on the CPU.
     """
 
     def __init__(self, process: Process, evaluations: EvalSpeedCallback):
@@ -82,12 +81,12 @@ class Throughput(TrainerCallback):
         self.tokens = 0
         self.save_seconds = 0.0
         self.first_step_seconds = 0.0
-        self._started_at = 0.0  # by `clock`, as below
+        self._started_at = 0.0  # in seconds of `clock`, as the two below
         self._first_step: _Mark | None = None
         self._last_step: _Mark | None = None
 
     def clock(self) -> float:
-        """Return seconds of stepping alone: less what evaluations and saves took."""
+        """Return the time in seconds without that of evaluations and saves."""
         return time.perf_counter() - self.evaluations.seconds - self.save_seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,16 +118,19 @@ class Throughput(TrainerCallback):
             return None
         tokens = self.process.sum(self._last_step.tokens - self._first_step.tokens)
         seconds = self._last_step.seconds - self._first_step.seconds
-        return tokens / seconds if tokens > 0 and seconds > 0 else None
+        if tokens <= 0 or seconds <= 0:
+            return None
+        return tokens / seconds
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGINT and SIGTERM end the run after the current step, with a checkpoint.
+    """Ends the run on SIGINT or SIGTERM after the current step, with a checkpoint.
 
-    A second signal, seconds later, ends it at once. Before the first step there is nothing to keep,
-    and the first signal is a KeyboardInterrupt. After it the ranks agree at the end of each step: a
-    signal that reaches one rank alone would leave the others in a collective. A rank that waits in
-    C++ for one that is gone sees no signal; a thread calls `when_stuck` for it.
+    A second signal, more than GRACE_SECONDS later, ends the process at once. Before the first step
+    there is nothing to save, so the first signal raises KeyboardInterrupt. Later the ranks agree at
+    the end of each step whether to stop: a signal that reaches one rank alone would leave the
+    others in a collective. Python handles no signal while a rank waits in C++ for a rank that is
+    gone; a thread then calls `when_stuck`.
     """
 
     def __init__(self, process: Process, when_stuck: Callable[[], None] | None = None):
@@ -144,7 +146,7 @@ class StopOnSignal(TrainerCallback):
     def _watch(self, when_stuck: Callable[[], None]) -> None:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        # gets each signal's number at once, whatever the main thread does
+        # the pipe gets the number of each signal at once, even if the main thread is stuck
         signal.set_wakeup_fd(write_end)
 
         def watch() -> None:
@@ -158,7 +160,7 @@ class StopOnSignal(TrainerCallback):
 
     @property
     def requested(self) -> bool:
-        """Whether this rank got a signal."""
+        """Return whether this rank got a signal."""
         return self._requested_at is not None
 
     def _note(self, number: int, frame: Any) -> None:
@@ -188,20 +190,17 @@ class StopOnSignal(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
             control.should_log = True
-            control.should_evaluate = False  # a person waits, and launchers kill after 30 seconds
+            control.should_evaluate = False  # the user waits, and launchers kill after 30 seconds
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Trainer ends the epoch that a stop cuts short, and would evaluate and save once more
+        # Trainer also ends the epoch that was cut short, and would evaluate and save once more
         if self.stopped:
             control.should_save = False
             control.should_evaluate = False
 
 
 class Progress(TrainerCallback):
-    """A progress bar on the main rank's terminal.
-
-    One line a log where the output goes to a file.
-    """
+    """Shows a progress bar on the main rank's terminal, and one line for each log."""
 
     def __init__(self, process: Process):
         self.is_shown = process.is_main
@@ -230,7 +229,9 @@ class Progress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not self.is_shown or not logs or not ("loss" in logs or "eval_loss" in logs):
+        logs = logs or {}
+        has_loss = "loss" in logs or "eval_loss" in logs
+        if not self.is_shown or not has_loss:
             return
         names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rougeL")
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
@@ -247,7 +248,7 @@ class Progress(TrainerCallback):
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Does something once the model is wrapped (DDP, ZeRO) and no step is taken yet."""
+    """Calls `action` once the model is wrapped (DDP, ZeRO) and before the first step."""
 
     def __init__(self, action: Callable[[], None]):
         self.action = action

@@ -1,4 +1,4 @@
-"""What must hold of a model while it trains, and of its saved weights before a run is done."""
+"""Checks of a model before and during training, and of its saved weights afterwards."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
 def check_engine(model: torch.nn.Module, strategy: str) -> None:
     """Raise EnvironmentFault unless the model is wrapped as the strategy demands.
 
-    Libraries fall back to another wrapper and say nothing.
+    Libraries fall back to another wrapper without a message.
     """
     wrapped = type(model).__name__
     found = wrapped if wrapped in WRAPPERS else None
@@ -32,9 +32,9 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
 
 
 def check_finite(model: torch.nn.Module, step: int) -> None:
-    """Raise DivergedError when a trained weight is no number.
+    """Raise DivergedError when a trained weight is NaN or infinite.
 
-    Weights that ZeRO-3 has partitioned are empty here and pass.
+    Weights that ZeRO-3 partitions are empty here, so they pass.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not torch.isfinite(parameter).all():
@@ -49,14 +49,15 @@ def check_saved_adapter(
 ) -> None:
     """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
 
-    Under ZeRO-3 they are not compared. A run that was stopped (not `is_complete`) may have learned
-    nothing yet.
+    Under ZeRO-3 the comparison is left out: weights in memory are shards. A run that was stopped
+    (not `is_complete`) may have learned nothing yet.
+
     Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
-    or never moved.
+    or was never updated.
     """
     trained = None
-    if zero_stage != 3:  # whose weights in memory are shards
-        # without save_embedding_layers peft would ask the hub about the vocabulary
+    if zero_stage != 3:
+        # by default PEFT would ask the hub whether the vocabulary was resized
         trained = get_peft_model_state_dict(model, save_embedding_layers=False)
     seen = _check_saved(folder, trained)
     if trained is not None and seen != trained.keys():
@@ -73,19 +74,19 @@ def check_saved_adapter(
 
 
 def check_saved_model(folder: Path, model: torch.nn.Module, zero_stage: int) -> None:
-    """Read the saved weights of a full run back.
+    """Read the saved weights of a full run back: finite, and equal to the weights in memory.
 
-    Finite, and under ZeRO stages below 3 equal to the weights in memory.
+    Under ZeRO-3 they are only checked for NaN and infinity. So are tensors that the architecture
+    saves under another name than it has in memory.
 
-    Tensors that the architecture stores under another name than it computes with are looked at for
-    NaN alone.
     Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
     """
-    _check_saved(folder, None if zero_stage == 3 else model.state_dict())
+    trained = None if zero_stage == 3 else model.state_dict()
+    _check_saved(folder, trained)
 
 
 def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> set[str]:
-    """Compare the tensors in a folder with those in memory, where given; return their names."""
+    """Check the tensors in a folder, also against those in memory if given; return their names."""
     differing: list[str] = []
     broken: list[str] = []
     seen: set[str] = set()
@@ -121,10 +122,7 @@ def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder's safetensors files, one at a time.
-
-    All may not fit beside the model.
-    """
+    """Yield names and tensors of a folder's safetensors files, one at a time to save memory."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""The exit class of an error, and the sentence that run.json and the terminal give for it."""
+"""The exit class of an error, and its message for run.json and the terminal."""
 
 import errno
 import re
@@ -8,17 +8,18 @@ import torch
 
 from sft_play.errors import ExitClass, SftPlayError, first_line
 
-# What gloo and NCCL say when a peer is gone or a collective took too long; gloo's errors are plain
+# Messages of gloo and NCCL when a peer is gone or a collective timed out; gloo raises plain
 # RuntimeErrors.
 PEER_LOST = re.compile(
     r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting",
     re.IGNORECASE,
 )
-# What safetensors and torch.save say of a full disk, where Python would raise an OSError.
+# Messages of safetensors and torch.save on a full disk, where Python would raise an OSError
 DISK_FULL = re.compile(
-    r"No space left on device|os error 28|Disk quota exceeded|PytorchStreamWriter failed|iostream error|unexpected pos"
+    r"No space left on device|os error 28|Disk quota exceeded|"
+    r"PytorchStreamWriter failed|iostream error|unexpected pos"
 )
-# What torch's CPU allocator says, and CUDA outside torch's allocator.
+# Messages of torch's CPU allocator, and of CUDA outside torch's allocator
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
@@ -30,7 +31,7 @@ class Failure(NamedTuple):
 
 
 def classify(error: BaseException) -> Failure:
-    """Return the exit class of an error and the sentence for run.json and the terminal."""
+    """Return the exit class of an error and its message for run.json and the terminal."""
     first = first_line(error)
     if isinstance(error, SftPlayError):
         return Failure(error.exit_class, str(error))

@@ -1,4 +1,4 @@
-"""What every part of a rank's run needs to know."""
+"""What the parts of a rank's run share: its plan, folder, process and memory meter."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from sft_play.training.memory import MemoryMeter
 
 @dataclass
 class RunContext:
-    """A run as this rank sees it. The probe may replace `planned` before the first step."""
+    """One rank's view of a run. The probe may replace `planned` before the first step."""
 
     planned: PlannedRun
     folder: RunFolder

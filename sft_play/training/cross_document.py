@@ -1,9 +1,9 @@
-"""The cross-document check.
+"""The cross-document check: run the model to see whether packed documents attend to each other.
 
-Whether documents of a packed sequence see each other, tried on the model.
+They are isolated by a convention between position ids, attention and cache. A model's own code, a
+patched kernel or a new version can break it silently.
 
-A convention between position ids, attention and cache keeps them apart. A model's own code, a
-patched kernel or a new version can break it silently. Legend: T tokens of a document, V vocabulary.
+Legend: T tokens of a document, V vocabulary.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 
 LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
-# Both are fractions of how much a document's logits change when it does see the one before it.
-# The same batch with other tokens in front runs the same kernels, and gives the same bits where
-# nothing is seen.
+# The limits are fractions of the change of a document's logits when it does attend to the one
+# before it. A batch with other tokens in the other document runs the same kernels, so its logits
+# are the same bits where documents are isolated.
 MAX_SEEN = 0.01
-# A document by itself runs other kernels, whose rounding in half precision adds up over many
+# A document by itself runs other kernels; their rounding in half precision adds up over many
 # layers.
 MAX_ROUNDED = 0.25
 
@@ -32,9 +32,9 @@ MAX_ROUNDED = 0.25
 class CrossDocumentEffect:
     """Largest absolute differences of a document's logits."""
 
-    seen: float  # when the document before it changes
+    seen: float  # when the tokens of the other document change
     apart: float  # between packed and by itself
-    joined: float  # between one text with the document before it and by itself: what no isolation looks like
+    joined: float  # between continuing the other document and by itself: without any isolation
 
     @property
     def holds(self) -> bool:
@@ -45,21 +45,20 @@ class CrossDocumentEffect:
 def check_cross_document(
     model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> None:
-    """Raise ConfigError unless `model`, called as a packed step calls it, keeps documents apart.
+    """Raise ConfigError unless the model isolates the documents of a packed batch.
 
-    Give it the wrapped model (DDP, ZeRO) after the trainer has turned the cache off. Every rank
+    `model` is the wrapped model (DDP, ZeRO), after the trainer has turned the cache off. Every rank
     must call it.
     """
     found = measure_cross_document(model, collator, vocabulary, device)
     if math.isnan(found.joined):
-        return  # the model gives no numbers, packed or not: the first evaluation says so
+        return  # the model computes NaN, packed or not: the first evaluation reports it
     if not found.holds:
         raise ConfigError(
             "train.packing: packed documents are not kept apart by "
             f"{type(getattr(model, 'module', model)).__name__}: its logits change by "
-            f"{found.seen:.2g} "
-            f"with the tokens of another document and by {found.apart:.2g} against the document "
-            f"by itself, of {found.joined:.2g} for one text; "
+            f"{found.seen:.2g} with the tokens of another document and by {found.apart:.2g} "
+            f"against the document by itself, of {found.joined:.2g} for one text; "
             "set TRAIN_PACKING=false"
         )
 
@@ -67,7 +66,10 @@ def check_cross_document(
 def measure_cross_document(
     model: torch.nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> CrossDocumentEffect:
-    """Return how far the documents of a batch of two sequences of two documents see each other, without dropout."""
+    """Return how much the documents of a batch affect each other, without dropout.
+
+    The batch has two sequences of the same two documents, in either order.
+    """
     generator = np.random.default_rng(0)  # the same on all ranks
     first = generator.integers(vocabulary, size=LENGTHS[0])
     other = generator.integers(vocabulary, size=LENGTHS[0])
@@ -76,11 +78,10 @@ def measure_cross_document(
     def packed(*rows: Sequence[np.ndarray]) -> torch.Tensor:
         batch = collator([_sequence(documents) for documents in rows])
         del batch["labels"]
-        inputs = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
-        return model(**inputs).logits.float()  # (2, T, V)
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                batch[name] = value.to(device)
+        return model(**batch).logits.float()  # (2, T, V)
 
     def alone(ids: np.ndarray) -> torch.Tensor:
         return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)
@@ -104,11 +105,13 @@ def measure_cross_document(
 
 def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
     ids = np.concatenate(documents)
-    return TokenSequence(ids, np.full(len(ids), IGNORE_INDEX), tuple(map(len, documents)), len(ids))
+    labels = np.full(len(ids), IGNORE_INDEX)
+    lengths = tuple(len(document) for document in documents)
+    return TokenSequence(ids, labels, lengths, len(ids))
 
 
 def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    """Largest absolute difference; NaN, which no comparison passes, where either has one."""
+    """Return the largest absolute difference, or NaN where either tensor has one."""
     return (one - two).abs().max().item()
 
 

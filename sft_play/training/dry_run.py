@@ -1,9 +1,7 @@
-"""Steps of a run's own trainer that leave no trace.
+"""Dry runs: steps of a run's own trainer that measure memory and change nothing.
 
-Their memory is measured, and everything is as it was afterwards.
-
-A dry step is a real one with two differences: its rows are random and as long as rows can be, and
-its gradients are zeroed before the optimizer sees them.
+A dry step differs from a real one in two things: its rows are random tokens of the full length, and
+its gradients are zeroed before the optimizer step.
 """
 
 import contextlib
@@ -29,18 +27,21 @@ from sft_play.training.trainer import LOSS_TARGETS, REAL_TOKENS, SftTrainer, col
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 24  # elements that are summed at once: a CPU makes a copy of them in 64 bits
-# DeepSpeed's: the next gradient is the first of a step, and added to nothing
+CHUNK = 1 << 24  # elements that are summed at once: a CPU copies them to int64
+# DeepSpeed's value before the first micro-step: the next gradient overwrites what is there
 INITIAL_MICRO_STEP_ID = -1
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+# Integer type by bytes of an element
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DryRun:
-    """A context that measures steps, and restores weights, buffers, gradients, optimizer and random state.
+    """A context that measures steps.
 
-    `steps_optimizer` must be False where the optimizer's state must survive or does not belong to
-    torch: on a resumed run, under DeepSpeed, which makes its own when it starts, and for paged
-    optimizers, whose pages are never freed.
+    On leaving it restores buffers, gradients, optimizer state and random state, and checks that no
+    weight has changed. `steps_optimizer` must be False where the optimizer's state must survive or
+    cannot be dropped: on a resumed run, under DeepSpeed (which creates its own state at start), and
+    for paged optimizers (whose pages are never freed).
+
     Raises: EnvironmentFault on leaving, when a weight has changed.
     """
 
@@ -66,13 +67,14 @@ class DryRun:
         self.stack.__exit__(*error)
 
     def measure(self, layout: Layout) -> Point | None:
-        """Return what a step of full rows takes on this rank; None where it runs out of memory.
+        """Return the peak memory of a step of full rows on this rank; None if it does not fit.
 
-        Under DeepSpeed, whose ranks would wait for this one within its passes, the error is raised.
-        The first call takes a step that is not counted: it allocates what stays, such as the
-        optimizer's state, workspaces and compiled kernels.
+        Under DeepSpeed the out-of-memory error is raised, since the other ranks wait for this one
+        inside their passes. The first call takes a warm-up step that is not counted: it allocates
+        what is kept, such as optimizer state, workspaces and compiled kernels.
         """
-        rows, length = layout.sequences, layout.max_seq_len
+        rows = layout.sequences
+        length = layout.max_seq_len
         try:
             if not self.is_warm:
                 self._step(worst_case(self.trainer, 1, length), layout.accumulates)
@@ -82,19 +84,17 @@ class DryRun:
             tokens = batch["input_ids"].numel()  # padding included
             return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
-            if (
-                self.trainer.is_deepspeed_enabled
-                or classify(error).exit_class is not ExitClass.OUT_OF_MEMORY
-            ):
+            is_out_of_memory = classify(error).exit_class is ExitClass.OUT_OF_MEMORY
+            if self.trainer.is_deepspeed_enabled or not is_out_of_memory:
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))
         self._drop_gradients()
-        gc.collect()  # what the error's frames held
+        gc.collect()  # frees the tensors of the frames in the error's traceback
         torch.cuda.empty_cache()
         return None
 
     def _step(self, batch: Batch, accumulates: bool) -> dict[str, int]:
-        """Return the peak of each phase; of two micro-steps where gradients are accumulated."""
+        """Return the peak of each phase, over two micro-steps where gradients accumulate."""
         first = self._micro_step(dict(batch))
         last = self._micro_step(dict(batch)) if accumulates else first
         peaks = {name: max(first[name], last[name]) for name in first}
@@ -106,7 +106,7 @@ class DryRun:
         return peaks
 
     def _micro_step(self, batch: Batch) -> dict[str, int]:
-        """Return the peaks of a forward and a backward pass, made as Trainer.training_step makes them."""
+        """Return the peaks of a forward and a backward pass, run as Trainer.training_step does."""
         trainer = self.trainer
         labelled_tokens = len(batch[LOSS_TARGETS])
         self.model.train()
@@ -131,32 +131,32 @@ class DryRun:
         if self.steps_optimizer:
             self.trainer.optimizer.optimizer.state.clear()
         torch.cuda.empty_cache()
-        self.memory.reset()  # the run's own peak begins here
+        self.memory.reset()  # the peaks of the run itself start here
 
 
 def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
-    """Return a micro-batch of `rows` rows of `length` tokens, all but the first labelled, collated as the run does it.
+    """Return a micro-batch of `rows` rows padded to `length` tokens, collated as in the run.
 
-    A row lacks one token, so that whatever padding calls for, such as a mask, is there as well.
+    Every token but the first is labelled. Each row is one token short, so that whatever padding
+    needs, such as a mask, is allocated as well.
     """
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     generator = np.random.default_rng(0)
     sequences = []
     for _ in range(rows):
         ids = generator.integers(vocabulary, size=max(2, length - 1))
-        sequences.append(
-            TokenSequence(ids, np.concatenate([[IGNORE_INDEX], ids[1:]]), (len(ids),), len(ids))
-        )
+        labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
+        sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids)))
     batch = collate_for_step(trainer.data_collator, sequences)
     del batch[REAL_TOKENS]
     return batch
 
 
 def step_without_change(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer that has no state yet on gradients of zero; every weight stays, to the bit.
+    """Step an optimizer without state on zero gradients; every weight keeps its bits.
 
-    Its moments are then zero, and so is the update: p - lr * 0 / (0 + epsilon) is p, also for a
-    negative zero. Weight decay is off: in a fused multiplication it would turn that zero positive.
+    The moments are then zero, and so is the update: p - lr * 0 / (0 + epsilon) is p, also for a
+    negative zero. Weight decay is off: its fused multiplication could make that zero positive.
     """
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -173,7 +173,7 @@ def step_without_change(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _weights_checked(model: nn.Module) -> Iterator[None]:
-    """Raise EnvironmentFault when a parameter or buffer is not as it was."""
+    """Raise EnvironmentFault on leaving when a parameter or buffer has changed."""
     before = digest(model)
     yield
     after = digest(model)
@@ -186,14 +186,14 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
 
 
 def digest(model: nn.Module) -> dict[str, int]:
-    """Return the sum modulo 2^64 of each parameter and buffer, whose elements are read as integers.
+    """Return the sum modulo 2^64 of each parameter and buffer, with elements read as integers.
 
-    Under ZeRO-3 it is that of the shard.
+    Under ZeRO-3 it is the sum of this rank's shard.
     """
-    sums = {
-        name: _sum_of_bits(getattr(tensor, "ds_tensor", tensor)) for name, tensor in _tensors(model)
-    }
-    numbers = torch.stack(list(sums.values())).tolist()  # one wait for the GPU
+    sums: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors(model):
+        sums[name] = _sum_of_bits(getattr(tensor, "ds_tensor", tensor))
+    numbers = torch.stack(list(sums.values())).tolist()  # synchronizes with the GPU once
     return dict(zip(sums, numbers, strict=True))
 
 
@@ -210,18 +210,19 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
 def _modules_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, modes and the plain values that modules hold.
+    """Restore buffers, training modes and other plain attributes of modules.
 
-    Such as how far rotary embeddings have grown, and what DDP and DeepSpeed count.
+    Examples are the cached length of rotary embeddings, and the counters of DDP and DeepSpeed.
     """
     states = [_ModuleState.of(module) for module in model.modules()]
     yield
@@ -235,7 +236,7 @@ class _ModuleState:
 
     module: nn.Module
     values: dict[str, Any]
-    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]]  # the buffer, and a copy of its content
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]]  # the buffer and a copy of its content
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
@@ -256,10 +257,7 @@ class _ModuleState:
 
 @contextlib.contextmanager
 def _accumulating(trainer: SftTrainer) -> Iterator[None]:
-    """Make every backward pass one that others follow.
-
-    No rank waits for another, nothing is stepped.
-    """
+    """Treat every backward pass as one inside gradient accumulation: no all-reduce, no step."""
     state = trainer.accelerator.gradient_state
     was_synced = state.sync_gradients
     state._set_sync_gradients(False)
@@ -273,10 +271,10 @@ def _accumulating(trainer: SftTrainer) -> Iterator[None]:
 def _drop_reduced_gradients(optimizer: Any) -> None:
     """Drop the reduced gradients that DeepSpeed's optimizer keeps for the next micro-batch.
 
-    Its own step does the same when gradients overflow.
+    DeepSpeed's own step does the same when gradients overflow.
     """
     optimizer.zero_grad()
-    # stages 1 and 2; at stage 3 the next gradient overwrites what is there
+    # ZeRO stages 1 and 2; at stage 3 the next gradient overwrites the last one
     if hasattr(optimizer, "all_grad_tensors"):
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         for kept in (optimizer.all_grad_tensors, optimizer.averaged_gradients):

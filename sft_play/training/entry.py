@@ -1,11 +1,13 @@
-"""Where a rank begins.
+"""The entry point of a rank.
 
-Finds its place, opens run.json, imports the backend in the right order, and runs the worker.
+Finds its process in the run, opens run.json, imports the backend in the right order, and runs the
+worker.
 """
 
 import sys
 from pathlib import Path
 
+from sft_play.config.backends import backend_of
 from sft_play.errors import SftPlayError
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.folder import RunFolder
@@ -14,7 +16,7 @@ from sft_play.training.recorder import RunRecorder
 
 
 def main(path: Path) -> int:
-    """Run the worker on a run folder; return the exit class for the process."""
+    """Run the worker on a run folder; return the exit class as the process's exit code."""
     folder = RunFolder(path)
     try:
         planned = PlannedRun.read(folder)
@@ -25,10 +27,10 @@ def main(path: Path) -> int:
     recorder = RunRecorder(folder, planned, runtime.rank())
     with recorder:
         process = runtime.start(planned, folder)
-        if planned.config.tuning.backend == "unsloth":
+        if backend_of(planned.config).patches_transformers:
             from sft_play.models import unsloth
 
-            unsloth.import_first()  # before the worker's imports: it patches transformers
+            unsloth.import_first()  # before the worker imports transformers
         from sft_play.training import worker
 
         worker.run(planned, folder, process, recorder)

@@ -1,6 +1,6 @@
-"""How a rank that fails ends the others, with its own cause.
+"""A rank that fails ends the other ranks, with its own cause.
 
-They would wait for it in a collective otherwise.
+Otherwise they would wait for it in a collective.
 """
 
 import json
@@ -20,17 +20,18 @@ logger = logging.getLogger(__name__)
 
 KEY = "sft_play/failure"
 POLL_SECONDS = 1.0
-ACKNOWLEDGE_SECONDS = 5.0  # for all ranks to answer; one that is gone never does
-# A rank that failed ends before those that follow it: launchers name the first as the cause.
+ACKNOWLEDGE_SECONDS = 5.0  # for all ranks to answer; a rank that is gone never does
+# The rank that failed exits this long before those that follow it: launchers report the first exit
+# as the cause.
 LEAD_SECONDS = 1.0
 
 
 class FailureBroadcast:
     """A key in the process group's store that ends every rank once it is set.
 
-    A thread polls it, since the main one may wait in C++ for a rank that is gone. Both have a
-    client of the store of their own, because a client is for one thread. `follow(rank, exit_class,
-    cause)` is called in that thread when another rank has failed.
+    A thread polls the key, since the main thread may wait in C++ for a rank that is gone. Each of
+    the two threads has its own client of the store, because clients are not thread-safe. The
+    polling thread calls `follow(rank, exit_class, cause)` when another rank has failed.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class FailureBroadcast:
     def start(
         cls, process: Process, follow: Callable[[int, ExitClass, str], None]
     ) -> "FailureBroadcast | None":
-        """Listen to the process group, which is there.
+        """Return a broadcast over the process group, None if the world size is 1.
 
-        None for a process that is alone. Every rank must call it.
+        Call it after `runtime.join_group`. Every rank must call it.
         """
         if process.world_size == 1:
             return None
@@ -64,10 +65,11 @@ class FailureBroadcast:
         return cls(store, process.rank, process.world_size, follow)
 
     def announce(self, exit_class: ExitClass, cause: str) -> NoReturn:
-        """Announce a failure, wait until all ranks have answered or ACKNOWLEDGE_SECONDS have passed, and end the process.
+        """Announce a failure and end the process.
 
-        At once, because taking the process group down would wait for the others. Of several ranks
-        that fail, the first is heard, and its class is that of all.
+        First wait until all ranks have answered, for ACKNOWLEDGE_SECONDS at most. The process ends
+        without destroying the process group, which would wait for the other ranks. If several ranks
+        fail, all exit with the class of the first one.
         """
         try:
             own = json.dumps([self.rank, exit_class, cause])
@@ -95,8 +97,8 @@ class FailureBroadcast:
             self.follow(rank, ExitClass(exit_class), cause)
             store.set(self._acknowledged[self.rank], "1")
         except distributed.DistError as error:
-            # the rank that kept the store is gone: a collective fails of it, or the launcher ends
-            # this rank
+            # the rank that hosts the store is gone: a collective fails because of that, or the
+            # launcher ends this rank
             if not self._stopped.is_set():
                 logger.warning("failures of other ranks are not heard any more: %s", error)
             return

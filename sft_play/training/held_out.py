@@ -1,4 +1,4 @@
-"""The scores of a run before and after training, on rows that it never trains on."""
+"""Held-out evaluation: the scores of a run on its test rows, before and after training."""
 
 import json
 import logging
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class HeldOutEvaluation:
-    """Scores the test rows and writes the scores to run.json, and the answers to eval/<when>.jsonl."""
+    """Scores the test rows; writes scores to run.json and answers to eval/<when>.jsonl."""
 
     trainer: SftTrainer
     evaluator: Evaluator
     folder: RunFolder
     recorder: RunRecorder
-    scores: dict[str, Scores] = field(default_factory=dict)  # by when
+    scores: dict[str, Scores] = field(default_factory=dict)  # keys: "before", "after"
 
     def score(self, when: str) -> None:
-        """Score the model as it is now under the name `when`. Every rank must call it."""
+        """Score the model as it is now; `when` is "before" or "after". Every rank must call it."""
         scores = self.trainer.score(self.evaluator)
         self.scores[when] = scores
         self.recorder.update(
@@ -41,7 +41,7 @@ class HeldOutEvaluation:
         logger.info("%s eval_loss=%.4f%s rows=%d", when, scores.eval_loss, rouge, rows)
 
     def _answers_jsonl(self, scores: Scores) -> str:
-        """Return a line for each question that was answered; none where nothing was generated."""
+        """Return a JSON line for each answer; an empty text where nothing was generated."""
         pairs = zip(self.evaluator.questions, scores.answers, strict=False)
         return "".join(_answer_line(question, answer) for question, answer in pairs)
 

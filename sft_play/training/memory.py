@@ -1,7 +1,4 @@
-"""The memory of one rank.
-
-Peaks of a run's phases and steps, what is left, and which component holds how much.
-"""
+"""Memory measured on one rank: peaks by phase, what is free, and bytes by component."""
 
 import contextlib
 import resource
@@ -21,23 +18,23 @@ from sft_play.process import Process
 class Peaks:
     """The largest peaks over all ranks, in bytes."""
 
-    measured: int  # of the whole run: reserved, and the context
+    measured: int  # of the whole run: reserved by the allocator, plus the context
     reserved: int  # by torch's allocator; on a CPU the resident memory
-    phases: dict[str, int]  # with the context; without phases that no rank measured
+    phases: dict[str, int]  # allocated plus the context; without phases that no rank measured
 
 
 class MemoryMeter:
-    """Reads the allocator of this rank's GPU, or the resident memory of a process without one.
+    """Reads the allocator of this rank's GPU, or the resident memory of a CPU process.
 
-    A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peak
-    of a phase. The allocator's counters make nobody wait for the GPU.
+    A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peaks
+    by phase. Reading the allocator's counters does not synchronize with the GPU.
     """
 
     def __init__(self, process: Process, used_before_bytes: int = 0):
-        """`used_before_bytes` is what other programs held of this rank's GPU before the run."""
+        """`used_before_bytes` is what other programs used on this rank's GPU before the run."""
         self.process = process
         self.used_before_bytes = used_before_bytes
-        self.is_exact = process.device.type == "cuda"  # exact enough to choose a batch by
+        self.is_exact = process.device.type == "cuda"  # exact enough to choose a batch size
         self.current_phase: str | None = None
         self._is_paused = False
         self._phases: dict[str, int] = {}
@@ -58,14 +55,14 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in a phase inside this context. After an error it is still the current one."""
+        """Enter a phase for this context. After an error it stays the current phase."""
         self.enter(name)
         yield
         self.enter(None)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no phase inside this context, where steps are measured by `reset` and `peak_bytes`."""
+        """Record no phase inside this context: `reset` and `peak_bytes` measure there."""
         self.enter(None)
         self._is_paused = True
         try:
@@ -76,28 +73,28 @@ class MemoryMeter:
     def watch_optimizer(self, optimizer: Any) -> None:
         """Enter the phase `optimizer` for each step of an optimizer, which may be wrapped.
 
-        DeepSpeed takes it within its backward pass.
+        DeepSpeed steps it inside its backward pass.
         """
         *_, inner = _unwrapped(optimizer)
         inner.register_step_pre_hook(lambda *_: self.enter("optimizer"))
         inner.register_step_post_hook(lambda *_: self.enter(None))
 
     def reset(self) -> None:
-        """Forget the peak that `peak_bytes` returns."""
+        """Reset the peak that `peak_bytes` returns."""
         if self._is_gpu:
             torch.cuda.reset_peak_memory_stats(self.process.device)
 
     def peak_bytes(self) -> int:
-        """Return the most that was allocated since `reset` or the begin of the phase.
+        """Return the peak of allocated bytes since `reset` or the start of the phase.
 
-        On a CPU it is what is resident now: what a step left rather than what it took.
+        On a CPU it is the memory that is resident now, not a peak.
         """
         if self._is_gpu:
             return torch.cuda.max_memory_allocated(self.process.device)
         return psutil.Process().memory_info().rss
 
     def allocatable_bytes(self) -> int:
-        """Return what this process can hold in all: what it holds now, and what is free."""
+        """Return what this process can allocate in all: what it holds now plus what is free."""
         if not self._is_gpu:
             return self.peak_bytes() + host_memory().available_bytes
         device = self.process.device
@@ -106,10 +103,10 @@ class MemoryMeter:
         return min(free + torch.cuda.memory_reserved(device), limit)
 
     def context_bytes(self) -> int:
-        """Return what the GPU holds for this process outside torch's allocator, 0 on a CPU.
+        """Return what this process uses on the GPU outside torch's allocator, 0 on a CPU.
 
-        That is CUDA's context, cuBLAS, NCCL and paged optimizer states. Another program that has
-        begun since the run was planned is counted with it.
+        That is the CUDA context, cuBLAS, NCCL and paged optimizer states. Programs that started on
+        the GPU after the run was planned are counted too.
         """
         if not self._is_gpu:
             return 0
@@ -119,33 +116,24 @@ class MemoryMeter:
         return max(0, outside - self.used_before_bytes)
 
     def phase_peaks(self) -> dict[str, int]:
-        """Return the peak of each phase that was entered, in bytes, with the context.
-
-        {} on a CPU.
-        """
+        """Return the peak bytes of each phase that was entered, with the context; {} on a CPU."""
         self._record()
         context = self.context_bytes()
         return {name: allocated + context for name, allocated in self._phases.items()}
 
     def reserved_peak_bytes(self) -> int:
-        """Return the most that torch's allocator reserved during the run.
-
-        On a CPU the resident memory.
-        """
+        """Return the peak that torch's allocator reserved in the run; on a CPU, resident memory."""
         if not self._is_gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         self._record()
         return self._reserved
 
     def run_peak_bytes(self) -> int:
-        """Return the peak of the whole run: what was reserved, and the context."""
+        """Return the peak of the whole run: what the allocator reserved, plus the context."""
         return self.reserved_peak_bytes() + self.context_bytes()
 
     def peaks_over_ranks(self, phases: Iterable[str]) -> Peaks:
-        """Return the largest peaks of all ranks, of the run and of each of `phases`.
-
-        Every rank must call it.
-        """
+        """Return the largest peaks over all ranks. Every rank must call it."""
         own = self.phase_peaks()
         largest = {name: self.process.max(own.get(name, 0)) for name in phases}
         return Peaks(
@@ -155,7 +143,7 @@ class MemoryMeter:
         )
 
     def _record(self) -> None:
-        """Add the allocator's peaks to those of the run and of the current phase, and begin anew."""
+        """Update the peaks of the run and of the current phase, and reset the allocator's."""
         if not self._is_gpu:
             return
         counters = torch.cuda.memory_stats_as_nested_dict(self.process.device)
@@ -168,16 +156,19 @@ class MemoryMeter:
 
 
 def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
-    """Return the bytes on `device` of weights, adapters, gradients and optimizer now.
+    """Return the current bytes on `device` of weights, adapters, gradients and optimizer.
 
-    Storages count whole and once, quantised weights with their constants. `optimizer` may be
-    wrapped, or None.
+    Each storage counts once and as a whole; the constants of quantised weights are included.
+    `optimizer` may be wrapped, or None.
     """
     optimizers = [] if optimizer is None else list(_unwrapped(optimizer))
-    stepped, state = [], []
+    stepped: list[torch.Tensor] = []
+    state: list[torch.Tensor] = []
     if optimizers:
-        stepped = [p for group in optimizers[-1].param_groups for p in group["params"]]
-        state = list(_tensors_in(list(optimizers[-1].state.values())))
+        innermost = optimizers[-1]
+        for group in innermost.param_groups:
+            stepped += group["params"]
+        state += _tensors_in(list(innermost.state.values()))
     gradients = [parameter.grad for parameter in (*model.parameters(), *stepped)]
     tensors = {
         "weights": [*base_tensors(model), *model.buffers()],
@@ -186,10 +177,10 @@ def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> 
         "optimizer": [*state, *stepped],
     }
     seen: set[int] = set()
-    return {
-        name: sum(_new_storage_bytes(tensor, device, seen) for tensor in held)
-        for name, held in tensors.items()
-    }
+    sizes: dict[str, int] = {}
+    for name, held in tensors.items():
+        sizes[name] = sum(_new_storage_bytes(tensor, device, seen) for tensor in held)
+    return sizes
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:
@@ -201,10 +192,7 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
 
 
 def _partitioned_gradients(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the gradients that ZeRO keeps.
-
-    Lists by group in stages 1 and 2, one buffer in stage 3.
-    """
+    """Yield ZeRO's gradients: lists by group in stages 1 and 2, one buffer in stage 3."""
     for optimizer in optimizers:
         yield from _tensors_in(getattr(optimizer, "averaged_gradients", None))
         yield from _tensors_in(getattr(optimizer, "grad_partitions_flat_buffer", None))
@@ -214,13 +202,15 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for child in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for child in value:
             yield from _tensors_in(child)
 
 
 def _new_storage_bytes(tensor: torch.Tensor | None, device: torch.device, seen: set[int]) -> int:
-    """Return the bytes of a tensor's storage on `device`, 0 if it is in `seen`; add it there."""
+    """Return the bytes of a tensor's storage on `device`, 0 if in `seen`; add it to `seen`."""
     if not isinstance(tensor, torch.Tensor) or tensor.device != device:
         return 0
     storage = tensor.untyped_storage()

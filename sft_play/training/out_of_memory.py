@@ -1,7 +1,4 @@
-"""What a run that ran out of memory says.
-
-What held it beside what was predicted, and what to type next.
-"""
+"""The report of a run that is out of memory: bytes by component, and what to type next."""
 
 import logging
 import re
@@ -26,20 +23,19 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
 STEP_PHASES = ("forward", "backward", "optimizer")
-# The plan tells these apart and a measurement does not; `measured_beyond` is there where it was
-# probed.
+# Components that a measurement cannot tell apart; `measured_beyond` exists once a probe has run
 TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")
 
 
 @dataclass
 class OutOfMemoryExplainer:
-    """Explains an error for want of memory. `trainer` is None before there is one."""
+    """Explains an out-of-memory error. `trainer` is None until it is built."""
 
     context: RunContext
     trainer: SftTrainer | None = None
 
     def __call__(self, error: BaseException) -> OutOfMemoryExplanation:
-        """Return where it happened, what was held and what fits; log the table of components."""
+        """Return where it happened, what was allocated and what fits; log the components."""
         report = self._report(error)
         for line in table(report.components):
             logger.warning("%s", line)
@@ -68,26 +64,28 @@ class OutOfMemoryExplainer:
         )
 
     def _step(self) -> int:
-        """Return the step that runs or was the last, 0 before the first."""
+        """Return the current or the last step, 0 before the first."""
         if self.trainer is None:
             return 0
         is_in_step = self.context.memory.current_phase in STEP_PHASES
         return self.trainer.state.global_step + is_in_step
 
     def _components(self, phase: str | None) -> dict[str, ComponentBytes]:
-        """Return the bytes of each component.
+        """Return the predicted and measured bytes of each component.
 
-        A CPU's activations and context cannot be told apart.
+        Activations and context of a CPU cannot be measured.
         """
         memory = self.context.plan.memory
-        planned = (memory.phases[phase] if phase else memory.peak).components()
+        phase_bytes = memory.phases[phase] if phase else memory.peak
+        planned = phase_bytes.components()
         predicted = {name: size for name, size in planned.items() if name not in TRANSIENT}
         predicted["activations"] = sum(planned.get(name, 0) for name in TRANSIENT)
         measured = self._measured()
         return {name: ComponentBytes(size, measured.get(name)) for name, size in predicted.items()}
 
     def _measured(self) -> dict[str, int]:
-        device, memory = self.context.process.device, self.context.memory
+        device = self.context.process.device
+        memory = self.context.memory
         measured: dict[str, int] = {}
         if self.trainer is not None:
             measured = components(self.trainer.model, self.trainer.optimizer, device)
@@ -120,7 +118,7 @@ def _cause(report: OutOfMemoryReport) -> str:
 
 
 def table(held: Mapping[str, ComponentBytes]) -> list[str]:
-    """Return a line a component: what was predicted, what was held."""
+    """Return a table with a line for each component: predicted and measured GiB."""
     lines = [f"{'GiB':<12}{'predicted':>12}{'measured':>12}"]
     for name, size in held.items():
         measured = "-" if size.measured is None else _gib(size.measured)
@@ -129,7 +127,7 @@ def table(held: Mapping[str, ComponentBytes]) -> list[str]:
 
 
 def parse_bytes(pattern: re.Pattern[str], error: BaseException) -> int | None:
-    """Return the bytes that a library's error names, None where it does not."""
+    """Return the bytes that a library's error message names, None if it names none."""
     found = pattern.search(str(error))
     if found is None:
         return None

@@ -1,10 +1,9 @@
-"""The plan of a run, checked before its first step.
+"""The probe: measure steps before training, choose the batch again by them, and try the choice.
 
-Steps are measured, the batch is chosen again by what they took, and the choice is tried. All ranks
-measure the same steps and agree on the largest bytes and the least free memory before anyone goes
-on. They choose by these numbers alone, so they choose alike. The plan is tried as it is under
-DeepSpeed, whose engine has its batch built in; on a resumed run, whose optimizer has a state; and
-on a CPU, which has no allocator to ask.
+All ranks measure the same steps and agree on the largest peak and the least free memory. They
+choose by these numbers alone, so they all choose the same. In three cases the plan is tried as it
+is: under DeepSpeed, whose engine cannot change its batch; on a resumed run, whose optimizer has a
+state; and on a CPU, which has no allocator to measure.
 """
 
 import logging
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The layout that will run, and how well it is known."""
+    """The layout that will run, and the measurements behind it."""
 
     layout: Layout
     points: tuple[Point, ...]  # the two of the fit first, where there is one
@@ -50,7 +49,7 @@ class ProbeResult:
 class Probe:
     """Tries a run's steps on its wrapped model.
 
-    Every rank makes one and calls `run`, once, before the first step.
+    Every rank creates one and calls `run` once, before the first step.
     """
 
     def __init__(self, context: RunContext, trainer: SftTrainer):
@@ -68,9 +67,10 @@ class Probe:
         self.device = "a GPU" if plan.ranks.device == "cuda" else "this host"
 
     def run(self) -> ProbeResult:
-        """Return the layout to run, which has been tried.
+        """Return the layout to run, after it was tried.
 
-        Raises: OutOfMemory on every rank when none fits, or a batch that the user set does not.
+        Raises: OutOfMemory on every rank, when no layout fits or the batch that the user set does
+        not.
         """
         folder = cache_folder(self.context.config) / "probes"
         fingerprint = self._fingerprint()
@@ -100,7 +100,7 @@ class Probe:
 
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
-        if self.request.recomputes_by_layer:  # else the backend has done it, once and for all
+        if self.request.recomputes_by_layer:  # other backends set it up when they load
             checkpoint_layers(self.trainer.model, layers)
 
     @property
@@ -120,15 +120,16 @@ class Probe:
         return point
 
     def _two_points(self, dry_run: DryRun, budget: int) -> tuple[Point, ...]:
-        """Measure half a row and a whole one.
+        """Measure half a row and a whole row.
 
-        More layers are checkpointed where they do not fit as planned.
+        If they do not fit as planned, measure them with the most checkpointed layers.
         """
         max_seq_len = self.layout.max_seq_len
         smallest = batch.smallest(self.request)
-        for layers in dict.fromkeys(
-            (self.layout.checkpointed_layers, smallest.checkpointed_layers)
-        ):
+        layer_counts = [self.layout.checkpointed_layers]
+        if smallest.checkpointed_layers != self.layout.checkpointed_layers:
+            layer_counts.append(smallest.checkpointed_layers)
+        for layers in layer_counts:
             row = Layout(
                 batch_size=1,
                 grad_accum=2 if self.layout.accumulates else 1,
@@ -138,8 +139,10 @@ class Probe:
             )
             half = replace(row, max_seq_len=max(1, max_seq_len // 2))
             small = self._measure(dry_run, half)
-            large = small and self._measure(dry_run, row)
-            if small and large:
+            if small is None:
+                continue
+            large = self._measure(dry_run, row)
+            if large is not None:
                 return small, large
         raise OutOfMemory(
             f"model.max_seq_len={max_seq_len}: out of memory when one row was tried before "
@@ -149,9 +152,9 @@ class Probe:
     def _choose(
         self, dry_run: DryRun, fit: MeasuredFit, points: Sequence[Point], budget: int
     ) -> tuple[Layout, tuple[Point, ...]]:
-        """Choose by the fit and try it; return the layout and all points.
+        """Choose a layout by the fit and try it; return the layout and all points.
 
-        A layout that does not fit lowers the budget to below what it was expected to need.
+        After a layout that does not fit, the next one must need less than its expected peak.
         """
         allowed = budget
         tried = tuple(points)
@@ -189,9 +192,9 @@ class Probe:
         )
 
     def _cuts_as_planned(self, layout: Layout) -> bool:
-        """Whether steps would be the planned ones.
+        """Return whether steps have the planned micro-batches.
 
-        Packed micro-batches may be as many and as large at another batch size.
+        When rows are packed, these can be the same at another batch size.
         """
         return (
             layout.micro_batches == self.layout.micro_batches
@@ -203,7 +206,7 @@ class Probe:
         return point.peak + probe_fit.context_bytes(self.step, self.layout)
 
     def _measure(self, dry_run: DryRun, layout: Layout) -> Point | None:
-        """Return what all ranks agree that a step takes; None where it does not fit on one."""
+        """Return the largest peaks of a step over all ranks; None if it does not fit on one."""
         self.checkpoint(layout.checkpointed_layers)
         point = dry_run.measure(layout)
         if not self.process.min(int(point is not None)):
@@ -212,7 +215,7 @@ class Probe:
         return replace(point, phases=peaks)
 
     def _fingerprint(self) -> str:
-        """Return the digest of all that a step's bytes follow from, beside its layout."""
+        """Return a digest of everything that determines the bytes of a step, except its layout."""
         config = self.context.config
         plan = self.context.plan
         device = self.process.device
@@ -240,9 +243,10 @@ class Probe:
 
 
 def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunRecorder) -> None:
-    """Try the plan and write down what was found; the run then follows the chosen layout.
+    """Probe the plan, apply the chosen layout to the run, and record both.
 
-    Every rank must call it, with the model wrapped and no step taken.
+    Every rank must call it, after the model is wrapped and before the first step.
+
     Raises: OutOfMemory, on every rank.
     """
     started = time.perf_counter()
@@ -250,7 +254,7 @@ def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunReco
     result = probe.run()
     planned = context.planned
     if result.fit is not None:
-        planned = _follow(probe, result, evaluators)
+        planned = _apply_layout(probe, result, evaluators)
         _note_prediction(recorder, planned.plan.memory)
     facts = _probe_report(probe, result, time.perf_counter() - started)
     context.planned = replace(planned, plan=replace(planned.plan, probe=facts))
@@ -262,8 +266,8 @@ def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunReco
     recorder.update(probe=asdict(facts), checkpointing=context.plan.checkpointing)
 
 
-def _follow(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) -> PlannedRun:
-    """Let trainer and evaluators take the chosen layout, and return the run with it."""
+def _apply_layout(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) -> PlannedRun:
+    """Set the chosen layout on trainer and evaluators, and return the run with it."""
     layout = result.layout
     probe.checkpoint(layout.checkpointed_layers)
     if layout.batch_size != probe.layout.batch_size:
@@ -275,7 +279,7 @@ def _follow(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) 
 
 
 def _note_prediction(recorder: RunRecorder, memory: StepBytes) -> None:
-    """Note the peaks that are expected since the probe has measured."""
+    """Set the predicted peaks of the report to those of the measured fit."""
     report = recorder.report
     recorder.note(
         peak_bytes=replace(report.peak_bytes, predicted=memory.predicted_peak),
@@ -284,7 +288,7 @@ def _note_prediction(recorder: RunRecorder, memory: StepBytes) -> None:
 
 
 def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:
-    """Write the padding of a layout that a probe chose to data.json, and return it."""
+    """Write the padding of the chosen layout to data.json, and return it."""
     folder = probe.context.folder
     order = probe.trainer.order
     packed = layout
@@ -316,7 +320,7 @@ def _probe_report(probe: Probe, result: ProbeResult, seconds: float) -> ProbeRep
 
 
 def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
-    """Return the probe as one line of facts."""
+    """Return the log line of a probe."""
     layout = result.layout
     context = 0
     if probe.memory.is_exact:
@@ -334,8 +338,9 @@ def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
             f"checkpointing={checkpointing}:"
             f"{layout.checkpointed_layers}/{probe.step.model.layers}"
         )
+    cached = " cached" if result.is_cached else ""
     return (
-        f"probe{' cached' if result.is_cached else ''} {measured} predicted={predicted}GiB "
+        f"probe{cached} {measured} predicted={predicted}GiB "
         f"of {result.budget_bytes / GIB:.2f}GiB batch {layout.batch_size} x {layout.world_size} "
         f"x {layout.grad_accum} = {layout.rows_per_step}{changed} in {facts.seconds:.1f}s"
     )

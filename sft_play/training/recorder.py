@@ -1,4 +1,4 @@
-"""Keep run.json true from the first second, also when the run fails."""
+"""Keep run.json up to date from the start of a run, also when it fails."""
 
 import logging
 import os
@@ -22,20 +22,19 @@ file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft
 
 
 class OutOfMemoryExplanation(NamedTuple):
-    """What is known of an error for want of memory beyond its text."""
+    """What is known about an out-of-memory error beyond its message."""
 
     cause: str  # in one line
     report: OutOfMemoryReport
 
 
 class RunRecorder:
-    """A context around a rank's work.
+    """A context around a rank's work that records it in run.json.
 
-    The main rank writes run.json, and so does the rank that fails first.
-
-    An error is recorded with its exit class, logged once, and ends here; `exit_class` is what the
-    process should exit with. With a `broadcast`, an error ends the other ranks too, and this
-    process at once. `explain_out_of_memory` says more of an error for want of memory.
+    The main rank writes the file, and so does the rank that fails first. An error is recorded with
+    its exit class, logged once and not raised further; the process should exit with `exit_class`.
+    With a `broadcast`, an error also ends the other ranks, and this process at once.
+    `explain_out_of_memory` adds to the cause of an out-of-memory error.
     """
 
     def __init__(self, folder: RunFolder, planned: PlannedRun, rank: int):
@@ -63,13 +62,13 @@ class RunRecorder:
             return False
         if self._is_following:
             file_only.warning("raised while this rank followed another one", exc_info=error)
-            # the broadcast's thread ends the process, unless the store was gone before it could
-            # answer
+            # the broadcast's thread ends the process, unless the store was gone before the thread
+            # could acknowledge
             self.broadcast.thread.join()
             os._exit(self.exit_class)
         self.exit_class, cause = classify(error)
-        is_bare = not isinstance(error, SftPlayError)  # ours say already what to type
-        if self.exit_class is ExitClass.OUT_OF_MEMORY and is_bare:
+        is_foreign = not isinstance(error, SftPlayError)  # our errors already say what to type
+        if self.exit_class is ExitClass.OUT_OF_MEMORY and is_foreign:
             cause = self._explain(error, cause)
         self._log_failure(error, cause)
         try:
@@ -78,7 +77,7 @@ class RunRecorder:
             self._log_unwritable(unwritable)
         if self.broadcast is not None:
             self.broadcast.announce(self.exit_class, cause)
-        return isinstance(error, Exception | KeyboardInterrupt)  # SystemExit goes on
+        return isinstance(error, Exception | KeyboardInterrupt)  # SystemExit propagates
 
     def update(self, **changes: Any) -> None:
         """Set fields of the report and write it."""
@@ -87,7 +86,7 @@ class RunRecorder:
             self.write()
 
     def note(self, **changes: Any) -> None:
-        """Set fields of the report, which the next write will write."""
+        """Set fields of the report without writing it."""
         self.report = replace(self.report, **changes)
 
     def note_seconds(self, **seconds: float) -> None:
@@ -98,7 +97,7 @@ class RunRecorder:
     def finish(
         self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
     ) -> None:
-        """Record how the run ended; with `force` on a rank that is not the main one, too."""
+        """Record how the run ended, on the main rank or with `force` on any."""
         self.exit_class = exit_class
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
@@ -110,9 +109,9 @@ class RunRecorder:
             self.folder.write_report(self.report)
 
     def abandon(self) -> NoReturn:
-        """Record that this rank waits for another one in vain, and end the process.
+        """Record that this rank hangs waiting for another rank, and end the process.
 
-        For a thread, while the main one is stuck.
+        Called by another thread while the main thread is stuck.
         """
         self.exit_class = ExitClass.PEER_LOST
         self._record_failure(
@@ -122,9 +121,9 @@ class RunRecorder:
         os._exit(self.exit_class)
 
     def follow(self, rank: int, exit_class: ExitClass, cause: str) -> None:
-        """Record that another rank's error ends this one.
+        """Record that another rank's error ends this rank.
 
-        For the broadcast's thread, while the main one is stuck.
+        Called by the broadcast's thread while the main thread is stuck.
         """
         self._is_following = True
         self.exit_class = exit_class
@@ -138,25 +137,25 @@ class RunRecorder:
         )
         if self._has_ended_elsewhere():
             return
-        try:  # on a machine of its own this rank has a run folder of its own
+        try:  # on another machine this rank has its own run folder
             self.finish(_status(exit_class), exit_class, cause, force=True)
         except OSError as unwritable:
             self._log_unwritable(unwritable)
 
     def _explain(self, error: BaseException, cause: str) -> str:
-        """Return the explained cause of an error for want of memory, and note the facts."""
+        """Return the explained cause of an out-of-memory error, and add the facts to the report."""
         if self.explain_out_of_memory is None:
             return cause
         try:
             explanation = self.explain_out_of_memory(error)
-        except RuntimeError as unknown:  # the device does not answer any more
+        except RuntimeError as unknown:  # the device does not respond any more
             logger.warning("what held the memory cannot be said: %s", unknown)
             return cause
         self.note(out_of_memory=explanation.report)
         return explanation.cause
 
     def _log_failure(self, error: BaseException, cause: str) -> None:
-        """Log the cause; the traceback of an error of a known class goes to the log file alone."""
+        """Log the cause; the traceback of an error of a known class goes to the log file only."""
         is_known = self.exit_class is not ExitClass.UNEXPECTED
         name = self.exit_class.name.lower()
         logger.error(
@@ -172,12 +171,12 @@ class RunRecorder:
             file_only.warning("raised here", exc_info=error)
 
     def _record_failure(self, cause: str) -> None:
-        """Write the cause, unless another rank failed first: then this one failed because of it."""
+        """Write the cause, unless another rank failed first: then that rank's cause stands."""
         if self._has_ended_elsewhere():
             if self.rank == 0:
                 logger.error("first to fail: %s", self.folder.read_report().cause)
             return
-        if self.rank != 0:  # nobody looks at its log file first
+        if self.rank != 0:  # its logger does not write to the terminal
             sys.stderr.write(f"rank {self.rank}: {cause}\n")
         self.finish(_status(self.exit_class), self.exit_class, cause, force=True)
 
@@ -185,7 +184,7 @@ class RunRecorder:
         logger.error("%s cannot be written: %s", self.folder.path / "run.json", error)
 
     def _has_ended_elsewhere(self) -> bool:
-        """Return whether run.json says that another rank of this launch ended the run."""
+        """Return whether another rank of this launch has recorded the end of the run."""
         if self.report.world_size == 1:
             return False
         written = self.folder.read_report()
@@ -194,14 +193,14 @@ class RunRecorder:
 
 
 class Clock:
-    """Seconds of each part of a run."""
+    """Records the seconds of each part of a run."""
 
     def __init__(self, recorder: RunRecorder):
         self.recorder = recorder
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Book the seconds since the last lap under `name`."""
+        """Record the seconds since the last lap as `name`."""
         now = time.perf_counter()
         self.recorder.note_seconds(**{name: now - self._last})
         self._last = now
@@ -212,7 +211,7 @@ def _status(exit_class: ExitClass) -> str:
 
 
 def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
-    """Return what is known when a worker begins."""
+    """Return the report of a run that has just started."""
     tuning = planned.config.tuning
     plan = planned.plan
     return RunReport(

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and the stamp that says whether it may."""
+"""The checkpoint to resume from, and the run stamp that decides whether a run may."""
 
 import json
 import logging
@@ -21,7 +21,8 @@ def make_stamp(
     context: RunContext, data: RunData, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Return the stamp of this run's checkpoints and weights."""
-    config, plan = context.config, context.plan
+    config = context.config
+    plan = context.plan
     template = template_of(tokenizer)
     template_name = config.model.chat_template or "the tokenizer's own"
     if template == DEFAULT_TEMPLATE:
@@ -41,16 +42,17 @@ def make_stamp(
 
 
 def checkpoint_to_resume(context: RunContext, run_stamp: dict[str, Any]) -> Path | None:
-    """Return the checkpoint folder to go on from, None for a new run.
+    """Return the checkpoint folder to resume from, None for a new run.
 
-    Raises CheckpointError when it does not fit this run or lacks a part.
+    Raises: CheckpointError when it does not fit this run or is incomplete.
     """
-    train, plan = context.config.train, context.plan
+    train = context.config.train
+    ranks = context.plan.ranks
     if train.resume_from is None:
         return None
     checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
     saved = stamp.refuse_mismatch(checkpoint, run_stamp, train.allow_backend_change)
-    check_resumable(checkpoint, saved, plan.ranks.strategy, plan.ranks.world_size)
+    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
     for name in ("data_digest", "effective_batch"):
         if saved.get(name) != run_stamp[name]:
             logger.warning(
@@ -69,8 +71,8 @@ def check_resumable(
 ) -> None:
     """Raise CheckpointError unless this run can load the checkpoint's optimizer.
 
-    Trainer would start a new one and say nothing. `saved` is the checkpoint's stamp. DeepSpeed
-    keeps a part of the optimizer for each process.
+    Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
+    shard of the optimizer for each rank, so the world size must be the same.
     """
     is_deepspeed = strategy == "deepspeed"
     was_deepspeed = saved.get("strategy") == "deepspeed"

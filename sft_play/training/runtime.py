@@ -1,6 +1,6 @@
-"""What the launcher gave this process.
+"""Set up a worker process from its launcher's environment: rank, device, process group, logs.
 
-Rank, device, log file, signals. The only module of the worker that reads os.environ.
+The only module of the worker that reads os.environ.
 """
 
 import logging
@@ -21,7 +21,7 @@ from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 
-ORPHAN_SECONDS = 120  # for a last checkpoint, once the launcher is gone
+ORPHAN_SECONDS = 120  # to save a last checkpoint, once the launcher is gone
 
 
 def rank() -> int:
@@ -30,7 +30,7 @@ def rank() -> int:
 
 
 def start(planned: PlannedRun, folder: RunFolder) -> Process:
-    """Return this process's place in the run, with logging set up.
+    """Set up logging and return this process.
 
     Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or
     a GPU is missing.
@@ -57,12 +57,10 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
 
 
 def join_group(plan: RunPlan, timeout: timedelta) -> None:
-    """Start the process group of the planned backend.
+    """Start the process group of the planned backend; collectives fail after `timeout`.
 
-    A collective that takes longer than `timeout` fails.
-
-    accelerate is told explicitly: by itself Trainer drops the timeout on a CPU, and starts DDP
-    instead of DeepSpeed there.
+    accelerate gets the settings explicitly: on a CPU Trainer by itself would drop the timeout, and
+    start DDP instead of DeepSpeed.
     """
     if plan.ranks.strategy == "single":
         return
@@ -78,17 +76,17 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
 def seed_everything(seed: int) -> None:
     """Seed Python's and torch's generators, on the CPU and all GPUs.
 
-    Equal on all ranks so that adapters start equal.
+    The seed is the same on all ranks, so that adapters start from the same weights.
     """
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def allow_tf32(process: Process) -> None:
-    """Let a GPU round float32 factors to 10 bits of mantissa in a run of 16 bits.
+    """Allow TF32 (10 bits of mantissa) for float32 matrix products on a GPU in a 16-bit run.
 
-    It concerns the matrix products that autocast leaves in float32. A run in float32 asked for
-    float32, and a CPU would round to bfloat16 or gain nothing.
+    It affects the products that autocast leaves in float32. A run in float32 keeps full precision,
+    and a CPU would round to bfloat16 or gain nothing.
     """
     if process.device.type == "cuda" and process.compute_dtype != torch.float32:
         torch.set_float32_matmul_precision("high")
@@ -107,10 +105,10 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 
 def _die_with_launcher() -> None:
-    """Stop this rank when its launcher is killed, and end it if it cannot stop.
+    """Start a thread that ends this rank when its launcher is killed: it would keep its GPU.
 
-    Otherwise it would hold its GPU for ever. A rank that waits for another one, in C++, does not
-    see a signal: hence the second step.
+    First SIGTERM, for a last checkpoint. A rank that waits for another one in C++ does not handle
+    the signal, so after ORPHAN_SECONDS the process exits.
     """
     launcher = os.getppid()
 
@@ -125,10 +123,10 @@ def _die_with_launcher() -> None:
 
 
 def _log_to(folder: RunFolder, rank: int) -> None:
-    """Log everything to logs/rank-K.log, and on the main rank's terminal our INFO and libraries' errors.
+    """Log everything to logs/rank-K.log; on the main rank also our INFO to the terminal.
 
-    What a library prints on another rank goes to its log file too: the terminal would show it once
-    a rank.
+    The main rank's terminal shows libraries' errors too. What libraries print on other ranks goes
+    to their log files: the terminal would show it once for each rank.
     """
     folder.logs.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(folder.logs / f"rank-{rank}.log", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a person reads when a run ends. Facts in, lines out."""
+"""The summary that is printed when a run ends. Pure: facts in, lines out."""
 
 from pathlib import Path
 
@@ -15,10 +15,7 @@ GIB = 2**30
 def summary_lines(
     report: RunReport, held_out: HeldOutEvaluation, folder: RunFolder, weights: Path
 ) -> list[str]:
-    """Return the closing screen.
-
-    Scores before and after, sample answers, speed, and what to type next.
-    """
+    """Return scores before and after, sample answers, speed, and what to type next."""
     name = folder.name
     next_line = f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}"
     return [
@@ -32,10 +29,7 @@ def summary_lines(
 
 
 def score_lines(held_out: HeldOutEvaluation) -> list[str]:
-    """Return the table of scores and three rows with the answers before and after.
-
-    Nothing where a run was stopped.
-    """
+    """Return the table of scores and three sample answers; nothing for a stopped run."""
     before = held_out.scores.get("before")
     after = held_out.scores.get("after")
     if before is None or after is None:
@@ -54,7 +48,7 @@ def score_lines(held_out: HeldOutEvaluation) -> list[str]:
 
 
 def fact_line(report: RunReport) -> str:
-    """Return the run's end as one greppable line."""
+    """Return the facts of the finished run as one greppable line."""
     speed = f"{report.tokens_per_second:.0f}" if report.tokens_per_second else "n/a"
     measured = report.peak_bytes.measured / GIB
     predicted = report.peak_bytes.predicted / GIB
@@ -67,13 +61,15 @@ def fact_line(report: RunReport) -> str:
 
 
 def sample_indices(count: int) -> list[int]:
-    """Return up to three rows, spread over the set."""
-    return sorted({i * count // SAMPLES for i in range(SAMPLES)}) if count else []
+    """Return the indices of up to three rows, spread over the set."""
+    if count == 0:
+        return []
+    return sorted({i * count // SAMPLES for i in range(SAMPLES)})
 
 
 def _sample_lines(question: Question, before: str, after: str) -> list[str]:
     prompt = " ".join(question.plain_prompt.split())
-    if len(prompt) > WIDTH:  # the question stands at a prompt's end
+    if len(prompt) > WIDTH:  # keep the end, where the question is
         prompt = f"...{prompt[3 - WIDTH :]}"
     return [
         f"prompt   {prompt}",

@@ -30,19 +30,17 @@ from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
 from sft_play.training.memory import MemoryMeter
 
-# Keys of a micro-batch that are no inputs of the model
-REAL_TOKENS = "real_tokens"  # int: neither padding nor fillers
-LOSS_POSITIONS = "loss_positions"  # (N,) of its labelled tokens, see `collate.labelled`
+# Keys of a micro-batch that are not inputs of the model; N labelled tokens
+REAL_TOKENS = "real_tokens"  # int: tokens that are neither padding nor fillers
+LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
 LOSS_TARGETS = "loss_targets"  # (N,)
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
-    """Return this micro-batch's share of the step's mean loss.
+    """Return this micro-batch's share of the step's mean loss: nats / labelled tokens of the step.
 
-    Summed nats / labelled tokens of the whole step.
-
-    The divisor counts the tokens of all micro-batches of all ranks, so that every token weighs the
-    same however the step is cut up.
+    `num_items_in_batch` counts the labelled tokens of all micro-batches of all ranks. So every
+    token has the same weight, however the step is split.
     """
     return summed_nll(outputs.logits, labels) / num_items_in_batch
 
@@ -50,9 +48,9 @@ def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int)
 def collate_for_step(
     collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]
 ) -> Batch:
-    """Return the collated batch with its labelled and real tokens, found on the CPU.
+    """Return the collated batch with its labelled tokens and the number of real tokens.
 
-    Counting them on a GPU would make the CPU wait for it.
+    They are found on the CPU: on a GPU the count would force a synchronization.
     """
     batch = collate(sequences)
     positions, targets = labelled(batch["labels"])
@@ -65,7 +63,7 @@ def collate_for_step(
 
 
 class SftTrainer(Trainer):
-    """A Trainer whose steps train the same rows on any number of ranks, and whose NaN is an error."""
+    """A Trainer whose steps train the same rows on any number of ranks. NaN raises an error."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class SftTrainer(Trainer):
         memory: MemoryMeter | None = None,
         **kwargs: Any,
     ):
-        # Trainer turns it off, and it is saved with the weights
+        # Trainer sets it to False, and it is saved with the weights
         self.base_use_cache = kwargs["model"].config.use_cache
         super().__init__(compute_loss_func=token_mean_loss, **kwargs)
         self.order = order
@@ -92,7 +90,7 @@ class SftTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches.
 
-        Accelerate gives rank r every world_size-th of `order`.
+        Accelerate shards `order`: rank r gets every world_size-th micro-batch.
         """
         args = self.args
         loader = DataLoader(
@@ -106,23 +104,24 @@ class SftTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        # a resumed state brings the intervals of the run that wrote it; this run's settings hold
+        # a resumed state has the logging and saving intervals of the run that wrote it; use ours
         begun = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
         return begun
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        # Trainer reaches the sampler through a wrapper that is missing when an epoch is resumed in
-        # its middle
+        # Trainer's own call goes through a wrapper that is missing when an epoch is resumed in its
+        # middle
         self.order.set_epoch(kwargs["epoch"])
-        # counted before `set_micro_batch`
-        super()._run_epoch(**{**kwargs, "steps_in_epoch": len(kwargs["train_dataloader"])})
+        # Trainer counted the micro-batches before `set_micro_batch`
+        kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
+        super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
-        """Cut the same steps into the micro-batches of `layout`.
+        """Split the same steps into the micro-batches of `layout`.
 
-        Before the first step, and not under DeepSpeed. How many steps there are, and so the
-        learning rate's schedule, does not follow from how one is cut.
+        Call it before the first step, and not under DeepSpeed. The number of steps, and so the
+        learning rate schedule, stays the same.
         """
         assert self.state.global_step == 0, "steps were taken already"
         assert not self.is_deepspeed_enabled, "DeepSpeed's engine has its batch built in"
@@ -131,14 +130,14 @@ class SftTrainer(Trainer):
         self.args.gradient_accumulation_steps = layout.micro_batches
         self.args.per_device_train_batch_size = layout.batch_size
         self._train_batch_size = layout.batch_size
-        self.state.train_batch_size = layout.batch_size  # which checkpoints note
+        self.state.train_batch_size = layout.batch_size  # saved in checkpoints
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], int]:
-        """Return the micro-batches of one step and the labelled tokens of all ranks.
+        """Return the micro-batches of one step, and the number of labelled tokens on all ranks.
 
-        Count real tokens on the way.
+        Adds the real tokens of this rank to the throughput.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
@@ -146,7 +145,7 @@ class SftTrainer(Trainer):
         return batches, self.process.sum(labelled_tokens)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Go through a micro-batch, forward and backward."""
+        """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
         return super().training_step(*args, **kwargs)
 
@@ -174,22 +173,19 @@ class SftTrainer(Trainer):
         return loss * self.accelerator.num_processes
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return 0.
-
-        Nobody reads Trainer's estimate, and it walks over all parameters in every micro-step.
-        """
+        """Return 0. Trainer's own estimate visits all parameters in each micro-step, unused."""
         return 0
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
         for handler in arguments["kwargs_handlers"]:
             if isinstance(handler, DistributedDataParallelKwargs):
-                # one copy of the gradients less; Trainer has no argument for it
+                # saves one copy of the gradients; Trainer has no argument for it
                 handler.gradient_as_bucket_view = True
         return arguments
 
     def score(self, evaluator: Evaluator) -> Scores:
-        """Return the scores of the model as it is now; the model is as before afterwards."""
+        """Return the scores of the model, which is then put back into its former mode."""
         with self.memory.phase("evaluation"), self.speed.evaluating(self.model):
             return evaluator.score(self.model)
 
@@ -204,9 +200,9 @@ class SftTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, unless a loss or a gradient is no number. Raises: DivergedError, on every rank."""
+        """Log. Raises: DivergedError, on every rank, if a loss or a gradient is not finite."""
         checked = ["loss", "train_loss"]
-        if not self.args.fp16:  # whose loss scaler looks for gradients that overflow
+        if not self.args.fp16:  # the loss scaler of fp16 handles gradients that overflow
             checked.append("grad_norm")
         for name in checked:
             if name in logs and not math.isfinite(logs[name]):
@@ -221,18 +217,18 @@ class SftTrainer(Trainer):
         started = time.perf_counter()
         check_finite(self.model, self.state.global_step)
         save_total_limit = self.args.save_total_limit
-        self.args.save_total_limit = None  # no older one is deleted before this one is complete
+        self.args.save_total_limit = None  # keep older checkpoints until this one is complete
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             with self.memory.phase("save"):
                 super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError):
-            # nobody can use it, and on a full disk run.json needs the room
+            # it cannot be used, and on a full disk run.json needs the space
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
             self.args.save_total_limit = save_total_limit
-        self.accelerator.wait_for_everyone()  # every rank writes files of its own
+        self.accelerator.wait_for_everyone()  # every rank writes its own files
         if self.args.should_save:
             # last: its presence marks the checkpoint complete
             stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})
@@ -244,13 +240,15 @@ class SftTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        # without training_args.bin, which holds the hub token in clear
+        # unlike Trainer's, without training_args.bin, which contains the hub token in plain text
         target = output_dir or self.args.output_dir
         if not is_deepspeed_zero3_enabled():
-            # the model is whole: below stage 3 DeepSpeed's copy holds tied weights twice
+            # the model has all weights; below stage 3 DeepSpeed's copy has tied weights twice
             state_dict = None
-        # peft would ask the hub whether the vocabulary has changed
-        options = {"save_embedding_layers": False} if isinstance(self.model, PeftModel) else {}
+        options = {}
+        if isinstance(self.model, PeftModel):
+            # by default PEFT would ask the hub whether the vocabulary was resized
+            options["save_embedding_layers"] = False
         used_cache = self.model.config.use_cache
         self.model.config.use_cache = self.base_use_cache
         try:

@@ -1,7 +1,6 @@
-"""The run, told top to bottom: `run` is the same for one process, DDP and DeepSpeed.
+"""The worker: `run` trains from start to end, the same for one process, DDP and DeepSpeed.
 
-Reads the run folder and nothing else; what this process is among others comes from
-training.runtime.
+It reads the run folder and nothing else; rank and device come from training.runtime.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunRecorder) -> None:
-    """Train, evaluate before and after, save and check; what happened is in `recorder`."""
+    """Train, evaluate before and after, save and check; record all of it in `recorder`."""
     config = planned.config
     clock = Clock(recorder)
     log_transformers_with_ours()
@@ -63,8 +62,8 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     data = load_data(context, recorder)
     clock.lap("data")
 
-    # Before the weights: under ZeRO-3 the arguments have them partitioned over the group as they
-    # load.
+    # Before the weights: under ZeRO-3 the arguments cause them to be partitioned over the process
+    # group while they load.
     runtime.join_group(planned.plan, process.timeout)
     recorder.broadcast = FailureBroadcast.start(process, recorder.follow)
     arguments = training_arguments(planned, folder)
@@ -78,7 +77,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     explainer.trainer = trainer
     evaluator = build_evaluator(context, data.test, tokenizer)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
-    # first the scores: the throughput's clock starts behind them
+    # first: the clock of the throughput must start after the scores
     trainer.add_callback(
         BeforeFirstStep(lambda: before_first_step(context, trainer, held_out, recorder))
     )
@@ -98,7 +97,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
 
 
 def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
-    """Return the tokenized rows that the front end prepared, and record what they are."""
+    """Return the tokenized rows that the front end prepared, and record their ledger."""
     facts = DataFacts.from_json(context.folder.read_data())
     data = assemble(context.config, facts.sources)
     recorder.update(data=data.ledger.splits_as_json(), padding=vars(facts.padding))
@@ -124,7 +123,7 @@ def before_first_step(
     held_out: HeldOutEvaluation,
     recorder: RunRecorder,
 ) -> None:
-    """Check the wrapped model, try the planned step, and score the test rows."""
+    """Check the wrapped model, probe the planned step, and score the test rows."""
     check_engine(trainer.model_wrapped, context.plan.ranks.strategy)
     context.memory.watch_optimizer(trainer.optimizer)
     if context.config.train.probe:  # first: it may choose another batch
@@ -140,16 +139,16 @@ def before_first_step(
 
 
 def tensorboard(context: RunContext) -> list[TrainerCallback]:
-    """Return the callback that writes scalars to tb/, on the main rank alone."""
+    """Return the callback that writes scalars to tb/, on the main rank only."""
     if not context.process.is_main:
         return []
     return [TensorBoardCallback(SummaryWriter(log_dir=str(context.folder.tensorboard)))]
 
 
 def save_weights(context: RunContext, trainer: SftTrainer, is_complete: bool) -> Path:
-    """Save adapter/ or model/, read it back, stamp it, and return it.
+    """Save adapter/ or model/, read it back, stamp it, and return the folder.
 
-    Raises CheckpointError, DivergedError.
+    Raises: CheckpointError, DivergedError.
     """
     mode = context.config.tuning.mode
     zero_stage = context.plan.zero_stage
@@ -166,9 +165,9 @@ def save_weights(context: RunContext, trainer: SftTrainer, is_complete: bool) ->
 
 
 def finish(recorder: RunRecorder, trainer: SftTrainer, stop: StopOnSignal) -> None:
-    """Complete run.json.
+    """Complete run.json with times, speed, peak memory, losses, and how the run ended.
 
-    Times, speed, peak memory, losses, and how the run ended. Every rank must call it.
+    Every rank must call it.
     """
     throughput = trainer.throughput
     step = trainer.state.global_step
@@ -194,17 +193,18 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stop: StopOnSignal) -> No
         ],
     )
     if stop.stopped:
-        cause = f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={recorder.folder.path}"
+        folder = recorder.folder.path
+        cause = f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder}"
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)
 
 
 def leave_group(recorder: RunRecorder) -> None:
-    """Wait for the other ranks, where there are any, and leave the process group."""
+    """Wait for the other ranks, if any, and destroy the process group."""
     if not torch.distributed.is_initialized():
         return
-    # a launcher ends the others when a stopped run's first rank exits with 75
+    # launchers end the other ranks as soon as the first rank of a stopped run exits with 75
     torch.distributed.barrier()
     if recorder.broadcast is not None:
         recorder.broadcast.stop()
@@ -212,14 +212,14 @@ def leave_group(recorder: RunRecorder) -> None:
 
 
 def log_transformers_with_ours() -> None:
-    """Let transformers log where we log, to logs/rank-K.log, and draw no bars of its own."""
+    """Send transformers' log to our handlers (logs/rank-K.log), and hide its progress bars."""
     hf_logging.disable_default_handler()
     hf_logging.enable_propagation()
     hf_logging.disable_progress_bar()
 
 
 def log_data(data: RunData) -> None:
-    """Log a line a split: rows, what was dropped and why, tokens."""
+    """Log a line for each split: rows, dropped rows by reason, tokens."""
     for name, split in data.ledger.splits.items():
         dropped = [f"{reason}={count}" for reason, count in split.dropped.items()]
         logger.info(
@@ -234,8 +234,9 @@ def log_data(data: RunData) -> None:
 
 
 def log_model(model: torch.nn.Module, context: RunContext) -> None:
-    """Log what is trained, and by how many ranks on what."""
-    config, process = context.config, context.process
+    """Log the model with its parameters, and the ranks with their device."""
+    config = context.config
+    process = context.process
     trainable, total = count_parameters(model)
     logger.info(
         "model %s mode=%s backend=%s parameters=%.2fM trainable=%.2fM (%.2f%%)",

@@ -1,14 +1,20 @@
-"""ROUGE-L as a local module of the `evaluate` library, so that scoring needs no network. Stands alone: evaluate copies this file."""
+"""ROUGE-L as a local module of the `evaluate` library, so that scoring needs no network.
+
+It imports nothing from sft_play, because `evaluate` copies this file.
+"""
 
 import datasets
 import evaluate
 from rouge_score.rouge_scorer import RougeScorer
 
-_DESCRIPTION = "Mean F-measure of the longest common subsequence of words between answers and references (Lin, 2004)."
+_DESCRIPTION = (
+    "Mean F-measure of the longest common subsequence of words between answers and references "
+    "(Lin, 2004)."
+)
 
 
 class RougeL(evaluate.Metric):
-    """Scores in [0, 1]; words are lower-cased runs of letters and digits, as rouge-score cuts them."""
+    """Scores in [0, 1]. Words are lower-cased runs of letters and digits, as in rouge-score."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
