@@ -1,4 +1,4 @@
-"""sft_play.data.sources and the hub: asked for real, of a server here that speaks as much of its protocol as datasets needs."""
+"""sft_play.data.hub: data sets fetched from a local server that speaks the hub's protocol."""
 
 import io
 import json
@@ -44,7 +44,8 @@ FILES = {
         "data/test-0.parquet": parquet("t1"),
     },
     "owner/subsets": {
-        "README.md": b"---\nconfigs:\n- config_name: en\n  data_files: en.parquet\n- config_name: de\n  data_files: de.parquet\n---\n",
+        "README.md": b"---\nconfigs:\n- config_name: en\n  data_files: en.parquet\n"
+        b"- config_name: de\n  data_files: de.parquet\n---\n",
         "en.parquet": parquet("red"),
         "de.parquet": parquet("rot"),
     },
@@ -54,7 +55,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers for FILES; owner/gated is there and may not be read, of any other id it knows nothing."""
+    """Serves FILES and a gated data set, owner/gated; it knows no other id."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].removeprefix("/api").removeprefix("/datasets/")
@@ -129,7 +130,7 @@ def hub() -> Iterator[str]:
 
 
 def ask(entries: list[dict[str, str]], home: Path, **env: str) -> list[list[str]]:
-    """Find entries in a process of their own: the libraries read the hub's address and their folder when they are loaded."""
+    """Find entries in a new process: libraries read the hub's address when they are loaded."""
     env = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(home),
@@ -176,7 +177,8 @@ def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_pat
         (
             {"path": "owner/rows", "split": "dev"},
             "DATA",
-            "Unknown split \"dev\". Should be one of ['train', 'test']. Write it as [{path: owner/rows, subset:",
+            "Unknown split \"dev\". Should be one of ['train', 'test']. "
+            "Write it as [{path: owner/rows, subset:",
         ),
         (
             {"path": "owner/subsets"},
@@ -191,12 +193,14 @@ def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_pat
         (
             {"path": "owner/nothing"},
             "DATA",
-            "no such path, and no such data set on the hub; did you mean ownr? If it is a private one, type `hf auth login`",
+            "no such path, and no such data set on the hub; did you mean ownr? "
+            "If it is a private one, type `hf auth login`",
         ),
         (
             {"path": "owner/gated"},
             "ENVIRONMENT",
-            "a gated data set; ask for access at https://huggingface.co/datasets/owner/gated, then type `hf auth login`",
+            "a gated data set; ask for access at https://huggingface.co/datasets/owner/gated, "
+            "then type `hf auth login`",
         ),
         ({"path": "owner/damaged"}, "DATA", "Fetch its files, and name their folder"),
         ({"path": "owner/pictures"}, "DATA", "Fetch its files, and name their folder"),
@@ -211,6 +215,7 @@ def test_a_hub_that_cannot_be_asked_is_the_machines_fault(tmp_path: Path) -> Non
     ((exit_class, message),) = ask([{"path": "owner/rows"}], tmp_path, HF_HUB_OFFLINE="1")
     assert exit_class == "ENVIRONMENT"
     assert message.startswith(
-        "data.train_path=owner/rows: no such path. The hub cannot be asked: Couldn't reach 'owner/rows' on the Hub"
+        "data.train_path=owner/rows: no such path. "
+        "The hub cannot be asked: Couldn't reach 'owner/rows' on the Hub"
     )
     assert "Check the network and HF_HUB_OFFLINE" in message

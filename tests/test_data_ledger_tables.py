@@ -33,7 +33,7 @@ def written(path: Path, counts: range) -> str:
 
 
 def columns(lines: list[str]) -> dict[str, dict[str, float]]:
-    """Return the first table of the text as {split: {label: number}}; labels lose their explanation."""
+    """Return the first table of the text as {split: {label: number}}, labels shortened."""
     table = lines[: lines.index("")] if "" in lines else lines
     splits = table[0].split()
     read: dict[str, dict[str, float]] = {split: {} for split in splits}
@@ -46,7 +46,7 @@ def columns(lines: list[str]) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def mixed_ledger(tokenizer, tmp_path_factory) -> Ledger:
-    """Two sources with weights, of which one has long rows; held-out rows, a repeated row and one that says nothing."""
+    """Two weighted sources, one with long rows; held-out rows, a repeated and an empty row."""
     folder = tmp_path_factory.mktemp("check")
     short, long = (
         written(folder / "short.jsonl", range(1, 40)),
@@ -172,8 +172,8 @@ def test_padding_is_told_where_it_is_known(mixed_ledger) -> None:
     assert not [line for line in ledger_lines(mixed_ledger) if line.startswith("padding")]
     told = ledger_lines(replace(mixed_ledger, padding=PaddedTokens(900, 1800, 1000)))
     assert (
-        told[-1]
-        == "padding: 50.0% of an epoch's tokens unpacked, 10.0% packed, which computes 1.80 times fewer"
+        told[-1] == "padding: 50.0% of an epoch's tokens unpacked, 10.0% packed, "
+        "which computes 1.80 times fewer"
     )
 
 

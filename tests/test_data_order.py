@@ -43,7 +43,7 @@ def sampler(
 def steps_of(
     lengths: list[int], batch: int, world: int, packed: bool, epoch: int = 0, seed: int = SEED
 ) -> list[list[int]]:
-    """The real samples of each optimizer step, put together from what accelerate gives each of `world` ranks."""
+    """Return the real samples of each optimizer step, over all `world` ranks of accelerate."""
     order = sampler(lengths, batch, world, packed, seed)
     order.set_epoch(epoch)
     per_rank = [list(BatchSamplerShard(order, world, rank)) for rank in range(world)]
@@ -229,7 +229,7 @@ def test_packing_leaves_little_padding() -> None:
     found = padding_of(lengths, layout_of(2048, 8, 64))
     assert found.real == sum(lengths)
     assert found.real <= found.packed < 1.1 * found.real < found.unpacked
-    # by hand: 3 samples of a step of 4, one sequence each and one filler, at widths that are multiples of 8
+    # by hand: 3 samples of a step of 4, one sequence each and one filler; widths are multiples of 8
     assert vars(padding_of([8, 16, 24], layout_of(64, 2, 4))) == {
         "real": 48,
         "unpacked": 2 * 24 + 2 * 8,

@@ -47,7 +47,7 @@ def test_each_document_goes_to_the_fullest_sequence_with_room(lengths, capacity,
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing as the textbook has it, with a scan of all sequences; return the lengths of each."""
+    """Return the lengths in each sequence by textbook best-fit decreasing: scans them all."""
     filled: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         rooms = [

@@ -1,4 +1,4 @@
-"""From files to splits: every row is used or named, no row is on both sides, and what was tokenised once is found again."""
+"""From files to splits: every row is used or named, none is on both sides, the cache is used."""
 
 import json
 import shutil

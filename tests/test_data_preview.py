@@ -1,40 +1,34 @@
-"""What `make preview` shows: spans of real samples, the terminal's text, and the page."""
+"""sft_play.data.preview: which samples are shown, their spans, and the command."""
 
 import json
 import os
 import random
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from previews import LEDGER, TEXTS, sample_of, text_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sft_play import commands
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
-from sft_play.data import preview_text
-from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import (
-    PreviewDocument,
-    PreviewSequence,
     SpanFinder,
-    TokenSpan,
     choose_samples,
     cut_note,
     first_packed_sequence,
     preview_sequences,
 )
 from sft_play.data.preview_page import render_page
-from sft_play.data.preview_text import in_color, in_marks, make_visible, print_sequences
+from sft_play.data.preview_text import in_marks
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.store import (
     RowIdentity,
-    Sample,
     Split,
     Store,
     StoredSample,
@@ -46,20 +40,11 @@ from sft_play.plan.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
-TEXTS = [
-    "Plain words, two  blanks.\n\tA tab; naïve café",
-    "Family 👩‍👩‍👧‍👦, flag 🏴󠁧󠁢󠁥󠁮󠁧󠁿, faces 🙂🙃🙂",
-    "请用中文回答。 日本語 한국어",
-    "ما هو الوقت الآن؟ מה השעה?",
-    " begins and ends blank ",
-    "\n\n",
-    "🙂",
-]
 
 
 @pytest.fixture(scope="module")
 def blanks_as_underlines() -> PreTrainedTokenizerFast:
-    """A tokenizer of Llama 2's kind: ▁ for a blank, one before the text, and bytes for characters that it lacks."""
+    """A tokenizer like Llama 2's: ▁ for a space, one before the text, bytes for rare characters."""
     bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bpe.decoder = decoders.Sequence(
@@ -91,15 +76,6 @@ def blanks_as_underlines() -> PreTrainedTokenizerFast:
 @pytest.fixture(params=["bytes of characters", "blanks as underlines"])
 def any_tokenizer(request, tokenizer, blanks_as_underlines):
     return tokenizer if request.param == "bytes of characters" else blanks_as_underlines
-
-
-def sample_of(ids: list[int], trained: list[bool] | None = None) -> Sample:
-    mask = np.array(trained if trained is not None else [False, *[True] * (len(ids) - 1)])
-    return Sample(np.array(ids, dtype=np.int32), np.where(mask, ids, IGNORE_INDEX), answer_start=0)
-
-
-def text_of(spans: tuple[TokenSpan, ...]) -> str:
-    return "".join(span.text for span in spans)
 
 
 # Spans
@@ -268,218 +244,6 @@ def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, ro
     )
 
 
-# The terminal
-
-
-def shown(
-    tokenizer,
-    prompt: str,
-    answer: str,
-    place: str = "rows.jsonl:1",
-    note: str | None = None,
-    documents: int = 1,
-) -> PreviewSequence:
-    """One conversation `documents` times, as the model would see it."""
-    before = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-    )
-    ids = [*before, *tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-    spans = SpanFinder(tokenizer)(
-        sample_of(ids, [index >= len(before) for index in range(len(ids))])
-    )
-    return PreviewSequence(
-        "train", ("longest",), (PreviewDocument(place, spans, note),) * documents
-    )
-
-
-def test_text_without_colours_marks_what_is_trained(tokenizer) -> None:
-    told = in_marks(shown(tokenizer, "Red\tor\nblue?", "Red 🙂", note="7 tokens were cut"))
-    assert told.splitlines()[1:] == [
-        "┄┄ 7 tokens were cut",
-        "<|user|>Red⇥\tor↵",
-        "blue?<|assistant|>⟦Red 🙂<|end|>⟧",
-    ]
-    assert told.splitlines()[0].startswith("── train  rows.jsonl:1  ")
-    assert told.splitlines()[0].endswith(" trained  (longest)")
-
-
-def test_colours_say_what_marks_say(tokenizer) -> None:
-    sequence = shown(tokenizer, "Red or blue?", "Red it is")
-    fragments = in_color(sequence)
-    assert "".join(text for text, _ in fragments) == in_marks(sequence).translate(
-        {ord("⟦"): None, ord("⟧"): None}
-    )
-    assert [text for text, style in fragments if "green" in style] == ["Red it is", "<|end|>"]
-
-
-def test_nothing_in_a_row_commands_a_terminal(tokenizer) -> None:
-    told = in_marks(
-        shown(
-            tokenizer,
-            "\x1b[2J\x07 \u202eright to left \u200b\u00a0\r\x85",
-            "\x9b31m",
-            place="a\x1bb:1",
-        )
-    )
-    assert [
-        character
-        for character in told
-        if (ord(character) < 32 and character != "\n") or 127 <= ord(character) < 160
-    ] == []
-    assert "⟨U+001B⟩[2J⟨U+0007⟩ ⟨U+202E⟩right to left ⟨U+200B⟩⟨U+00A0⟩⟨U+000D⟩⟨U+0085⟩" in told
-
-
-def test_joined_emoji_and_letters_stay_joined() -> None:
-    for text in ("👩‍👩‍👧‍👦", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "می‌خواهم", "日本\u3000語", "é"):
-        assert make_visible(text) == text
-
-
-def test_a_long_sample_loses_its_middle_in_the_terminal_alone(tokenizer) -> None:
-    sequence = shown(tokenizer, "word " * 900, "end")
-    told = in_marks(sequence)
-    hidden = sequence.documents[0].tokens - preview_text.MAX_TOKENS
-    assert f"{hidden:,} tokens more, on the page" in told
-    assert told.count("word") < page_text(render_page({}, LEDGER, [sequence])).count("word") == 900
-
-
-def test_seams_of_a_packed_sequence_are_named(tokenizer) -> None:
-    told = in_marks(shown(tokenizer, "One", "1", documents=2))
-    assert [line.split("  ")[0] for line in told.splitlines() if line.startswith("┄┄")] == [
-        "┄┄ document 1: rows.jsonl:1",
-        "┄┄ document 2: rows.jsonl:1",
-    ]
-    assert told.count("⟦1<|end|>⟧") == 2
-    assert in_marks(shown(tokenizer, "One", "1", documents=9)).endswith(
-        "┄┄ 5 documents more, on the page\n"
-    )
-
-
-# The page
-
-TRAIN = SplitLedger(
-    rows_in=1,
-    rows_used=1,
-    samples=1,
-    tokens=2,
-    trained_tokens=1,
-    lost_trained_tokens=0,
-    lost_fraction=0.0,
-    dropped={},
-    shortened={},
-    lengths=LengthPercentiles(2, 2, 2, max=2),
-    duplicates=EqualRows(0, 0),
-    sources=(),
-)
-LEDGER = Ledger({"train": TRAIN}, max_seq_len=8)
-
-
-class Reader(HTMLParser):
-    """The tags of a page, and the text of its <pre> and of what of it is marked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text = self.marked = self.title = ""
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        inside = "pre" in self.open
-        self.text += data if inside else ""
-        self.marked += data if inside and "mark" in self.open else ""
-        self.title += data if "title" in self.open else ""
-
-
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert reader.open == [], "every element is closed"
-    return reader
-
-
-def page_text(text: str) -> str:
-    return read(text).text
-
-
-HOSTILE = "<script>document.title='owned'</script></pre></mark><img src=x onerror=alert(1)> & \"quoted\" 'so' &lt;"
-
-
-def test_a_row_with_markup_is_inert(tokenizer) -> None:
-    sequence = shown(tokenizer, HOSTILE, HOSTILE, place=f"/tmp/{HOSTILE}.jsonl:1", note=HOSTILE)
-    found = read(render_page({"config": HOSTILE}, LEDGER, [sequence]))
-    assert {tag for tag, _ in found.tags} <= set(
-        "html meta title style h1 h2 h3 p section div table thead tbody tr th td pre i u mark".split()
-    )
-    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "title", "scope"}
-    assert {name for _, attributes in found.tags for name in attributes} <= allowed
-    assert found.text == f"<|user|>{HOSTILE}<|assistant|>{HOSTILE}<|end|>"
-    assert found.title == f"Preview of {HOSTILE}"
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_of_the_page_is_that_of_the_sample(tokenizer, text: str) -> None:
-    found = read(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
-    assert found.text == f"<|user|>{text}<|assistant|>{text}<|end|>"
-    assert found.marked == f"{text}<|end|>"
-
-
-def test_the_page_loads_nothing(tokenizer) -> None:
-    text = render_page({"model": "m"}, LEDGER, [shown(tokenizer, "a", "b")])
-    assert not any(
-        word in text for word in ("http:", "https:", "url(", "@import", "<script", "<link", "src=")
-    )
-    assert "default-src 'none'" in text
-    assert "prefers-color-scheme: dark" in text
-
-
-def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer) -> None:
-    sequence = shown(tokenizer, "Red 🙂", "Blue")
-    titles = [
-        attributes["title"]
-        for tag, attributes in read(render_page({}, LEDGER, [sequence])).tags
-        if tag == "i" and "title" in attributes
-    ]
-    spans = sequence.documents[0].spans
-    ids = [number for span in spans for number in span.ids]
-    (emoji,) = [span for span in spans if "🙂" in span.text]
-    assert titles[0] == f"token 0, id {ids[0]}"
-    assert [
-        int(number)
-        for title in titles
-        for number in title.partition("id")[2].lstrip("s").split(",")
-    ] == ids
-    assert [title.partition(", ids")[0] for title in titles if title.startswith("tokens ")] == [
-        f"tokens {emoji.index} to {emoji.index + len(emoji.ids) - 1}"
-    ]
-
-
-def test_documents_of_a_packed_sequence_are_apart_on_the_page(tokenizer) -> None:
-    tags = [
-        tag
-        for tag, _ in read(
-            render_page({}, LEDGER, [shown(tokenizer, "One", "1", documents=3)])
-        ).tags
-        if tag in ("h3", "pre")
-    ]
-    assert tags == ["h3", "pre"] * 3
-
-
-def test_the_ledger_is_on_the_page(prepared_rows, tokenizer) -> None:
-    ledger = prepared_rows.ledger
-    text = render_page({}, ledger, [])
-    assert (
-        f'<tr><th scope="row">trained tokens</th><td>{ledger.train.trained_tokens:,}</td>' in text
-    )
-
-
 # The command
 
 
@@ -529,23 +293,6 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
             f"{tmp_path}/file/p.html",
             no_color=True,
         )
-
-
-@pytest.mark.parametrize(
-    ("no_color", "environ", "has_colour"),
-    [(False, {}, True), (True, {}, False), (False, {"NO_COLOR": "1"}, False)],
-)
-def test_a_terminal_gets_colours_unless_they_are_unwanted(
-    no_color: bool, environ: dict, has_colour: bool, tokenizer, monkeypatch, capsys
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", **environ}.items():
-        monkeypatch.setenv(name, value)
-    print_sequences([shown(tokenizer, "Red [bold]or[/bold] :smile:", "x" * 300)], no_color)
-    told = capsys.readouterr().out
-    assert ("\x1b[1;32m" in told, "⟦" in told) == (has_colour, not has_colour)
-    assert "Red [bold]or[/bold] :smile:" in told, "a row is no markup"
-    assert "x" * 300 in told, "a line is the terminal's to wrap"
 
 
 def test_a_truncated_row_says_how_much_was_cut(tmp_path, rows, tokenizer) -> None:

@@ -1,15 +1,13 @@
-"""sft_play.data.render and length: what of a row is trained, to the token; with tokenizers built here, so that ids are known."""
+"""sft_play.data.render: what is trained of a row, to the token; the tokenizers are built here."""
 
 import copy
-import random
 
 import pytest
-from families import FAMILIES, LLAMA3_WORDS, family, tokenizer
+from families import LLAMA3_WORDS, family, tokenizer
+from renderings import CHATML, assert_consistent, row, samples_of, trained
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from sft_play.data import length
-from sft_play.data.length import fit_sample
 from sft_play.data.render import (
     DEFAULT_TEMPLATE,
     IGNORE_INDEX,
@@ -23,34 +21,13 @@ from sft_play.data.render import (
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError, ExitClass
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 PLAIN = (  # no token of its own, and no stop
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
+
+
 ONE_TURN = Row((Message("user", "q"), Message("assistant", "a")), "rows.jsonl:7")
-
-
-def row(*contents: str, system: str | None = None) -> Row:
-    """A conversation that the user begins."""
-    turns = [
-        Message(("user", "assistant")[number % 2], content)
-        for number, content in enumerate(contents)
-    ]
-    return Row(tuple(([Message("system", system)] if system else []) + turns), "rows.jsonl:7")
-
-
-def trained(rendered: RenderedSample, tok: PreTrainedTokenizerFast) -> list[str]:
-    """Decode every run of labelled tokens."""
-    found: list[list[int]] = [[]]
-    for label in rendered.labels:
-        if label == IGNORE_INDEX:
-            found.append([])
-        else:
-            found[-1].append(label)
-    return [tok.decode(run) for run in found if run]
 
 
 def render(given: Row, tok: PreTrainedTokenizerFast) -> RenderedSample:
@@ -60,22 +37,6 @@ def render(given: Row, tok: PreTrainedTokenizerFast) -> RenderedSample:
         raise samples
     (sample,) = samples
     return sample
-
-
-def samples_of(given: Row, tok: PreTrainedTokenizerFast) -> tuple[RenderedSample, ...]:
-    (samples,) = Renderer(tok).render([given])
-    assert not isinstance(samples, RenderError), samples
-    return samples
-
-
-def assert_consistent(rendered: RenderedSample) -> None:
-    """Labels are the ids, or nothing; the first token is never predicted."""
-    assert len(rendered.ids) == len(rendered.labels)
-    assert all(
-        label in (IGNORE_INDEX, token)
-        for label, token in zip(rendered.labels, rendered.ids, strict=True)
-    )
-    assert rendered.labels[0] == IGNORE_INDEX
 
 
 # Answers and their stop tokens
@@ -100,8 +61,8 @@ def test_the_mask_of_a_chatml_row_by_eye() -> None:
         for token, label in zip(rendered.ids, rendered.labels, strict=True)
     ]
     assert (
-        "".join(shown)
-        == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[b][<|im_end|>]\n"
+        "".join(shown) == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\n[b][<|im_end|>]\n"
     )
 
 
@@ -138,10 +99,15 @@ def test_answers_of_a_template_without_a_stop_end_with_eos_each_in_a_sample_of_i
 def test_eos_that_the_template_does_not_write_is_trained_where_the_template_marks_answers_too() -> (
     None
 ):
-    marked = "{% for m in messages %}{{ m['role'] + ':' }}{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}{% else %}{% generation %}{{ m['content'] }}"
+    marked = (
+        "{% for m in messages %}{{ m['role'] + ':' }}"
+        "{% if m['role'] == 'user' %}{{ m['content'] + '\n' }}"
+        "{% else %}{% generation %}{{ m['content'] }}"
+    )
     tok = tokenizer(
         marked
-        + "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+        + "{% endgeneration %}{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     assert [trained(sample, tok) for sample in samples_of(row("a", "b", "c", "d"), tok)] == [
         ["b<eos>"],
@@ -152,7 +118,8 @@ def test_eos_that_the_template_does_not_write_is_trained_where_the_template_mark
 def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None:
     template = (
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}"
-        "{{ '|' if m['role'] == 'user' else '' if loop.last else eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+        "{{ '|' if m['role'] == 'user' else '' if loop.last else eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     tok = tokenizer(template)
     (sample,) = samples_of(row("a", "b", "c", "d"), tok)
@@ -162,7 +129,8 @@ def test_a_template_that_ends_the_turns_between_with_eos_is_one_sample() -> None
 
 def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_out() -> None:
     tok = tokenizer(
-        "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '|' }}{% endif %}",
+        "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '|' }}{% endif %}",
         trim_offsets=True,
     )
     assert trained(render(row("a", "b  c   "), tok), tok) == ["b  c   <eos>"]
@@ -205,8 +173,8 @@ def test_a_model_without_a_template_is_rendered_in_plain_words() -> None:
     tok = tokenizer(None)
     rendered = render(row("What is red?", "A rose.", "And blue?", "The sea."), tok)
     assert (
-        tok.decode(rendered.ids)
-        == "### User:\nWhat is red?\n\n### Assistant:\nA rose.<eos>\n\n### User:\nAnd blue?\n\n### Assistant:\nThe sea.<eos>\n\n"
+        tok.decode(rendered.ids) == "### User:\nWhat is red?\n\n### Assistant:\nA rose.<eos>\n\n"
+        "### User:\nAnd blue?\n\n### Assistant:\nThe sea.<eos>\n\n"
     )
     assert trained(rendered, tok) == ["A rose.<eos>", "The sea.<eos>"]
     assert (template_of(tok), template_of(tokenizer(CHATML))) == (DEFAULT_TEMPLATE, CHATML)
@@ -251,7 +219,8 @@ def test_the_template_alone_writes_the_beginning_of_a_conversation() -> None:
 
 def test_a_row_that_brings_the_beginning_of_a_text_itself_is_refused() -> None:
     tok = tokenizer(
-        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}{{ '|' }}{% endif %}{% endfor %}",
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}"
+        "{% if m['role'] == 'user' %}{{ '|' }}{% endif %}{% endfor %}",
         bos="<bos>",
     )
     with pytest.raises(
@@ -344,7 +313,8 @@ def test_a_tokenizer_that_spells_its_stop_token_out_is_refused() -> None:
     tok.backend_tokenizer.encode_special_tokens = True
     with pytest.raises(
         RenderError,
-        match=r"rows.jsonl:7: the tokenizer does not read '<\|im_end\|>' behind messages\[1\] as its stop token",
+        match=r"rows.jsonl:7: the tokenizer does not read '<\|im_end\|>' "
+        r"behind messages\[1\] as its stop token",
     ):
         render(ONE_TURN, tok)
 
@@ -384,147 +354,3 @@ def test_texts_and_conversations_go_in_one_batch() -> None:
         samples_of(ONE_TURN, tok),
         samples_of(text, tok),
     ]
-
-
-# Length
-
-LONG = RenderedSample([1, 11, 12, 13, 14, 15, 16, 17], [IGNORE_INDEX] * 4 + [14, 15, 16, 17], 4)
-MANY = RenderedSample(
-    list(range(20, 28)), [IGNORE_INDEX, 21, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 25, 26, 27], 5
-)
-X = IGNORE_INDEX
-
-
-@pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
-def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
-    assert fit_sample(LONG, 8, policy, 1) == length.FittedSample((LONG,), 0, 0, None)
-
-
-@pytest.mark.parametrize(
-    ("sample", "limit", "policy", "samples", "lost", "cut", "reason"),
-    [
-        (LONG, 7, "drop", (), 4, 8, "too_long"),
-        (
-            LONG,
-            7,
-            "truncate_left",
-            (RenderedSample([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),),
-            0,
-            1,
-            "truncated",
-        ),
-        (
-            LONG,
-            6,
-            "truncate_left",
-            (RenderedSample([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),),
-            0,
-            2,
-            "truncated",
-        ),
-        (
-            LONG,
-            5,
-            "truncate_left",
-            (RenderedSample([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),),
-            1,
-            3,
-            "truncated",
-        ),
-        (LONG, 2, "truncate_left", (), 4, 8, "too_long"),
-        (
-            MANY,
-            7,
-            "truncate_left",
-            (RenderedSample([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),),
-            1,
-            1,
-            "truncated",
-        ),
-        (
-            MANY,
-            3,
-            "split",
-            (
-                RenderedSample([20, 21, 22], [X, 21, X], 0),
-                RenderedSample([23, 24, 25], [X, X, 25], 2),
-                RenderedSample([26, 27], [X, 27], 0),
-            ),
-            1,
-            0,
-            "split",
-        ),
-        (LONG, 4, "split", (RenderedSample([14, 15, 16, 17], [X, 15, 16, 17], 0),), 1, 4, "split"),
-        (
-            LONG,
-            7,
-            "split",
-            (RenderedSample([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),),
-            1,
-            1,
-            "split",
-        ),
-    ],
-)
-def test_what_a_limit_leaves(
-    sample: RenderedSample,
-    limit: int,
-    policy: str,
-    samples: tuple[RenderedSample, ...],
-    lost: int,
-    cut: int,
-    reason: str,
-) -> None:
-    assert fit_sample(sample, limit, policy, 1) == length.FittedSample(samples, lost, cut, reason)
-
-
-def random_sample(rng: random.Random) -> RenderedSample:
-    ids = [rng.choice([1, 5])] + [rng.randrange(100, 200) for _ in range(rng.randint(1, 40))]
-    if rng.random() < 0.3:
-        return RenderedSample(ids, [X, *ids[1:]])
-    start = rng.randint(1, len(ids) - 1)
-    return RenderedSample(
-        ids,
-        [X, *(token if rng.random() < 0.2 else X for token in ids[1:start]), *ids[start:]],
-        start,
-    )
-
-
-@pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
-def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
-    rng = random.Random(policy)
-    for _ in range(2000):
-        sample, limit = random_sample(rng), rng.randint(2, 45)
-        fitted = fit_sample(sample, limit, policy, rng.choice([1, None]))
-        assert sample.trained_tokens == fitted.lost_trained_tokens + sum(
-            part.trained_tokens for part in fitted.samples
-        )
-        assert len(sample.ids) == fitted.cut_tokens + sum(len(part.ids) for part in fitted.samples)
-        assert (fitted.reason is None) == (len(sample.ids) <= limit)
-        for part in fitted.samples:
-            assert_consistent(part)
-            assert part.trained_tokens > 0
-            assert len(part.ids) <= limit
-            if part.answer_start:
-                assert part.labels[part.answer_start] == sample.labels[sample.answer_start] != X
-                assert part.ids[part.answer_start - 1] == sample.ids[sample.answer_start - 1]
-
-
-def test_splits_in_order_are_the_sample() -> None:
-    rng = random.Random(3)
-    for _ in range(200):
-        ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
-        fitted = fit_sample(RenderedSample(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
-        assert [token for part in fitted.samples for token in part.ids] == (
-            ids[:-1] if fitted.cut_tokens else ids
-        )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_truncated_conversation_still_ends_with_its_answer(name: str) -> None:
-    tok = family(name)
-    sample = samples_of(row("What is red? " * 20, "A rose."), tok)[0]
-    (part,) = fit_sample(sample, 60, "truncate_left", tok.bos_token_id).samples
-    assert trained(part, tok) == trained(sample, tok)
-    assert part.ids[part.answer_start :] == sample.ids[sample.answer_start :]
-    assert (part.ids[0] == tok.bos_token_id) == (sample.ids[0] == tok.bos_token_id)

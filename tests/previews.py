@@ -1,0 +1,110 @@
+"""Samples, sequences and pages that the tests of `make preview` show."""
+
+from html.parser import HTMLParser
+
+import numpy as np
+
+from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger
+from sft_play.data.preview import (
+    PreviewDocument,
+    PreviewSequence,
+    SpanFinder,
+    TokenSpan,
+)
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.store import (
+    Sample,
+)
+
+TEXTS = [
+    "Plain words, two  blanks.\n\tA tab; naïve café",
+    "Family 👩‍👩‍👧‍👦, flag 🏴󠁧󠁢󠁥󠁮󠁧󠁿, faces 🙂🙃🙂",
+    "请用中文回答。 日本語 한국어",
+    "ما هو الوقت الآن؟ מה השעה?",
+    " begins and ends blank ",
+    "\n\n",
+    "🙂",
+]
+
+
+def sample_of(ids: list[int], trained: list[bool] | None = None) -> Sample:
+    mask = np.array(trained if trained is not None else [False, *[True] * (len(ids) - 1)])
+    return Sample(np.array(ids, dtype=np.int32), np.where(mask, ids, IGNORE_INDEX), answer_start=0)
+
+
+def text_of(spans: tuple[TokenSpan, ...]) -> str:
+    return "".join(span.text for span in spans)
+
+
+def shown(
+    tokenizer,
+    prompt: str,
+    answer: str,
+    place: str = "rows.jsonl:1",
+    note: str | None = None,
+    documents: int = 1,
+) -> PreviewSequence:
+    """One conversation `documents` times, as the model would see it."""
+    before = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+    )
+    ids = [*before, *tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+    spans = SpanFinder(tokenizer)(
+        sample_of(ids, [index >= len(before) for index in range(len(ids))])
+    )
+    return PreviewSequence(
+        "train", ("longest",), (PreviewDocument(place, spans, note),) * documents
+    )
+
+
+TRAIN = SplitLedger(
+    rows_in=1,
+    rows_used=1,
+    samples=1,
+    tokens=2,
+    trained_tokens=1,
+    lost_trained_tokens=0,
+    lost_fraction=0.0,
+    dropped={},
+    shortened={},
+    lengths=LengthPercentiles(2, 2, 2, max=2),
+    duplicates=EqualRows(0, 0),
+    sources=(),
+)
+LEDGER = Ledger({"train": TRAIN}, max_seq_len=8)
+
+
+class Reader(HTMLParser):
+    """The tags of a page, and the text of its <pre> and of what of it is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = self.marked = self.title = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        inside = "pre" in self.open
+        self.text += data if inside else ""
+        self.marked += data if inside and "mark" in self.open else ""
+        self.title += data if "title" in self.open else ""
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == [], "every element is closed"
+    return reader
+
+
+def page_text(text: str) -> str:
+    return read(text).text

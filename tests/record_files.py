@@ -1,0 +1,144 @@
+"""Records as the bytes of every file format, for tests of data files."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sft_play.data.rows import Row
+
+Records = list[dict[str, Any]]
+LINE = b'{"question": "q", "answer": "a"}\n'
+QA = {"question": "q", "answer": "a"}
+
+
+def to_jsonl(records: Records) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
+def to_json(records: Records) -> bytes:
+    return json.dumps(records, indent=1).encode()
+
+
+def to_wrapped_json(records: Records) -> bytes:
+    return json.dumps({"version": "1.0", "data": records}).encode()
+
+
+def to_table(records: Records, delimiter: str = ",") -> bytes:
+    """Lists become JSON, as a cell has no other way to hold them."""
+    text = io.StringIO()
+    writer = csv.DictWriter(
+        text, list(dict.fromkeys(key for record in records for key in record)), delimiter=delimiter
+    )
+    writer.writeheader()
+    writer.writerows(
+        {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in record.items()
+        }
+        for record in records
+    )
+    return text.getvalue().encode()
+
+
+def to_parquet(records: Records) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), sink, row_group_size=7)
+    return sink.getvalue()
+
+
+def to_arrow_stream(records: Records) -> bytes:
+    table, sink = pa.Table.from_pylist(records), io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue()
+
+
+def to_arrow_file(records: Records) -> bytes:
+    table, sink = pa.Table.from_pylist(records), io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue()
+
+
+WRITERS: dict[str, Callable[[Records], bytes]] = {
+    "a.jsonl": to_jsonl,
+    "a.ndjson": to_jsonl,
+    "a.jsonl.gz": lambda records: gzip.compress(to_jsonl(records)),
+    "a.json": to_json,
+    "b.json": to_wrapped_json,
+    "a.json.gz": lambda records: gzip.compress(to_json(records)),
+    "A.CSV": to_table,
+    "a.tsv": lambda records: to_table(records, "\t"),
+    "a.csv.gz": lambda records: gzip.compress(to_table(records)),
+    "a.parquet": to_parquet,
+    "a.arrow": to_arrow_stream,
+    "b.arrow": to_arrow_file,
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"required": ["a"]}}}
+GOLDEN: dict[str, Records] = {
+    "messages": [
+        {
+            "messages": [
+                {"role": "user", "content": "1 + 0?"},
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "1"},
+                {"role": "assistant", "content": "one", "reasoning": "It is 1."},
+            ],
+            "tools": [TOOL],
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a"},
+            ],
+            "tools": [],
+        },
+    ],
+    "conversations": [
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": 'a,\n"b"'},
+            ],
+            "system": "s",
+        }
+    ]
+    * 2,
+    "instruction": [
+        {"instruction": "q", "input": "", "output": "a"},
+        {"instruction": "q", "input": "on\r\ntwo lines", "output": "a"},
+    ],
+    "prompt": [{"prompt": "q", "completion": " a "}],
+    "question": [
+        {"question": "tab\there", "answer": "naïve 🙂\u2028"},
+        {"question": "'single'", "answer": '"double", and ; more'},
+    ],
+    "user": [{"system": "s", "user": "q", "assistant": "a"}],
+    "target": [{"input": "q", "target": "a"}],
+    "input": [{"input": "q", "output": "a"}],
+    "text": [{"text": "once\nupon"}, {"text": "a time"}],
+}
+
+
+def without_origin(rows: list[Row]) -> list[tuple[Any, ...]]:
+    return [(row.messages, row.text, row.tools) for row in rows]
+
+
+def bad_text(value: bytes) -> pa.Array:
+    """A column of two texts of which the second need not be UTF-8: Arrow does not look."""
+    ends = b"".join(end.to_bytes(4, "little") for end in (0, 1, 1 + len(value)))
+    return pa.StringArray.from_buffers(2, pa.py_buffer(ends), pa.py_buffer(b"q" + value))
+
+
+def parquet_of(**columns: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()

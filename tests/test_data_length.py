@@ -1,0 +1,155 @@
+"""sft_play.data.length: what is left of samples over the limit, and what is lost."""
+
+import random
+
+import pytest
+from families import FAMILIES, family
+from renderings import assert_consistent, row, samples_of, trained
+
+from sft_play.data import length
+from sft_play.data.length import fit_sample
+from sft_play.data.render import (
+    IGNORE_INDEX,
+    RenderedSample,
+)
+
+LONG = RenderedSample([1, 11, 12, 13, 14, 15, 16, 17], [IGNORE_INDEX] * 4 + [14, 15, 16, 17], 4)
+MANY = RenderedSample(
+    list(range(20, 28)), [IGNORE_INDEX, 21, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 25, 26, 27], 5
+)
+X = IGNORE_INDEX
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
+def test_a_sample_of_exactly_the_limit_is_left_as_it_is(policy: str) -> None:
+    assert fit_sample(LONG, 8, policy, 1) == length.FittedSample((LONG,), 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("sample", "limit", "policy", "samples", "lost", "cut", "reason"),
+    [
+        (LONG, 7, "drop", (), 4, 8, "too_long"),
+        (
+            LONG,
+            7,
+            "truncate_left",
+            (RenderedSample([1, 12, 13, 14, 15, 16, 17], [X, X, X, 14, 15, 16, 17], 3),),
+            0,
+            1,
+            "truncated",
+        ),
+        (
+            LONG,
+            6,
+            "truncate_left",
+            (RenderedSample([1, 13, 14, 15, 16, 17], [X, X, 14, 15, 16, 17], 2),),
+            0,
+            2,
+            "truncated",
+        ),
+        (
+            LONG,
+            5,
+            "truncate_left",
+            (RenderedSample([1, 14, 15, 16, 17], [X, X, 15, 16, 17], 0),),
+            1,
+            3,
+            "truncated",
+        ),
+        (LONG, 2, "truncate_left", (), 4, 8, "too_long"),
+        (
+            MANY,
+            7,
+            "truncate_left",
+            (RenderedSample([21, 22, 23, 24, 25, 26, 27], [X, X, X, X, 25, 26, 27], 4),),
+            1,
+            1,
+            "truncated",
+        ),
+        (
+            MANY,
+            3,
+            "split",
+            (
+                RenderedSample([20, 21, 22], [X, 21, X], 0),
+                RenderedSample([23, 24, 25], [X, X, 25], 2),
+                RenderedSample([26, 27], [X, 27], 0),
+            ),
+            1,
+            0,
+            "split",
+        ),
+        (LONG, 4, "split", (RenderedSample([14, 15, 16, 17], [X, 15, 16, 17], 0),), 1, 4, "split"),
+        (
+            LONG,
+            7,
+            "split",
+            (RenderedSample([1, 11, 12, 13, 14, 15, 16], [X, X, X, X, 14, 15, 16], 4),),
+            1,
+            1,
+            "split",
+        ),
+    ],
+)
+def test_what_a_limit_leaves(
+    sample: RenderedSample,
+    limit: int,
+    policy: str,
+    samples: tuple[RenderedSample, ...],
+    lost: int,
+    cut: int,
+    reason: str,
+) -> None:
+    assert fit_sample(sample, limit, policy, 1) == length.FittedSample(samples, lost, cut, reason)
+
+
+def random_sample(rng: random.Random) -> RenderedSample:
+    ids = [rng.choice([1, 5])] + [rng.randrange(100, 200) for _ in range(rng.randint(1, 40))]
+    if rng.random() < 0.3:
+        return RenderedSample(ids, [X, *ids[1:]])
+    start = rng.randint(1, len(ids) - 1)
+    return RenderedSample(
+        ids,
+        [X, *(token if rng.random() < 0.2 else X for token in ids[1:start]), *ids[start:]],
+        start,
+    )
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate_left", "split"])
+def test_tokens_are_kept_or_counted_as_lost(policy: str) -> None:
+    rng = random.Random(policy)
+    for _ in range(2000):
+        sample, limit = random_sample(rng), rng.randint(2, 45)
+        fitted = fit_sample(sample, limit, policy, rng.choice([1, None]))
+        assert sample.trained_tokens == fitted.lost_trained_tokens + sum(
+            part.trained_tokens for part in fitted.samples
+        )
+        assert len(sample.ids) == fitted.cut_tokens + sum(len(part.ids) for part in fitted.samples)
+        assert (fitted.reason is None) == (len(sample.ids) <= limit)
+        for part in fitted.samples:
+            assert_consistent(part)
+            assert part.trained_tokens > 0
+            assert len(part.ids) <= limit
+            if part.answer_start:
+                assert part.labels[part.answer_start] == sample.labels[sample.answer_start] != X
+                assert part.ids[part.answer_start - 1] == sample.ids[sample.answer_start - 1]
+
+
+def test_splits_in_order_are_the_sample() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        ids = [rng.randrange(100) for _ in range(rng.randint(2, 60))]
+        fitted = fit_sample(RenderedSample(ids, [X, *ids[1:]]), rng.randint(2, 30), "split")
+        assert [token for part in fitted.samples for token in part.ids] == (
+            ids[:-1] if fitted.cut_tokens else ids
+        )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_truncated_conversation_still_ends_with_its_answer(name: str) -> None:
+    tok = family(name)
+    sample = samples_of(row("What is red? " * 20, "A rose."), tok)[0]
+    (part,) = fit_sample(sample, 60, "truncate_left", tok.bos_token_id).samples
+    assert trained(part, tok) == trained(sample, tok)
+    assert part.ids[part.answer_start :] == sample.ids[sample.answer_start :]
+    assert (part.ids[0] == tok.bos_token_id) == (sample.ids[0] == tok.bos_token_id)

@@ -1,0 +1,129 @@
+"""sft_play.data.sources: the files that a path in the settings names."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from record_files import GOLDEN, to_jsonl, without_origin
+
+from sft_play.config.schema import SourceSection
+from sft_play.data.row_formats import read_rows
+from sft_play.data.sources import Source, find_source
+from sft_play.errors import DataError
+
+
+def found(path: Path | str, **more: Any) -> Source:
+    return find_source(SourceSection(path=str(path), **more), "data.train_path")
+
+
+def test_a_folder_is_its_data_files_in_order(tmp_path: Path) -> None:
+    for name in (
+        "b/2.csv",
+        "b/10.parquet",
+        "a.jsonl.gz",
+        "README.md",
+        "dataset_info.json",
+        "_old.jsonl",
+        ".cache/x.jsonl",
+        "_more/x.txt",
+        "run.py",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    source = found(tmp_path, weight=2.0, columns={"question": "q"})
+    assert [path.relative_to(tmp_path).as_posix() for path in source.files] == [
+        "a.jsonl.gz",
+        "b/10.parquet",
+        "b/2.csv",
+    ]
+    assert (source.name, source.weight, source.columns) == (str(tmp_path), 2.0, {"question": "q"})
+    assert found(tmp_path / "b" / "2.csv").files == (tmp_path / "b" / "2.csv",)
+
+
+def test_rows_that_datasets_saved_to_disk_are_read(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_list(GOLDEN["messages"] * 50)
+    saved.save_to_disk(tmp_path / "one", num_shards=3)
+    source = found(tmp_path / "one")
+    assert len(source.files) == 3
+    rows = [row for path in source.files for row in read_rows(path)]
+    (tmp_path / "a.jsonl").write_bytes(to_jsonl(GOLDEN["messages"]))
+    assert without_origin(rows) == without_origin(read_rows(tmp_path / "a.jsonl")) * 50
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
+    with pytest.raises(
+        DataError, match=r"two: holds the splits test, train; name one: .*/two/test"
+    ):
+        found(tmp_path / "two")
+    assert found(tmp_path / "two" / "train").files
+
+
+def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(DataError, match="no data file in this folder; data files end in"):
+        found(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "more.jsonl.zst").touch()
+    (tmp_path / "table.xlsx").touch()
+    with pytest.raises(
+        DataError,
+        match=r"holds .*(zst|xlsx) and 1 more, which is not read; "
+        r"move it away, or begin its name with _",
+    ):
+        found(tmp_path)
+
+
+def test_a_folder_that_links_to_another_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "again").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=r"again, which is not read"):
+        found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("data/trian.jsonl", r"no such file or folder; did you mean .*/data/train.jsonl\?"),
+        ("dta/train.jsonl", r"no such file or folder; did you mean .*/data\?"),
+        (
+            "data/0000000.csv",
+            "no such file or folder; write a data file, a folder of them, or a hub data set id",
+        ),
+        ("nothing", "no such file or folder; write a data file"),
+        ("a/b/c", "no such file or folder; write a data file"),
+        ("data/notes.txt", "a data file ends in .jsonl"),
+    ],
+)
+def test_a_path_that_is_not_there_is_named_with_the_nearest(
+    path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    (tmp_path / "data" / "notes.txt").touch()
+    with pytest.raises(DataError, match=rf"data.train_path=.*{path}: {words}"):
+        found(tmp_path / path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"data.train_path={path}: {words.replace('.*/', '')}"):
+        found(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"), [({"split": "test"}, "split 'test'"), ({"subset": "en"}, "subset 'en'")]
+)
+def test_split_and_subset_are_of_hub_data_sets(
+    more: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(
+        DataError,
+        match=f"{words} is of hub data sets, and this is a path; "
+        "name the file or folder that holds it",
+    ):
+        found(tmp_path / "a.jsonl", **more)
+
+
+def test_a_part_of_a_split_is_no_split() -> None:
+    with pytest.raises(
+        DataError, match=r"split 'train\[:10%\]' is no name; name a whole split, such as train"
+    ):
+        found("owner/name", split="train[:10%]")

@@ -1,0 +1,263 @@
+"""sft_play.data.template_checks: templates that cannot be trained with are refused."""
+
+import re
+
+import pytest
+from families import LLAMA3_WORDS, family, template, tokenizer
+from renderings import (
+    ASKS,
+    CHATML,
+    MARKED,
+    OF_ANSWERS,
+    OF_USERS,
+    STOPS,
+    TRAINED,
+    WRITES,
+    conversation,
+    error_of,
+    samples_of,
+    trained,
+    writes,
+)
+
+from sft_play.data.render import (
+    render_prompt,
+)
+from sft_play.data.rows import Message, Row
+
+MUTANTS = {
+    "the answer in capitals": (
+        writes(OF_ANSWERS, "m['content'] | upper"),
+        r"leaves out or changes messages\[2\], an answer: 'A rose.'",
+    ),
+    "the answer cut off": (
+        writes(OF_ANSWERS, "m['content'][:4]"),
+        r"leaves out or changes messages\[2\], an answer",
+    ),
+    "the answer twice": (
+        writes(OF_ANSWERS, "m['content'] + ' ' + m['content']"),
+        r"writes messages\[2\], an answer, more than once",
+    ),
+    "the answer in a comment": (
+        writes(OF_ANSWERS, "'<!-- ' + m['content'] + ' -->'"),
+        r"writes '-->' behind messages\[2\]",
+    ),
+    "no answer": (writes(OF_ANSWERS, "''"), r"leaves out or changes messages\[2\], an answer"),
+    "the question in a comment": (
+        writes(OF_USERS, "'' #}{{ m['content'] #}"),
+        r"refuses the conversation",
+    ),
+    "the question in lower case": (
+        writes(OF_USERS, "m['content'] | lower"),
+        r"leaves out or changes messages\[1\], of the role user: 'What is red\?'",
+    ),
+    "the question cut off": (
+        writes(OF_USERS, "m['content'][:4]"),
+        r"leaves out or changes messages\[1\], of the role user",
+    ),
+    "no system message": (
+        "{% set messages = messages[1:] %}" + CHATML,
+        r"leaves out or changes messages\[0\], of the role system",
+    ),
+    "the last two messages alone": (
+        "{% set messages = messages[-2:] %}" + CHATML,
+        r"leaves out the system message once a question is answered",
+    ),
+    "a closing phrase": (
+        CHATML.replace(STOPS, "' Bye.<|im_end|>\n'"),
+        r"writes 'Bye\.' behind messages\[2\]",
+    ),
+    "a text behind the stop token": (
+        CHATML.replace(STOPS, "'<|im_end|>END\n'"),
+        r"writes 'END' behind the stop token of messages\[2\]",
+    ),
+    "a stop token that is none": (
+        CHATML.replace(STOPS, "'<|stop|>\n'"),
+        r"writes '<\|stop\|>' behind messages\[2\]; if it ends answers, name it as eos_token",
+    ),
+    "the stop token before the answer": (
+        writes(OF_ANSWERS, "'<|im_end|>' + m['content']"),
+        r"writes a stop token before messages\[2\]",
+    ),
+    "the stop token in the answer": (
+        writes(OF_ANSWERS, "m['content'][:4] + '<|im_end|>' + m['content'][4:]"),
+        r"leaves out or changes messages\[2\]",
+    ),
+    "the beginning twice": (
+        "{{ bos_token + bos_token }}" + CHATML,
+        r"begins with the beginning-of-text token twice",
+    ),
+    "roles swapped": (
+        CHATML.replace(
+            "m['role']", "{'system': 'system', 'user': 'assistant', 'assistant': 'user'}[m['role']]"
+        ),
+        r"otherwise once it is answered",
+    ),
+    "another role when asked": (
+        CHATML.replace(ASKS, "'<|im_start|>model\n'"),
+        r"the prompt has 'model\\n' where the conversation has 'assistant\\nA rose",
+    ),
+    "a thought only when asked": (
+        CHATML.replace(ASKS, "'<|im_start|>assistant\n<think>\n'"),
+        r"otherwise once it is answered",
+    ),
+    "how many messages": (
+        "{{ messages | length }}" + CHATML,
+        r"the prompt has '2<\|im_start\|>system\\nBe b...' where the conversation has '3",
+    ),
+    "another prompt in the history": (
+        "{% if not add_generation_prompt %}{{ 'Done. ' }}{% endif %}" + CHATML,
+        r"otherwise once it is answered",
+    ),
+    "the system message in prompts alone": (
+        "{% set messages = messages if add_generation_prompt else messages[1:] %}" + CHATML,
+        r"leaves out the system message once a question is answered; "
+        r"write it into the first question",
+    ),
+    "chance": ("{{ range(10 ** 5) | random }}" + CHATML, r"otherwise once it is answered"),
+    "a history without answers": (
+        CHATML.replace(
+            WRITES, "(m['content'] if m['role'] != 'assistant' or loop.last else '(cut)')"
+        ),
+        r"leaves out or changes messages\[2\], of the role assistant",
+    ),
+    "a blank over the seam": (
+        CHATML.replace("'\n' + m['content']", "': ' + m['content']").replace(
+            ASKS, "'<|im_start|>assistant: '"
+        ),
+        r"straddles the end",
+    ),
+    "an undefined name": (
+        "{{ nowhere.at_all }}" + CHATML,
+        r"the chat template refuses the conversation: 'nowhere' is undefined",
+    ),
+    "a sum of text and number": (
+        "{{ 'a' + 1 }}" + CHATML,
+        r"the chat template refuses the conversation: can only concatenate str",
+    ),
+    "marks without the stop token": (
+        MARKED.replace(
+            "m['content'] + '<|im_end|>' }}{% endgeneration %}",
+            "m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+        ),
+        r"generation marks leave out the stop token of messages\[2\]",
+    ),
+    "marks without the first word": (
+        MARKED.replace(
+            "{% generation %}{{ m['content'] + ",
+            "{{ m['content'][:1] }}{% generation %}{{ m['content'][1:] + ",
+        ),
+        r"generation marks leave out a part of messages\[2\]",
+    ),
+    "marks that begin in the prompt": (
+        MARKED.replace(
+            "{{ 'assistant\n' }}{% generation %}", "{% generation %}{{ 'assistant\n' }}"
+        ),
+        r"generation marks begin before messages\[2\]",
+    ),
+    "marks that go on": (
+        MARKED.replace(
+            "{{ '\n' }}{% else %}", "{% generation %}{{ '\n' }}{% endgeneration %}{% else %}"
+        ).replace("<|im_end|>' }}", "<|im_end|><|im_start|>' }}", 1),
+        r"generation marks go on behind the stop token of messages\[2\]",
+    ),
+    "marks around questions": (
+        MARKED.replace(
+            "{{ m['role'] + '\n'", "{% generation %}{{ m['role'] }}{% endgeneration %}{{ '\n'"
+        ),
+        r"which no answer holds",
+    ),
+    "marks around one answer of two": (
+        MARKED.replace(
+            "{% if m['role'] == 'assistant' %}",
+            "{% if m['role'] == 'assistant' and loop.index0 > 2 %}",
+        ),
+        r"generation marks leave out the stop token of messages\[2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_template_that_cannot_be_trained_through_is_refused(mutant: str) -> None:
+    chat_template, reason = MUTANTS[mutant]
+    assert re.search(reason, error_of(conversation("chatml"), chat_template))
+
+
+@pytest.mark.parametrize("chat_template", [CHATML, MARKED])
+def test_the_templates_that_these_come_from_are_proven(chat_template: str) -> None:
+    tok = tokenizer(chat_template, bos="<bos>", words=LLAMA3_WORDS)
+    assert [trained(sample, tok) for sample in samples_of(conversation("chatml"), tok)] == TRAINED[
+        "chatml"
+    ]
+
+
+@pytest.mark.parametrize("form", [OF_ANSWERS, OF_USERS, "{}"])
+@pytest.mark.parametrize(
+    "change", ["''", "m['content'] | upper", "m['content'] | capitalize", "m['content'][:1]"]
+)
+def test_a_change_of_messages_of_a_letter_is_refused_too(form: str, change: str) -> None:
+    row = Row(
+        (Message("system", "s"), Message("user", "a"), Message("assistant", "s")), "rows.jsonl:7"
+    )
+    assert "leaves out or changes messages" in error_of(row, writes(form, change))
+
+
+def test_marks_are_compared_by_token() -> None:
+    in_prompt = template("vicuna", marked=True).replace(
+        "{%- generation %}{{- ' ' + message.content",
+        "{{- ' ' }}{%- generation %}{{- message.content",
+    )
+    tok = tokenizer(in_prompt, (), "</s>", "<s>", LLAMA3_WORDS)
+    assert [trained(sample, tok) for sample in samples_of(conversation("vicuna"), tok)] == TRAINED[
+        "vicuna"
+    ]  # " A" is one token, which is marked
+
+
+def test_marks_of_earlier_answers_are_not_asked_of_the_last() -> None:
+    tok = family("chatml", marked=True)
+    (sample,) = samples_of(conversation("chatml"), tok, "last")
+    assert trained(sample, tok) == ["The sea.<|im_end|>"]
+    chat_template, reason = MUTANTS["marks without the stop token"]
+    assert re.search(
+        reason.replace("2", "4"), error_of(conversation("chatml"), chat_template, "last")
+    )
+
+
+def test_a_template_that_escapes_is_refused() -> None:
+    row = Row((Message("user", "Is 1 < 2?"), Message("assistant", "1 < 2")), "rows.jsonl:7")
+    assert "leaves out or changes messages[0], of the role user" in error_of(
+        row, writes(OF_USERS, "m['content'] | replace('<', '&lt;')")
+    )
+    assert "leaves out or changes messages[1], an answer" in error_of(
+        row, writes(OF_ANSWERS, "m['content'] | replace('<', '&lt;')")
+    )
+
+
+def test_reasoning_that_is_never_written_is_refused() -> None:
+    row = Row(
+        (Message("user", "q"), Message("assistant", "a", reasoning="because")), "rows.jsonl:7"
+    )
+    assert (
+        error_of(row, CHATML) == "rows.jsonl:7: the chat template leaves out or changes "
+        "the reasoning of messages[1]: 'because'"
+    )
+
+
+def test_an_error_says_where_training_on_the_last_answer_helps() -> None:
+    thought, plain = Message("assistant", "a", reasoning="because"), Message("assistant", "b")
+    ask = Message("user", "q")
+    assert error_of(Row((ask, thought, ask, plain), "r:1"), CHATML).endswith(
+        "'because'; DATA_TRAIN_ON=last trains the last answer alone"
+    )
+    assert error_of(Row((ask, thought, ask, thought), "r:1"), CHATML).endswith(
+        "the reasoning of messages[1]: 'because'"
+    )
+
+
+def test_a_clock_stands_still() -> None:
+    tok = tokenizer("{{ strftime_now('%H:%M:%S.%f %d %b %Y') }}" + CHATML, words=LLAMA3_WORDS)
+    sample = samples_of(conversation("chatml"), tok)[-1]
+    assert tok.decode(sample.ids).startswith("00:00:00.000000 26 Jul 2024<|im_start|>")
+    assert sample.ids[: sample.answer_start] == render_prompt(
+        conversation("chatml").messages[:-1], tok
+    )

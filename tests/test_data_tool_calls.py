@@ -1,0 +1,96 @@
+"""Rendering of conversations with tools: calls are trained, results are not."""
+
+import pytest
+from families import LLAMA3_WORDS, family, tokenizer
+from renderings import CHATML, WRITES, error_of, samples_of, trained
+
+from sft_play.data.render import (
+    render_prompt,
+)
+from sft_play.data.rows import Message, Row
+
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+)
+
+
+def calling(arguments: object, reasoning: str | None = None) -> Row:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = (
+        Message("user", "Is it warm in Köln?"),
+        Message("assistant", "", reasoning, tool_calls=(call,)),
+        Message("tool", 'It is "mild".\n12 degrees', name="weather", tool_call_id="c1"),
+        Message("assistant", "It is mild."),
+    )
+    return Row(messages, "rows.jsonl:7", tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"city": "Köln"}, '{"city": "Köln"}'], ids=["object", "text"]
+)
+def test_calls_of_tools_are_trained_and_their_answers_are_not(arguments: object) -> None:
+    tok = family("llama3", marked=True)
+    (sample,) = samples_of(calling(arguments), tok)
+    assert trained(sample, tok) == [
+        '{"name": "weather", "parameters": {"city": "Köln"}}<|eot_id|>',
+        "It is mild.<|eot_id|>",
+    ]
+    assert 'You may call: [{"type": "function"' in tok.decode(sample.ids)
+    assert sample.ids[: sample.answer_start] == render_prompt(
+        calling(arguments).messages[:-1], tok, TOOLS
+    )
+
+
+def test_an_answer_in_several_steps_is_one_sample_as_long_as_its_reasoning_stays() -> None:
+    tok = family("qwen3")
+    row = calling({"city": "Köln"}, "Ask.")
+    longer = Row(
+        (*row.messages, Message("user", "And blue?"), Message("assistant", "The sea.")),
+        row.origin,
+        tools=TOOLS,
+    )
+    steps, last = samples_of(longer, tok)
+    assert trained(steps, tok) == [
+        "<think>\nAsk.\n</think>\n\n\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nIt is mild.<|im_end|>",
+    ]
+    assert trained(last, tok) == ["<think>\n\n</think>\n\nThe sea.<|im_end|>"]
+    assert "Ask." not in tok.decode(last.ids)
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them() -> None:
+    function = "m.tool_calls[0].function"
+    call = f"{function}.name + '(' + {function}.arguments + ')'"
+    adds = f"m['content'] + ({call} if m.tool_calls else '')"
+    tok = tokenizer(CHATML.replace(WRITES, adds), words=LLAMA3_WORDS)
+    (sample,) = samples_of(calling({"city": "Köln"}), tok)
+    assert trained(sample, tok)[0] == 'weather({"city": "Köln"})<|im_end|>'
+
+
+def test_calls_that_a_template_leaves_out_are_refused() -> None:
+    assert "leaves out or changes a tool call of messages[1]: 'weather'" in error_of(
+        calling({"city": "Köln"}), CHATML
+    )
+    named = CHATML.replace(
+        WRITES, "m['content'] + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    )
+    assert "leaves out or changes a tool call of messages[1]: 'city'" in error_of(
+        calling({"city": "Köln"}), named
+    )
+
+
+def test_the_answer_of_a_tool_that_a_template_leaves_out_is_refused() -> None:
+    row = Row(
+        (Message("user", "q"), Message("tool", "12 degrees"), Message("assistant", "a")),
+        "rows.jsonl:7",
+    )
+    assert "leaves out or changes messages[1], of the role tool" in error_of(
+        row, CHATML.replace(WRITES, "(m['content'] if m['role'] != 'tool' else '')")
+    )
