@@ -39,7 +39,7 @@ def read_batches(path: Path, max_rows: int, max_bytes: int) -> Iterator[ArrowBat
             rows = min(max_rows, batch.num_rows * max_bytes // max(1, batch.nbytes))
             for part in _split(batch, max(1, rows)):
                 yield ArrowBatch(part, file_share * part.num_rows / batch.num_rows)
-    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter for a column's name
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
         reason = str(error).partition("\n")[0]
         raise DataError(
             f"{path}: no {path.suffix} file, or a damaged one ({reason}); fetch or write it anew"
@@ -75,7 +75,7 @@ def _split(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
         yield batch
         return
     for start in range(0, batch.num_rows, rows):
-        # a copy: a pickled slice carries its whole batch
+        # a copy, because a pickled slice carries its whole batch
         yield batch.take(pa.array(range(start, min(start + rows, batch.num_rows))))
 
 
@@ -90,7 +90,7 @@ def _read_arrow(path: Path) -> Iterator[ArrowBatch]:
     with pa.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(max(0, source.size() - len(END_OF_STREAM)))
-        # Arrow itself takes a stream that is cut off between two batches for a complete one
+        # Arrow takes a stream that is cut off between two batches for a complete one
         if not is_file and source.read() != END_OF_STREAM:
             raise DataError(
                 f"{path}: no Arrow stream, or one that breaks off; fetch or write it anew"
@@ -100,7 +100,7 @@ def _read_arrow(path: Path) -> Iterator[ArrowBatch]:
         _check_names(path, reader.schema.names)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for batch in batches:
-            batch.validate(full=True)  # or a damaged offset ends the process with a signal
+            batch.validate(full=True)  # else a damaged offset crashes the process
             yield ArrowBatch(batch, min(1.0, batch.nbytes / source.size()))
 
 

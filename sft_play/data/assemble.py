@@ -61,9 +61,11 @@ class Selection:
     sources: tuple[TokenizedSource, ...]
     stores: tuple[Store, ...]
     indices: tuple[np.ndarray, ...]
-    tallies: tuple[Tally, ...]  # of the sources; none for rows that were held out of another split
+    tallies: tuple[Tally, ...]  # of each source; () for held-out rows
     dropped: Mapping[str, int] = field(default_factory=dict)  # usable rows, by reason
-    overlap: Mapping[str, EqualRows] = field(default_factory=dict)  # by the split with equal rows
+    overlap: Mapping[str, EqualRows] = field(
+        default_factory=dict
+    )  # by the split that has equal rows
 
     @classmethod
     def whole(cls, sources: tuple[TokenizedSource, ...]) -> Self:

@@ -23,7 +23,7 @@ from sft_play.data.rows import Json
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "meta.json"  # the last file that is written into an entry
+COMPLETE = "meta.json"  # written last: its presence marks the entry complete
 LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 
 

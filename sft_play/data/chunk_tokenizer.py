@@ -60,7 +60,7 @@ class TokenizedChunk:
     tally: Tally
     bad_rows: list[StoredBadRow]
     long_rows: list[LongRow]  # the longest rows over the limit
-    bytes_read: int  # that the chunk takes in its file
+    bytes_read: int  # size of the chunk in its file on disk
 
 
 class RowHashes(NamedTuple):
@@ -133,7 +133,7 @@ class ChunkTokenizer:
             if fitted.reason:
                 reasons.append(fitted.reason)
             for part in fitted.samples:
-                if part.trained_tokens:  # nothing is learned from a sample without any
+                if part.trained_tokens:  # else the model learns nothing from it
                     kept += 1
                     yield StoredSample(part, identity, fitted.cut_tokens)
         if kept:
@@ -152,7 +152,7 @@ def hash_row(row: Row) -> RowHashes:
         exact = repr([_message_fields(message) for message in row.messages])
         content = "\n".join(message.content for message in row.messages if message.role != "system")
     words = " ".join(re.findall(r"\w+", content.casefold()))
-    return RowHashes(_hash(exact), _hash(words or content))  # a text may have no word
+    return RowHashes(_hash(exact), _hash(words or content))  # a text may have no words
 
 
 def _message_fields(message: Message) -> tuple[Any, ...]:

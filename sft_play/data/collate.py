@@ -39,7 +39,7 @@ class TokenSequence:
     ids: np.ndarray
     labels: np.ndarray
     lengths: tuple[int, ...]
-    real_tokens: int  # of the documents that are no fillers
+    real_tokens: int  # without fillers
 
 
 class TrainRows(Dataset[TokenSequence]):

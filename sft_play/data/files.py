@@ -25,12 +25,12 @@ from sft_play.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS)  # their records are named by their line
+LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS)  # errors name their records by line
 TEXT_FORMATS = (*LINE_FORMATS, ".json")
 COLUMNAR_FORMATS = (".parquet", ".arrow")
 FORMATS = (*TEXT_FORMATS, *(f"{suffix}.gz" for suffix in TEXT_FORMATS), *COLUMNAR_FORMATS)
 ROWS_PER_CHUNK = 2000
-CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer of them
+CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
 MAX_LINE_BYTES = 256 << 20  # a file without line breaks is not read into memory whole
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -42,7 +42,7 @@ class Chunk:
     path: Path
     numbers: Sequence[int]  # of each record: its line from 1, or its index from 0
     records: "list[bytes] | list[Json | UnreadableRecord] | pa.RecordBatch"
-    bytes_read: int  # that the records take in the file on disk
+    bytes_read: int  # size of the records in the file on disk
 
     def origin(self, position: int) -> str:
         """Return `file:line` or `file[index]` of the record at a position of this chunk."""
@@ -138,7 +138,7 @@ def _errors_naming(path: Path) -> Iterator[None]:
             f"{path}: the compressed text breaks off or is damaged ({error}); "
             "fetch or compress it anew"
         ) from None
-    except OSError as error:  # also Arrow's, for damaged pages
+    except OSError as error:  # Arrow raises it, too, for damaged pages
         reason = error.strerror or str(error).partition("\n")[0]
         raise DataError(f"{path}: cannot be read: {reason}") from None
 

@@ -97,7 +97,7 @@ def _parse_element(text: str, start: int) -> ListElement:
         record, end = _strict_decoder.raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidJsonError(_reason_of(error)) from None
-    except ValueError as error:  # valid for Python's own decoder, which tells where it ends
+    except ValueError as error:  # Python's own decoder accepts the text and tells where it ends
         _, end = _lenient_decoder.raw_decode(text, start)
         return ListElement(UnreadableRecord(_reason_of(error), text[start:end]), start, end)
     if not isinstance(record, dict):

@@ -28,7 +28,7 @@ class Tally:
     trained_tokens: int = 0
     lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
-    shortened: Counter[str] = field(default_factory=Counter)  # rows that are used in part, by how
+    shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another chunk or source."""
@@ -128,7 +128,7 @@ class SplitLedger:
     shortened: dict[str, int]
     lengths: LengthPercentiles
     duplicates: EqualRows  # rows that repeat an earlier one
-    sources: tuple[SourceLedger, ...]  # none for rows that were held out of another split
+    sources: tuple[SourceLedger, ...]  # () for held-out rows
     overlap: dict[str, EqualRows] | None = None  # of training rows, by the split with equal rows
     epoch: tuple[EpochShare, ...] | None = None  # of training rows
 
@@ -167,7 +167,7 @@ class Ledger:
 
     splits: dict[str, SplitLedger]
     max_seq_len: int
-    padding: PaddedTokens | None = None  # known once the batch size is
+    padding: PaddedTokens | None = None  # None until the batch size is known
 
     @property
     def train(self) -> SplitLedger:

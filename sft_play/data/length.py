@@ -17,7 +17,7 @@ class FittedSample:
 
     samples: tuple[RenderedSample, ...]
     lost_trained_tokens: int = 0
-    cut_tokens: int = 0  # trained or not, that no sample holds any more
+    cut_tokens: int = 0  # trained or not, that are in no sample
     reason: Literal["too_long", "truncated", "split"] | None = None  # None: it was short enough
 
 

@@ -34,9 +34,9 @@ class StepSampler(Sampler[MicroBatch]):
         self.lengths = np.asarray(lengths).tolist()
         self.seed = seed
         self.epoch = 0
-        self.layout = layout  # may be replaced by another with the same `rows_per_step`
+        self.layout = layout  # may be replaced by one with the same `rows_per_step`
         shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
-        self.filler = ~shortest  # the cheapest one
+        self.filler = ~shortest  # the shortest sample costs least
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

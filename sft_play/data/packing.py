@@ -20,7 +20,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     sequences: list[list[int]] = []
     open_by_room: dict[int, list[int]] = {}  # tokens of room left: sequences
-    rooms = 0  # bit r is set where a sequence has room for r tokens: the best fit is one lowest bit
+    rooms = 0  # bit r is set if a sequence has room for r tokens; the best fit is the lowest bit
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]
         if length > capacity:

@@ -16,7 +16,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.splits import begins_row
 from sft_play.data.store import Sample, Split
 
-SEARCHED_SAMPLES = 10_000  # for one with several answers
+SEARCHED_SAMPLES = 10_000  # to find one with several answers
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
 
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
-TAIL_CHARACTERS = 64  # searched first for the last added token of a prompt; then 16 times as many
+TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
 MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
 
 
@@ -76,7 +76,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
         self._texts = TrainingTextBuilder(tokenizer, train_on)
         self._tokenizer = tokenizer.backend_tokenizer
-        self._tokenizer.no_truncation()  # an earlier user of the tokenizer may have set them
+        self._tokenizer.no_truncation()  # earlier code may have set these two
         self._tokenizer.no_padding()
         self._stop_ids = stop_ids(tokenizer)
         self._bos = tokenizer.bos_token_id
@@ -157,7 +157,7 @@ class Renderer:
         token_id = self._added_tokens[found[0]]
         if ids.count(token_id) != text.count(found[0]):
             return PromptTail(0, text[:prompt_end])
-        # so its n-th place in the text is its n-th among the tokens
+        # the n-th occurrence in the text is the n-th among the tokens
         token = -1
         for _ in range(text.count(found[0], 0, found.end())):
             token = ids.index(token_id, token + 1)

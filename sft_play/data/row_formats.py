@@ -26,7 +26,7 @@ from sft_play.data.messages import (
 from sft_play.data.rows import BadRow, Json, Message, Row, UnreadableRecord, raise_bad_rows
 from sft_play.errors import DataError
 
-FIRST_RECORDS = 100  # of a file, which tell its format
+FIRST_RECORDS = 100  # of a file, from which its format is detected
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.

@@ -172,4 +172,4 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
             elif file_format(path) and not path.is_dir():
                 files.append(path)
             elif path.is_dir() or path.suffix.lower() in UNSUPPORTED:
-                unsupported.append(path)  # a linked folder too: it might lead back here
+                unsupported.append(path)  # also a linked folder, which might lead back here

@@ -45,7 +45,7 @@ def choose_held_out(records: np.ndarray, fraction: float, seed: int) -> np.ndarr
     false.
     """
     _, group_of = np.unique(records["normalized"], return_inverse=True)
-    # samples of split rows count as rows here, so that fewer rows are held out
+    # the samples of a split row count one by one here, so fewer rows are held out
     group_sizes = np.bincount(group_of).tolist()
     target = min(max(1, round(len(records) * fraction)), MAX_HELD_OUT_ROWS)
     order = list(range(len(group_sizes)))

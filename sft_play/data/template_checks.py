@@ -36,8 +36,8 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
     """
     position = 0
     for index, message in enumerate(messages):
-        # in order, so that a question asked twice is written twice; but Mistral's template puts the
-        # system message into the last question
+        # Messages must be found in order, so that a question asked twice is written twice. But
+        # Mistral's template puts the system message into the last question.
         start = 0 if message.role == "system" else position
         end = _find_content(message, prompt, start)
         if end is None:

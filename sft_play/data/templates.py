@@ -124,7 +124,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        # a template is somebody else's program
+        # a template may fail in any of these ways
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise RenderError(f"the chat template refuses the conversation: {error}") from error
         if not has_marks:
@@ -151,7 +151,7 @@ def stop_ids(tokenizer: Any) -> set[int]:
         if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token:
             known[token] = token_id
     if "<|return|>" in known:
-        known.pop("<|end|>", None)  # gpt-oss ends a part of an answer with it, not the answer
+        known.pop("<|end|>", None)  # gpt-oss ends parts of an answer with it
     return {tokenizer.eos_token_id, *known.values()}
 
 
@@ -165,7 +165,7 @@ def decode_arguments(arguments: Any) -> Any:
     try:
         return json.loads(arguments)
     except ValueError:
-        return arguments  # a template may still write it as it is
+        return arguments  # not JSON: the template may write it unchanged
 
 
 def iterate_strings(value: Any) -> Iterator[str]:

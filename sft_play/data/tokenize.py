@@ -47,7 +47,7 @@ from sft_play.errors import OutOfMemory
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
-ROWS_PER_CHUNK = 500  # few enough that 32 processes share 50,000 rows evenly; more are no faster
+ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
 CHUNKS_IN_FLIGHT = 3  # for each process
 
 
