@@ -1,19 +1,20 @@
-"""Checks that a model knows every token of the rows, from its weight files, before loading them.
+"""Checks in a model's weight files, before loading, that it knows every token of the rows.
 
 Adapters do not train the embedding or the output head. A token whose row there was never trained
-stays noise to the model, and cannot be told apart from other such tokens when it is to be written.
-Base models that share the tokenizer of their instruct sibling have such rows (Llama 3's <|eot_id|>
-and <|start_header_id|>), and so has every token that was just added.
+is noise to the model, which cannot tell it from other such tokens when it generates. Base models
+that share the tokenizer of their instruct sibling have such rows (Llama 3's <|eot_id|> and
+<|start_header_id|>), and so has every newly added token.
 
-A row counts as untrained when it lies within UNTRAINED x the median length of ordinary rows of
-- zero: weight decay shrinks the embedding of a token that no text holds, step by step, to nothing;
-- the mean of all rows: there resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x
+A row counts as untrained if its distance from one of these points is at most UNTRAINED x the median
+length of ordinary rows:
+- zero: weight decay shrinks the embedding of a token that no text contains to nothing;
+- the mean of all rows, where resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x
   covariance));
-- the row of an added token before it: rows without a gradient of their own move together. Not of a
-  token after it, since a copy follows its original.
-The signs are those of Land and Bartolo, "Fishing for Magikarp" (arXiv 2405.05417). Rows that were
-drawn at random like those of the others (resize_token_embeddings with mean_resizing=False) cannot
-be told from trained ones.
+- the row of an added token with a smaller id: rows without a gradient move together. A larger id
+  does not count, since a copy follows its original.
+The criteria are those of Land and Bartolo, "Fishing for Magikarp" (arXiv 2405.05417). Rows that
+were drawn at random from the distribution of the others (resize_token_embeddings with
+mean_resizing=False) cannot be told from trained ones.
 
 Rows are read one by one, never a whole matrix at once. Legend: V rows, D features.
 """
@@ -39,18 +40,18 @@ from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)
 
-# Modules' names in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
+# Names of the module in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")  # most others; GPT-NeoX
 FLOATS = ("F32", "F16", "BF16")
-# Rows that resize_token_embeddings drew lie 3e-5 spreads from the mean, 1e-3 when bfloat16 has
-# rounded them. Ten steps of training at a learning rate of 1e-5 move a row further than this: 1e-4
-# a feature, where features are about 1e-2.
+# Rows from resize_token_embeddings are 3e-5 standard deviations from the mean, or 1e-3 after
+# rounding to bfloat16. Ten training steps at a learning rate of 1e-5 move a row further than this:
+# by 1e-4 per feature, where features are about 1e-2.
 UNTRAINED = 1e-3
-# Of the median length. Only for a row nearer to the mean than this is a whole matrix read, chunk by
-# chunk, for its exact mean.
+# A fraction of the median length. The whole matrix is read for its exact mean, chunk by chunk, only
+# if a row is nearer than this to the mean of a sample.
 NEAR_MEAN = 0.25
-# A sample of rows is RUNS x RUN_ROWS neighbours: a far row costs a seek
+# A sample of rows is RUNS runs of RUN_ROWS adjacent rows, since each jump in the file costs a seek
 RUNS = 16
 RUN_ROWS = 16
 CHUNK_ROWS = 4096
@@ -58,7 +59,7 @@ CHUNK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Matrix:
-    """A (V, D) matrix of a safetensors file, of which rows are read one by one."""
+    """A (V, D) matrix in a safetensors file, whose rows are read one by one."""
 
     path: Path
     name: str
@@ -75,23 +76,25 @@ class Matrix:
         """Return the mean of all rows, float32 (D,); at most CHUNK_ROWS of them are in memory."""
         with safe_open(self.path, framework="pt") as file:
             matrix = file.get_slice(self.name)
-            starts = range(0, self.rows, CHUNK_ROWS)
-            total = sum(matrix[start : start + CHUNK_ROWS].float().sum(0) for start in starts)
+            total = 0
+            for start in range(0, self.rows, CHUNK_ROWS):
+                chunk = matrix[start : start + CHUNK_ROWS]
+                total += chunk.float().sum(0)
             return total / self.rows
 
 
 class VocabularyMatrices(NamedTuple):
-    """The matrices with a row for each token, as they lie on disk; None for what is not there."""
+    """The matrices on disk that have a row for each token; None for one that is not there."""
 
     embedding: Matrix | None
-    head: Matrix | None  # a head that is tied to the embedding has no matrix of its own
+    head: Matrix | None  # None also if the head is tied to the embedding
 
 
 def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) -> None:
-    """Check that every token of the rows, and padding, has a row that is or will be trained.
+    """Check that every token of the data, and padding, has a row that is or will be trained.
 
-    Of weights that are not on disk yet, or not in safetensors files, only the number of rows is
-    checked; that is logged.
+    For weights that are not on disk yet, or not in safetensors files, only the number of rows is
+    checked, and a line is logged.
 
     Raises: EnvironmentFault for a token without a row, or with one that adapters leave untrained.
     """
@@ -101,8 +104,8 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
         _refuse_ids_without_rows(config, tokenizer, used, rows)
         if config.tuning.allow_untrained_tokens:
             return
-        # Reading a token needs its row of the embedding. Learning to write it needs its row of the
-        # head, where that is a matrix of its own.
+        # Reading a token needs its row of the embedding. Learning to generate it needs its row of
+        # the head, unless the head is tied.
         if embedding and not _is_trained(config, embedding.name):
             _refuse_untrained(config, tokenizer, used, embedding, "read")
         if head and not _is_trained(config, head.name):
@@ -131,7 +134,7 @@ def find_matrices(config: Config) -> VocabularyMatrices:
 def _tensor_files(config: Config) -> dict[str, Path]:
     """Return the file of each tensor that is on disk.
 
-    They are found as transformers finds them: one file before an index of several.
+    As in transformers, a single weight file is preferred to an index of shards.
     """
     single = _on_disk(config, SAFE_WEIGHTS_NAME)
     if single:
@@ -146,10 +149,11 @@ def _tensor_files(config: Config) -> dict[str, Path]:
 
 
 def _on_disk(config: Config, name: str) -> Path | None:
-    """Return a file of the model in its folder or in the hub's cache."""
+    """Return a file of the model in its folder or in the hub's cache, None if it is not there."""
     folder = Path(config.model.name)
     if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
+        path = folder / name
+        return path if path.is_file() else None
     cached = try_to_load_from_cache(config.model.name, name, revision=config.model.revision)
     return Path(cached) if isinstance(cached, str) else None
 
@@ -164,12 +168,12 @@ def _find_matrix(files: dict[str, Path], modules: tuple[str, ...]) -> Matrix | N
 
 
 def _weight_name(names: Iterable[str], modules: tuple[str, ...]) -> str | None:
-    """Return the weight of a module of one of these names, wherever the model has it.
+    """Return the shortest name of a weight of one of these modules, None if there is none.
 
-    The shortest one: layers that predict further tokens repeat it (DeepSeek V3).
+    Layers that predict further tokens repeat the weight under longer names (DeepSeek V3).
     """
     endings = tuple(f".{module}.weight" for module in modules)
-    found = (name for name in names if f".{name}".endswith(endings))
+    found = [name for name in names if f".{name}".endswith(endings)]
     return min(found, key=len, default=None)
 
 
@@ -186,17 +190,18 @@ def _is_trained(config: Config, name: str) -> bool:
     if config.tuning.mode == "full":
         return True
     targets = config.tuning.lora.target_modules
+    if not isinstance(targets, list):
+        return False  # all-linear leaves out embedding and head
     module = f".{name.removesuffix('.weight')}"
-    # PEFT's rule; all-linear leaves out embedding and head
-    return isinstance(targets, list) and any(module.endswith(f".{target}") for target in targets)
+    return any(module.endswith(f".{target}") for target in targets)  # PEFT's rule
 
 
 def _refuse_ids_without_rows(
     config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens, rows: int
 ) -> None:
-    """Raise EnvironmentFault for an id beyond the matrix, which a GPU would die of without a name.
+    """Raise EnvironmentFault for an id beyond the matrix, also that of padding.
 
-    Padding is looked up, too.
+    A GPU would fail on such an id without naming it.
     """
     embeds = f"model.name={config.model.name} embeds {rows} tokens"
     if used.largest_id >= rows:
@@ -248,22 +253,24 @@ def untrained_tokens(
 ) -> dict[int, str]:
     """Return those of `ids` that are added tokens with an untrained row, and what the row equals.
 
-    The rule is in the module's docstring. Nothing counts as a copy of the padding token: that is
-    often made as a copy itself.
+    The criteria are in the module's docstring. No row counts as a copy of the padding token's row,
+    which is often a copy itself.
     """
     added_ids = [token for token in tokenizer.added_tokens_decoder if token < matrix.rows]
     added = np.array(added_ids, dtype=np.int64)
     asked = np.intersect1d(ids, added)
     ordinary = np.setdiff1d(np.arange(matrix.rows), added)
-    if matrix.dtype not in FLOATS or not len(asked) or not len(ordinary):
+    is_empty = len(asked) == 0 or len(ordinary) == 0
+    if is_empty or matrix.dtype not in FLOATS:
         return {}
     sample = matrix.read(_spread(ordinary))
     length = sample.norm(dim=1).median()
     needed = np.sort(added[added <= asked[-1]])
     rows = dict(zip(needed.tolist(), matrix.read(needed), strict=True))
     points = {"zero": torch.zeros_like(sample[0])}
-    near_mean = NEAR_MEAN * length
-    if any((rows[token] - sample.mean(0)).norm() < near_mean for token in asked.tolist()):
+    sample_mean = sample.mean(0)
+    distances = [(rows[token] - sample_mean).norm() for token in asked.tolist()]
+    if any(distance < NEAR_MEAN * length for distance in distances):
         points["the mean of all"] = matrix.mean()
     untrained = {}
     for token, row in rows.items():
@@ -284,10 +291,7 @@ def _nearest(row: Tensor, points: dict[str, Tensor], distance: Tensor) -> str | 
 
 
 def _spread(ids: np.ndarray) -> np.ndarray:
-    """Return short runs of ids from everywhere in a vocabulary.
-
-    Its ids are often in the order of their frequency.
-    """
+    """Return short runs of ids, spread over a vocabulary: ids are often sorted by frequency."""
     run = np.arange(min(RUN_ROWS, len(ids)))
     starts = np.linspace(0, len(ids) - len(run), RUNS, dtype=np.int64)
     return ids[np.unique(starts[:, None] + run)]

@@ -1,4 +1,4 @@
-"""Fused functions that compute what PEFT's and transformers' modules do, in less memory and time.
+"""Fused functions with the results of PEFT's and transformers' modules, in less memory and time.
 
-Each module has the formula first, then a reference in torch, then the kernel where there is one.
+Each module has the formula first, then a reference in torch, then the kernel if there is one.
 """

@@ -1,6 +1,6 @@
-"""The activations of gated MLPs, as formulas that the reference and the Triton kernels share.
+"""The activations of gated MLPs: formulas that the reference and the Triton kernels share.
 
-Both are a gate on themselves, act(g) = g * sigmoid(p(g)):
+Both have the form act(g) = g * sigmoid(p(g)):
     silu        p(g) = g
     gelu_tanh   p(g) = 2 sqrt(2 / pi) (g + 0.044715 g^3), since (1 + tanh(z)) / 2 = sigmoid(2 z)
 """
@@ -17,7 +17,7 @@ GELU_CUBE = 0.044715
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Return the name of an activation module, None for one that is not computed here."""
+    """Return the name of an activation module, None if it is not one of the two."""
     if isinstance(module, nn.SiLU | SiLUActivation):
         return "silu"
     if isinstance(module, GELUTanh):

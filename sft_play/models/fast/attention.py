@@ -1,12 +1,13 @@
 """Causal attention without a mask, of whole rows and of packed documents (variable length).
 
-    softmax(scale * q k^T) v,  where a token sees its own document up to itself
+    softmax(scale * q k^T) v,  where a token attends to its own document up to itself
 
-Where rows are packed or padded, transformers gives attention a mask of (T, T). That keeps fast
-kernels away, and finding out whether a mask is needed waits for the GPU. Neither is necessary: the
-collator knows where documents begin, and no token sees padding to its right. `remove_mask` puts
-UNMASKED in the place of the mask. Attention modules that find it run `attention_forward`; without
-it, as in evaluation, in generation and with a cache, they run their class's own code.
+For packed or padded rows transformers passes attention a (T, T) mask. The fastest kernels do not
+take one, and checking whether a mask is needed synchronizes with the GPU. Neither is necessary: the
+collator knows where documents begin, and causal attention never reads padding on the right.
+`remove_mask` replaces the mask with UNMASKED. Attention modules that get UNMASKED run
+`attention_forward`; otherwise, as in evaluation, in generation and with a cache, they run the code
+of their class.
 
 Legend: B rows, T tokens of a row, N documents, H query heads, K key and value heads, D features of
 a head.
@@ -25,10 +26,10 @@ from sft_play.models.fast.lora import lora_linears
 from sft_play.models.fast.norms import is_training
 from sft_play.models.fast.rope import apply_rotary
 
-# transformers passes a mask of four dimensions on as it is; no other attention can take this one
+# transformers passes a mask with four dimensions through; no other attention accepts this shape
 UNMASKED = torch.empty((1, 1, 0, 0))
 LARGEST_HEAD = 256  # features of a head that flash attention takes
-MAX_ELEMENTS = 2**31  # of a packed batch's queries: the kernels count with 32 bits
+MAX_ELEMENTS = 2**31  # of a packed batch's queries: the kernels index with 32 bits
 
 
 class Documents(NamedTuple):
@@ -43,11 +44,11 @@ def remove_mask(
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a decoder: replace the mask of batches that need none.
 
-    Those are batches with the boundaries of their documents, and batches that train, whose padding
+    Those are batches with document boundaries, and training batches of unpacked rows, whose padding
     is on the right.
     """
     is_packed = kwargs.get("cu_seq_lens_q") is not None
-    # with position ids but without boundaries, a training batch is packed and needs its mask
+    # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
     if kwargs.get("past_key_values") is not None or not (is_packed or is_plain_step):
         return None
@@ -55,7 +56,7 @@ def remove_mask(
 
 
 def is_unmasked(mask: Tensor | None) -> bool:
-    """Return whether a mask is the one that `remove_mask` puts in."""
+    """Return whether a mask is the UNMASKED of `remove_mask`."""
     return isinstance(mask, Tensor) and mask.shape == UNMASKED.shape
 
 
@@ -96,10 +97,7 @@ def attention_forward(
 
 
 def projections(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the linears that read an attention module's input.
-
-    Those of queries, keys and values, or in Phi 3 one of all three.
-    """
+    """Return the linears of queries, keys and values, or in Phi 3 the one that computes all."""
     if hasattr(module, "qkv_proj"):
         return (module.qkv_proj,)
     return (module.q_proj, module.k_proj, module.v_proj)
@@ -124,7 +122,7 @@ def _run_linears(
 
 
 def _window(module: nn.Module) -> int | None:
-    """Return how many tokens a token sees, itself included; None for all before it."""
+    """Return how many tokens a token attends to, itself included; None for all before it."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window
     return getattr(module.config, "sliding_window", None)
@@ -138,10 +136,10 @@ def attend(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Return softmax(scale * query key^T) value, (B, T, H, D); a token sees its document so far.
+    """Return softmax(scale * query key^T) value, (B, T, H, D), causal within each document.
 
-    query (B, T, H, D), key and value (B, T, K, D). Without `documents` each row is one. With a
-    `window` a token sees itself and the `window` - 1 tokens before it.
+    query (B, T, H, D), key and value (B, T, K, D). Without `documents` each row is one document.
+    With a `window` a token attends to itself and the `window` - 1 tokens before it.
     """
     rows, tokens = query.shape[:2]
     if documents is not None:
@@ -166,7 +164,7 @@ def attend(
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend within rows: no mask and no boundaries, which the fastest kernels ask for."""
+    """Attend within rows, without mask and boundaries, as the fastest kernels require."""
     heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     is_grouped = key.shape[2] != query.shape[2]
     mixed = functional.scaled_dot_product_attention(
@@ -183,10 +181,13 @@ def _attend_by_document(
     window: int | None,
     documents: Documents,
 ) -> Tensor:
-    """Attend document by document, the reference of `_attend_varlen` with its shapes."""
+    """Attend document by document: the reference for `_attend_varlen`, with the same shapes."""
     lengths = documents.boundaries.diff().tolist()
     parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    outputs = [_attend_document(q[None], k[None], v[None], scale, window)[0] for q, k, v in parts]
+    outputs = []
+    for q, k, v in parts:
+        output = _attend_document(q[None], k[None], v[None], scale, window)
+        outputs.append(output[0])
     return torch.cat(outputs)
 
 
@@ -197,7 +198,7 @@ def _attend_document(
     tokens = query.shape[1]
     if window is None or window >= tokens:
         return _attend_rows(query, key, value, scale)
-    # (T, T), a token itself and window - 1 before it
+    # (T, T): a token itself and the window - 1 tokens before it
     is_near = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
     is_near = is_near.tril().triu(1 - window)
     groups = query.shape[2] // key.shape[2]
@@ -219,7 +220,7 @@ def _attend_varlen(
     window: int | None,
     documents: Documents,
 ) -> Tensor:
-    """Attend by torch's variable-length kernel, in 16 bits.
+    """Attend with torch's variable-length kernel, in 16 bits.
 
     query (B * T, H, D), key and value (B * T, K, D).
     """
@@ -229,12 +230,12 @@ def _attend_varlen(
     )
     known = _varlen_parameters()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in known:  # a torch without it groups fewer keys than queries all the same
+    if "enable_gqa" in known:  # a torch without the option groups query heads by itself
         options["enable_gqa"] = key.shape[1] != query.shape[1]
     if "scale" in known:
         options["scale"] = scale
     else:
-        query = query * (scale * query.shape[-1] ** 0.5)  # the kernel's own is 1 / sqrt(D)
+        query = query * (scale * query.shape[-1] ** 0.5)  # the kernel's own scale is 1 / sqrt(D)
     starts, longest = documents
     return varlen_attn(query, key, value, starts, starts, longest, longest, **options)
 

@@ -1,6 +1,6 @@
-"""Triton kernel of `linear_cross_entropy`: logits to their loss and gradient, in place.
+"""Triton kernel of `linear_cross_entropy`: loss and gradient of logits, in place.
 
-Imported on a GPU only: torch for CPUs comes without Triton.
+Imported only on a GPU: torch for CPUs comes without Triton.
 
 Legend: N tokens, V vocabulary.
 """
@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192  # columns of a row that a program holds at a time
+BLOCK = 8192  # columns of a row that a program loads at a time
 WARPS = 16
 
 
 @triton.jit
 def _capped(scores, softcap, HAS_CAP: tl.constexpr):
-    """cap * tanh(scores / cap); tanh by exp, exact to 1e-7 of the cap, no overflow to NaN."""
+    """cap * tanh(scores / cap), with tanh from exp: exact to 1e-7 of the cap, never NaN."""
     if HAS_CAP:
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
     return scores
@@ -33,8 +33,8 @@ def _rows(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each token: log sum exp in one pass over the row, the gradient in a second."""
-    row = tl.program_id(0).to(tl.int64)  # N * V passes 2^31
+    """One program per token: log sum exp in a first pass over the row, the gradient in a second."""
+    row = tl.program_id(0).to(tl.int64)  # N * V exceeds 2^31
     logits += row * row_stride
     target = tl.load(targets + row)
     largest = float("-inf")

@@ -3,7 +3,7 @@
 With act(g) = g * s, s = sigmoid(p(g)) of `activations`:
     act'(g) = s + g s (1 - s) p'(g),  dg = dh act'(g) u,  du = dh act(g)
 Computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it multiplies.
-The reference runs where there is no GPU; the kernels of `glu_kernels` run on one.
+On a GPU the kernels of `glu_kernels` run, elsewhere the reference below.
 
 Legend: N tokens, I intermediate features.
 """
@@ -16,7 +16,7 @@ from sft_play.models.fast.activations import Activation, sigmoid_argument
 
 
 def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return act(gate) * up, (..., I). Keeps gate and up for backward and nothing else."""
+    """Return act(gate) * up, (..., I). Saves only gate and up for backward."""
     return GluFunction.apply(gate, up, activation)
 
 
@@ -45,7 +45,7 @@ class GluFunction(torch.autograd.Function):
 def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return h (N, I) of gate and up (N, I), whose rows need not be adjacent in memory."""
     if gate.is_cuda:
-        from sft_play.models.fast import glu_kernels  # Triton looks for a GPU when it is loaded
+        from sft_play.models.fast import glu_kernels  # Triton needs a GPU when it is imported
 
         return glu_kernels.forward(gate, up, activation)
     g = _widen(gate)
@@ -65,7 +65,7 @@ def glu_backward(
 ) -> None:
     """Write the gradients of gate and up to dgate and dup (N, I).
 
-    Where `h` is given, act(gate) * up is written to it; it may be dh itself.
+    If `h` is given, act(gate) * up is written to it; it may be dh itself.
     """
     if gate.is_cuda:
         from sft_play.models.fast import glu_kernels
@@ -89,5 +89,5 @@ def _flatten(x: Tensor) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Return x in float32, or as it is where it is wider."""
+    """Return x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

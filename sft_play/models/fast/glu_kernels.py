@@ -1,4 +1,4 @@
-"""Triton kernels of `glu`: one pass over the rows forward, one backward. Imported on a GPU only.
+"""Triton kernels of `glu`: one pass over the rows forward, one backward. Imported only on a GPU.
 
 The formulas are in `activations` and `glu`.
 """
@@ -89,7 +89,7 @@ def backward(
     dup: Tensor,
     h: Tensor | None,
 ) -> None:
-    """Write dgate, dup and, where it is given, h; all (N, I)."""
+    """Write dgate, dup and, if it is given, h; all (N, I)."""
     dh = dh.contiguous()
     inputs_and_gradients = (gate, up, dgate, dup)
     are_adjacent = all(tensor.stride(1) == 1 for tensor in inputs_and_gradients)

@@ -1,8 +1,8 @@
-"""Installs fused kernels on a model: forward methods on its own modules, nothing on classes.
+"""Install fused kernels on a model: forward methods on its modules; classes are not patched.
 
-They run in training steps (training mode, gradients on) and on packed batches. Evaluation and
-generation run the code of the model's classes, so that a score of the weights does not depend on
-the kernels that trained them.
+The kernels run in training steps (training mode, gradients on) and on packed batches. Evaluation
+and generation run the code of the model's classes, so that scores do not depend on the kernels that
+trained the weights.
 """
 
 import importlib.util
@@ -36,20 +36,20 @@ NORMS = {
     "gemma3": norms.GEMMA_SANDWICH,
     "gemma3_text": norms.GEMMA_SANDWICH,
 }
-# Architectures with layers of h += attention(norm(h)), h += mlp(norm(h))
+# Architectures whose layers compute h += attention(norm(h)) and then h += mlp(norm(h))
 LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"}
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """The fused parts of a model, with their numbers of modules, and why others are not."""
+    """The parts of a model that are fused, and those that are not."""
 
-    on: dict[str, int]
-    off: dict[str, str]
+    on: dict[str, int]  # part: number of modules
+    off: dict[str, str]  # part: why it is not fused
 
     def line(self) -> str:
-        """Return the facts of the log line."""
+        """Return the log line."""
         on = ", ".join(f"{part} x{count}" for part, count in self.on.items()) or "off"
         off = "".join(f"; no {part}: {reason}" for part, reason in self.off.items())
         return f"fast path: {on}{off}"
@@ -66,7 +66,7 @@ class TrainingSetup:
 
     @property
     def base(self) -> PreTrainedModel:
-        """Return transformers' model, which adapters wrap."""
+        """Return transformers' model, without the adapters around it."""
         return base_model_of(self.model)
 
     @property
@@ -84,15 +84,15 @@ class TrainingSetup:
 
 
 class Unsupported(Exception):
-    """Says why a part of a model cannot be fused."""
+    """Raised with the reason why a part of a model cannot be fused."""
 
 
 def install_fused_kernels(
     model: PreTrainedModel | PeftModel, config: Config, process: Process, zero_stage: int = 0
 ) -> FusedKernels:
-    """Fuse every part of a model, adapters included, that computes the same fused; log which.
+    """Fuse every part of a model, with its adapters, whose fused result is the same; log them.
 
-    Raises: ConfigError for train.fast_path=true where nothing can be fused.
+    Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
     kernels = _install(TrainingSetup(model, config, process, zero_stage))
     if config.train.fast_path is True and not kernels.on:
@@ -109,12 +109,12 @@ def record_fused_kernels(model: nn.Module, kernels: FusedKernels) -> None:
 
 
 def fused_kernels_of(model: nn.Module) -> FusedKernels:
-    """Return the fused parts of a model; none where nothing was installed."""
+    """Return the fused parts of a model, none if nothing was installed."""
     return getattr(base_model_of(model), "fast_path", FusedKernels({}, {}))
 
 
 def uses_varlen_attention(model: nn.Module) -> bool:
-    """Return whether packed batches should have the boundaries of their documents."""
+    """Return whether packed batches should have document boundaries."""
     return "attention" in fused_kernels_of(model).on
 
 
@@ -145,7 +145,7 @@ def _install(setup: TrainingSetup) -> FusedKernels:
 
 
 def _install_attention(setup: TrainingSetup) -> int:
-    """Install attention without masks, with rotary embeddings and the projections around it."""
+    """Install attention without masks, together with its rotary embeddings and projections."""
     _check_attention_kernels(setup)
     for module in setup.attentions:
         if module.attention_dropout:
@@ -161,7 +161,7 @@ def _install_attention(setup: TrainingSetup) -> int:
 
 
 def _check_attention_kernels(setup: TrainingSetup) -> None:
-    """Raise Unsupported unless the kernels of attention can run on this rank's device."""
+    """Raise Unsupported unless the attention kernels can run on this rank's device."""
     implementation = setup.config.model.attn_implementation
     if implementation not in ("auto", "sdpa"):
         raise Unsupported(f"model.attn_implementation={implementation}")
@@ -182,8 +182,8 @@ def _has_liger() -> bool:
 def _install_linears(setup: TrainingSetup) -> int:
     """Fuse the LoRA linears of attention.
 
-    `attention_forward` calls them fused; those of a model with its own attention get fused forward
-    methods one by one.
+    `attention_forward` calls them fused. Where it is not installed, each linear gets its own fused
+    forward method.
     """
     linears: list[nn.Module] = []
     for module in setup.attentions:
@@ -196,7 +196,10 @@ def _install_linears(setup: TrainingSetup) -> int:
 
 
 def _fusable(setup: TrainingSetup, linears: list[nn.Module]) -> list[LoraLayer]:
-    """Return the linears with adapters. Raises: Unsupported if one cannot be fused, or for none."""
+    """Return the linears with adapters.
+
+    Raises: Unsupported if a linear cannot be fused, or none has adapters.
+    """
     if setup.config.tuning.mode == "full":
         raise Unsupported("mode full trains the weights themselves")
     for linear in linears:
@@ -210,7 +213,7 @@ def _fusable(setup: TrainingSetup, linears: list[nn.Module]) -> list[LoraLayer]:
 
 
 def _install_mlp(setup: TrainingSetup) -> int:
-    """Fuse gated MLPs; of those whose linears cannot be fused, the elementwise half."""
+    """Fuse gated MLPs, or only their elementwise part if their linears cannot be fused."""
     modules = [layer.mlp for layer in setup.decoder.layers]
     for module in modules:
         activation = _activation_module(module)
@@ -239,20 +242,22 @@ def _activation_module(mlp: nn.Module) -> nn.Module:
 
 
 def _install_norms(setup: TrainingSetup) -> int:
-    """Fuse RMSNorms: with the residual adds before them, or by Liger's kernel on a GPU."""
+    """Fuse RMSNorms: with the residual adds before them, or with Liger's kernel on a GPU."""
     if setup.zero_stage == 3:
         raise Unsupported("ZeRO-3 partitions the weights")
     kind = NORMS.get(setup.base.config.model_type, norms.LLAMA)
     fused_with_add = _install_residual_adds(setup, kind)
-    if not setup.on_gpu or not _has_liger():
-        if not fused_with_add:
-            raise Unsupported(
-                "liger-kernel is not installed" if setup.on_gpu else "the kernels are for GPUs"
-            )
+    reason = None
+    if not setup.on_gpu:
+        reason = "the kernels are for GPUs"
+    elif not _has_liger():
+        reason = "liger-kernel is not installed"
+    if reason and not fused_with_add:
+        raise Unsupported(reason)
+    if reason:
         return len(fused_with_add)
-    found = {
-        module for module in setup.decoder.modules() if type(module).__name__.endswith("RMSNorm")
-    }
+    modules = setup.decoder.modules()
+    found = {module for module in modules if type(module).__name__.endswith("RMSNorm")}
     for module in found - fused_with_add:
         module.norm_kind = kind
         module.forward = MethodType(norms.norm_forward, module)
@@ -260,7 +265,7 @@ def _install_norms(setup: TrainingSetup) -> int:
 
 
 def _install_residual_adds(setup: TrainingSetup, kind: norms.NormKind) -> set[nn.Module]:
-    """Fuse the residual adds of layers like Llama's with the norms after them; return those."""
+    """Fuse the residual adds of Llama-like layers with the norms after them; return the norms."""
     config = setup.base.config
     fused: set[nn.Module] = set()
     if config.model_type not in LLAMA_LIKE or getattr(config, "resid_pdrop", 0.0):
@@ -276,7 +281,7 @@ def _install_residual_adds(setup: TrainingSetup, kind: norms.NormKind) -> set[nn
 
 
 def _install_loss(setup: TrainingSetup) -> int:
-    """Fuse the output head and the loss, over labelled tokens alone."""
+    """Fuse the output head and the loss, which then compute labelled tokens only."""
     reason = why_loss_not_fusable(setup.model, setup.zero_stage)
     if reason:
         raise Unsupported(reason)
@@ -284,7 +289,7 @@ def _install_loss(setup: TrainingSetup) -> int:
     return 1
 
 
-# In this order: attention decides how its linears are called.
+# The order matters: attention decides how its linears are called.
 INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "attention": _install_attention,
     "linears": _install_linears,

@@ -5,10 +5,10 @@ Per token, with logits z = hidden @ weight.T, softmax p and target y:
 and with a cap, z = cap * tanh(s / cap), also d z / d s = 1 - (z / cap)^2.
 
 An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat16, which the plain
-loss copies to float32 and differentiates there: 10 GiB for a number. Here the head runs over a
+loss copies to float32 and differentiates there: 10 GiB for one number. Here the head runs on one
 chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens
-without a label, prompts and padding, are left out altogether. `nll_and_gradient_` has the reference
-for where there is no GPU; the kernel is in `cross_entropy_kernel`.
+without a label (prompts and padding) are left out altogether. `nll_and_gradient_` has the reference
+for CPUs; the kernel for GPUs is in `cross_entropy_kernel`.
 
 Legend: B rows, T tokens, H hidden features, V vocabulary, N labelled tokens.
 """
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Of logits: keeps the GPU's matrix units busy (1,024 tokens of the largest heads)
+# Logits of a chunk: enough to keep the GPU's matrix units busy (1,024 tokens of the largest heads)
 CHUNK_BYTES = 256 * 2**20
-TILE_TOKENS = 128  # a chunk is a multiple of it
-# float16 ends at 6e-8, and a probability among 100,000 tokens is near that. Times this, gradients
-# of hidden states stay under 512 |weight|.
+TILE_TOKENS = 128  # the tokens of a chunk are a multiple of this
+# The smallest number of float16 is 6e-8, and a probability among 100,000 tokens is near that. With
+# this factor gradients of hidden states are still below 512 |weight|.
 FLOAT16_SCALE = 256.0
 CHECK_TOKENS = 8
 
@@ -35,8 +35,8 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """Return the sum of -log p(target) in nats, a float32 scalar.
 
-    hidden (N, H) and weight (V, H) of one type, which is that of the products; softmax in float32;
-    targets (N,) int64 in [0, V). Without tokens the sum is 0, with a gradient of zeros.
+    hidden (N, H) and weight (V, H) have the same dtype, that of the products; softmax is in
+    float32; targets (N,) int64 in [0, V). Without tokens the sum is 0, with a gradient of zeros.
     """
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     assert len(hidden) == len(targets), f"{len(hidden)} tokens, {len(targets)} targets"
@@ -44,10 +44,10 @@ def fused_linear_cross_entropy(
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, those of the bare sum; backward scales them.
+    """Computes the gradients of the plain sum in the forward pass; backward scales them.
 
-    A factor such as 1 / tokens of a step, applied to logits in float16, would push most of them
-    under the smallest number of that type.
+    A factor such as 1 / tokens of a step, applied to gradients of logits in float16, would push
+    most of them below the smallest number of that dtype.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         scale = FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
         rows = chunk_tokens(len(hidden), len(weight), weight.element_size())
         buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))  # one for all chunks
-        with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen already
+        with torch.autocast(hidden.device.type, enabled=False):  # the caller has cast already
             for start in range(0, len(hidden), rows):
                 chunk = hidden[start : start + rows]
                 logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
@@ -86,13 +86,14 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         )
         gradients = ctx.gradients
         ctx.gradients = None  # released, so that they become .grad without a copy
-        # One dimension: a scalar would be rounded to 16 bits itself, and so would all gradients
+        # One dimension: a scalar would itself be rounded to 16 bits, and so would all gradients
         factor = (grad_nll / ctx.scale)[None]
-        scaled = [
-            None if gradient is None else gradient.mul_(factor).to(ctx.dtype)
-            for gradient in gradients
-        ]
-        return *scaled, None, None
+        grad_hidden, grad_weight = gradients
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(factor).to(ctx.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
+        return grad_hidden, grad_weight, None, None
 
 
 def _zeros_for_sums(weight: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def _zeros_for_sums(weight: Tensor) -> Tensor:
 
 
 def chunk_tokens(tokens: int, vocabulary: int, itemsize: int) -> int:
-    """Return the tokens of a chunk: equal chunks of whole tiles, of about CHUNK_BYTES of logits."""
+    """Return the tokens of a chunk: whole tiles, equal chunks of about CHUNK_BYTES of logits."""
     tiles = CHUNK_BYTES // (vocabulary * itemsize) // TILE_TOKENS
     most = max(TILE_TOKENS, tiles * TILE_TOKENS)
     chunks = max(1, -(-tokens // most))
@@ -136,11 +137,11 @@ def nll_and_gradient_(
 
 
 class FusedHead:
-    """The forward method of an output head: logits, or the loss where labels are given beforehand.
+    """The forward method of an output head: logits, or the loss if labels were set before.
 
-    It is set on the instance of a Linear, so that parameters, names and saved files stay as they
-    are. The loss is computed here, inside the model's forward pass, because only there DDP sees
-    that the head's weight is used, and autocast tells its type.
+    It is set on the instance of a Linear, so that parameters, names and saved files do not change.
+    The loss is computed here, inside the model's forward pass, because only there DDP sees that the
+    head's weight is used, and autocast is active.
     """
 
     def __init__(self, head: nn.Linear, softcap: float | None):
@@ -160,12 +161,13 @@ class FusedHead:
             hidden = hidden.to(dtype)
             weight = weight.to(dtype)
         self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.softcap)
-        # In place of logits: a model may cap it and nobody reads it; DDP finds the graph by it
+        # Returned in place of logits, so that DDP finds the graph. A model may apply its cap to it;
+        # the value is not used.
         return self._nll.reshape(1, 1, 1)
 
     @contextlib.contextmanager
     def expecting(self, positions: Tensor, targets: Tensor) -> Iterator[None]:
-        """Compute the loss of the one forward pass inside this context."""
+        """Compute the loss in the one forward pass inside this context."""
         self._labels = (positions, targets)
         self._nll = None
         try:
@@ -174,7 +176,7 @@ class FusedHead:
             self._labels = None
 
     def take_nll(self) -> Tensor:
-        """Return the loss of the last pass, and keep nothing of its graph."""
+        """Return the loss of the last pass, and drop the reference to its graph."""
         assert self._nll is not None, "the model has not called its head"
         nll = self._nll
         self._nll = None
@@ -182,9 +184,9 @@ class FusedHead:
 
 
 def fuse_loss(model: nn.Module) -> None:
-    """Let `fused_nll` compute the model's loss.
+    """Install the fused loss on the model's output head, for `fused_nll`.
 
-    Ask `why_loss_not_fusable` first, and call this before the model is wrapped.
+    Check `why_loss_not_fusable` first, and call this before the model is wrapped.
     """
     head = model.get_output_embeddings()
     head.forward = FusedHead(head, _softcap(model))
@@ -200,9 +202,9 @@ def fused_nll(
 ) -> Tensor:
     """Return the summed nll in nats of a forward pass, a float32 scalar.
 
-    `wrapped` is called with `inputs`: the model itself, or DDP or DeepSpeed around it. positions
-    (N,) int64 are those of the hidden states that predict, in the flattened (B * T); targets (N,)
-    int64 are the tokens that follow them.
+    `wrapped` is called with `inputs`; it is the model itself, or DDP or DeepSpeed around it.
+    positions (N,) int64 index the hidden states that predict, in the flattened (B * T); targets
+    (N,) int64 are the tokens after them.
     """
     head = _forward_of_head(model)
     assert isinstance(head, FusedHead), "fuse_loss comes first"
@@ -212,7 +214,7 @@ def fused_nll(
 
 
 def why_loss_not_fusable(model: nn.Module, zero_stage: int) -> str | None:
-    """Return why the loss needs all logits, None if it does not. Runs the model on a few tokens."""
+    """Return why the loss cannot be fused, None if it can. Runs the model on a few tokens."""
     if zero_stage == 3:
         return "ZeRO-3 partitions the output head"
     head = model.get_output_embeddings()
@@ -228,9 +230,9 @@ def why_loss_not_fusable(model: nn.Module, zero_stage: int) -> str | None:
 
 @torch.no_grad()
 def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
-    """Return whether the model's logits are its head's, with the cap of its config.
+    """Return whether the model's logits are those of its head, with the cap of its config.
 
-    The model is run to find out: names and configs promise nothing.
+    The model is run to find out: names and configs guarantee nothing.
     """
     outputs: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -250,8 +252,8 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
     if cap is not None:
         expected = torch.tanh(expected / cap) * cap
     difference = (logits.float() - expected).abs().max().item()
-    # A cap rounds to 2^-8 of a logit in bfloat16; a scale that matters changes more. Weights that
-    # give NaN pass here: the evaluation refuses them.
+    # The cap rounds to 2^-8 of a logit in bfloat16; a scale that matters changes more. Weights that
+    # produce NaN pass here: the evaluation refuses them.
     return not difference > 2**-7 * expected.abs().max().item()
 
 

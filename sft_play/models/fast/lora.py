@@ -5,9 +5,9 @@
                dx = sum_i dU_i A_i + dy_i W_i
 
 The reference is PEFT's own forward. Here the adapter's part is written first and the base product
-is added to it: the addition then happens in the float32 accumulator of the large product instead of
-in a pass of its own over the output. Kept for backward: x, which other modules keep too, and x A^T.
-PEFT keeps x again as float32, and the adapter's output.
+is added to it: the addition then happens in the float32 accumulator of the large product, not in
+another pass over the output. Saved for backward: x, which other modules save too, and x A^T. PEFT
+also saves x as float32, and the adapter's output.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# For fewer tokens than this and without a gradient, bitsandbytes' product with packed weights is
+# For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
 # faster than dequantising them.
 FEW_TOKENS = 64
 
@@ -42,14 +42,14 @@ class FrozenLinear(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The adapters of linears that share an input, in the type of the products."""
+    """The adapters of linears that share an input, in the dtype of the products."""
 
-    a: Tensor | None  # (R, in): all A, one below the other
+    a: Tensor | None  # (R, in): all A, stacked
     b: tuple[Tensor | None, ...]  # (out, r) each; None for a linear without an adapter
 
 
 def why_not_fusable(module: nn.Module) -> str | None:
-    """Return why a linear, with or without adapters, keeps its own forward; None if it need not."""
+    """Return why a linear, with or without adapters, cannot be fused; None if it can."""
     if isinstance(module, LoraLayer):
         return _why_adapter_not_fusable(module) or _why_base_not_fusable(module.base_layer)
     return _why_base_not_fusable(module)
@@ -90,7 +90,7 @@ def _why_base_not_fusable(base: nn.Module) -> str | None:
 
 
 def _why_hooked(module: nn.Module) -> str | None:
-    """A fused function reads a module's weights and would skip its hooks."""
+    """Return why a module's hooks forbid fusing: a fused function would skip them."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -126,11 +126,11 @@ FUSED_CLASSES = {PeftLinear: FusedLoraLinear, PeftLinear4bit: FusedLoraLinear4bi
 
 
 def fuse_lora_linear(module: LoraLayer) -> None:
-    """Let a LoRA linear compute by the fused function.
+    """Make a LoRA linear use the fused function.
 
-    Only its class changes: names, weights, and what is saved and merged stay as they are.
+    Only its class changes; names, weights, saving and merging do not.
 
-    Raises: ValueError with what `why_not_fusable` says.
+    Raises: ValueError with the reason of `why_not_fusable`.
     """
     reason = why_not_fusable(module)
     if reason:
@@ -141,7 +141,7 @@ def fuse_lora_linear(module: LoraLayer) -> None:
 def lora_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Return y_i (..., out_i) of linears that all read x (..., in).
 
-    Where one cannot be fused, each computes by itself.
+    If one of them cannot be fused, each runs its own forward.
     """
     if must_run_unfused(x, modules):
         return tuple(module(x) for module in modules)
@@ -149,14 +149,14 @@ def lora_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def must_run_unfused(x: Tensor, modules: Sequence[nn.Module]) -> bool:
-    """Return whether linears that read x (..., in) have to compute by their own forward."""
+    """Return whether linears that read x (..., in) must run their own forward."""
     if any(why_not_fusable(module) for module in modules):
         return True
     return is_decoding(x) and any(is_4bit(module) for module in modules)
 
 
 def is_decoding(x: Tensor) -> bool:
-    """Return whether x (..., in) is too few tokens, without a gradient, to dequantise weights."""
+    """Return whether x (..., in) has no gradient and too few tokens to dequantise weights for."""
     return not torch.is_grad_enabled() and x.numel() < FEW_TOKENS * x.shape[-1]
 
 
@@ -171,9 +171,11 @@ def _apply(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """Return x in the type of products: autocast's where it is on, else its own."""
+    """Return x in the dtype of products: that of autocast if it is on, else its own."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def split_linears(
@@ -203,7 +205,7 @@ def split_linears(
 
 
 class LoraLinearsFunction(torch.autograd.Function):
-    """y_i of linears that share x. Saves x, x A^T and the adapters in the type of the products."""
+    """y_i of linears that share x. Saves x, x A^T and the adapters in the dtype of the products."""
 
     @staticmethod
     def forward(
@@ -241,9 +243,9 @@ def flatten_tokens(x: Tensor) -> Tensor:
 
 
 def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
-    """Return A_1, B_1, A_2, ... in `dtype`; one kernel copies them all.
+    """Return A_1, B_1, A_2, ... in `dtype`; one kernel casts them all.
 
-    The A become one matrix, so that x is read once for all of them.
+    The A are stacked to one matrix, so that x is read once for all of them.
     """
     a = [tensor for tensor in parameters[0::2] if tensor is not None]
     b = [tensor for tensor in parameters[1::2] if tensor is not None]
@@ -254,17 +256,22 @@ def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Ad
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
     torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
     remaining = iter(copies)
-    cast_b = tuple(None if tensor is None else next(remaining) for tensor in parameters[1::2])
-    return Adapters(stacked, cast_b)
+    cast_b: list[Tensor | None] = []
+    for tensor in parameters[1::2]:
+        cast_b.append(None if tensor is None else next(remaining))
+    return Adapters(stacked, tuple(cast_b))
 
 
 def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
-    """Return the type of the adapters and so of their gradients; None without adapters."""
-    return next((parameter.dtype for parameter in parameters if parameter is not None), None)
+    """Return the dtype of the adapters and of their gradients; None without adapters."""
+    for parameter in parameters:
+        if parameter is not None:
+            return parameter.dtype
+    return None
 
 
 def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
-    """Return each linear's part of the R columns of x A^T."""
+    """Return the columns of x A^T (N, R) that belong to each linear."""
     ends = [0]
     for linear in linears:
         ends.append(ends[-1] + linear.rank)
@@ -272,7 +279,7 @@ def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight (out, in) in `dtype`; 4-bit ones take memory until it is released."""
+    """Return a weight (out, in) in `dtype`; a 4-bit weight becomes a new, full-size tensor."""
     if isinstance(weight, Params4bit):
         return dequantize_4bit(weight.view(-1, 1), weight.quant_state).to(dtype)
     return weight.to(dtype)
@@ -336,7 +343,7 @@ def adapter_gradients(
     linears: Sequence[FrozenLinear],
     dtype: torch.dtype | None,
 ) -> list[Tensor | None]:
-    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`, parts of one buffer.
+    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`, views of one buffer.
 
     x (N, in), dy_i (N, out_i), xa and du (N, R).
     """

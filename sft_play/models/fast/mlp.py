@@ -2,8 +2,8 @@
 
     y = down(h),  h = act(gate(x)) * up(x)
 
-Kept for backward: x, the outputs of gate and up, and the rank features of the adapters. The product
-h is computed again: it is elementwise, and to keep it costs I features a token (28 KiB at 8B).
+Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the adapters. The product
+h is recomputed: it is elementwise, and saving it would cost I features per token (28 KiB at 8B).
 The reference is the module's own forward over the references of `lora` and `glu`.
 
 Legend: N tokens, I intermediate features.
@@ -37,9 +37,9 @@ def lora_mlp(
 ) -> Tensor:
     """Return down(act(gate(x)) * up(x)), (..., out) of x (..., in).
 
-    Without `up`, `gate` computes both outputs, gate's features before up's (Phi 3). Linears that
-    cannot be fused, such as those with trained weights, run by themselves; then only the
-    elementwise part is fused.
+    Without `up`, `gate` computes both outputs, gate's features before up's (Phi 3). If a linear
+    cannot be fused, for instance because its weight is trained, all linears run their own forward
+    and only the elementwise part is fused.
     """
     inner = (gate,) if up is None else (gate, up)
     modules = (*inner, down)
@@ -51,7 +51,7 @@ def lora_mlp(
 
 
 def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the outputs (..., I) of gate and up: two linears', or one's that computes both."""
+    """Return the outputs (..., I) of gate and up, of two linears or of one that computes both."""
     return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
 
 
@@ -134,7 +134,7 @@ def down_backward(
     grads = [torch.empty_like(output) for output in outputs]
     gate, up = split_halves(tuple(outputs))
     dgate, dup = split_halves(tuple(grads))
-    # h takes the place of dh. gate's and up's outputs are not overwritten, since a second backward
-    # may need them.
+    # h overwrites dh. The outputs of gate and up are not overwritten: a second backward pass may
+    # need them.
     glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
     return grads, adapter_gradients(dh, ha, [dy], du, [down], dtype)

@@ -4,8 +4,8 @@
     backward   m = dy w,  dr = dx = ds + (m - n mean(m n)) / rms(s)
 
 Every norm of a decoder layer reads the residual stream, and its gradient is added to the stream's:
-on a GPU both sums are part of the norm's kernels. For frozen weights alone: the gradient of a
-trained weight needs sums over all tokens.
+on a GPU the norm's kernels compute both sums. Only for frozen weights: the gradient of a trained
+weight needs sums over all tokens.
 
 Legend: N tokens, H features.
 """
@@ -37,14 +37,13 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
 
-    Use this s instead of x from here on: the gradient that flows back into it joins the norm's in
-    one pass.
+    Use this s instead of x afterwards: its gradient and the norm's are then added in one pass.
     """
     return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
 
 
 class AddNormFunction(torch.autograd.Function):
-    """(norm(s), s) of s = residual + x. Saves s, as others do, and each token's 1 / rms."""
+    """(norm(s), s) of s = residual + x. Saves s, which others save too, and 1 / rms per token."""
 
     @staticmethod
     def forward(
@@ -68,7 +67,7 @@ class AddNormFunction(torch.autograd.Function):
 
 
 class Reference:
-    """The formulas in torch, for CPUs and tests. Rounds where transformers' norms round."""
+    """The formulas in torch, for CPUs and tests. It rounds where transformers' norms round."""
 
     @staticmethod
     def forward(
@@ -96,9 +95,9 @@ class Reference:
 
 
 def _kernels(x: Tensor) -> Any:
-    """Return what computes on the device of x: the Triton kernels or the reference."""
+    """Return the implementation for the device of x: the Triton kernels or the reference."""
     if not x.is_cuda:
         return Reference
-    from sft_play.models.fast import residual_kernels  # Triton looks for a GPU when it is loaded
+    from sft_play.models.fast import residual_kernels  # Triton needs a GPU when it is imported
 
     return residual_kernels

@@ -1,4 +1,4 @@
-"""Triton kernels of `residual`, a program for each token. Imported on a GPU only."""
+"""Triton kernels of `residual`, one program per token. Imported only on a GPU."""
 
 import torch
 import triton

@@ -17,7 +17,7 @@ def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
     if query.is_cuda:
         from liger_kernel.ops import LigerRopeFunction
 
-        # it takes (B, H, T, D) and computes on (B, T, H, D) by undoing the transposition
+        # it takes (B, H, T, D), and transposes back to (B, T, H, D) to compute
         rotated_query, rotated_key = LigerRopeFunction.apply(
             query.transpose(1, 2), key.transpose(1, 2), cos, sin
         )
