@@ -1,7 +1,7 @@
-"""A GPU's memory without a GPU: real passes of a real model, whose decoder layers run out of memory where this says so.
+"""A fake of GPU memory: real passes of a real model, whose decoder layers raise OutOfMemoryError.
 
-As a program it runs a rank of a planned run on such memory: `fake_gpu.py RUN_FOLDER '{"allocatable": [2.0, 1.5]}'`, a number a rank; on the host's
-own memory for `{}`.
+As a program it runs one rank of a planned run with such memory, given in GiB for each rank:
+`fake_gpu.py RUN_FOLDER '{"allocatable": [2.0, 1.5]}'`. With `{}` it uses the host's own memory.
 """
 
 import json
@@ -20,9 +20,10 @@ GIB = 2**30
 
 
 class FakeGpu(MemoryMeter):
-    """Memory in which a step takes `fixed` bytes, and `token` bytes for each token and layer, a tenth of it where that is checkpointed.
+    """Memory in which a step takes `fixed` GiB, and `token` GiB per token and layer.
 
-    From `cliff` tokens of a micro-batch on it takes twice as much, which two smaller steps do not tell.
+    A checkpointed layer takes a tenth. A micro-batch of `cliff` tokens or more takes twice as much,
+    which cannot be predicted from two smaller steps.
     """
 
     def __init__(
@@ -30,19 +31,21 @@ class FakeGpu(MemoryMeter):
     ):
         super().__init__(Process.alone(torch.device("cpu")))
         self.is_exact = True
-        self.allocatable, self.fixed, self.token = (
-            round(value * GIB) for value in (allocatable, fixed, token)
-        )
-        self.cliff, self.held, self.peak = cliff, self.fixed, self.fixed
+        self.allocatable = round(allocatable * GIB)
+        self.fixed = round(fixed * GIB)
+        self.token = round(token * GIB)
+        self.cliff = cliff
+        self.held = self.fixed
+        self.peak = self.fixed
         self.failures = 0
 
     def of_process(self, process: Process, used_before_bytes: int) -> "FakeGpu":
-        """Become the memory of a rank; stands in for the constructor of MemoryMeter."""
+        """Use this memory for a rank; replaces the constructor of MemoryMeter."""
         self.process = process
         return self
 
     def count_forward_passes(self) -> Any:
-        """Count every forward pass of every model from here on; return the handle that ends it."""
+        """Count all further forward passes of all models; return the hook's handle."""
         return nn.modules.module.register_module_forward_pre_hook(self._count)
 
     def reset(self) -> None:
@@ -55,19 +58,24 @@ class FakeGpu(MemoryMeter):
         return self.allocatable
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if (
-            not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0
-        ):  # an evaluation, or a layer that is computed again
+        is_evaluation = not torch.is_grad_enabled()
+        is_recomputed = torch._C._current_graph_task_id() >= 0  # by activation checkpointing
+        if is_evaluation or is_recomputed:
             return
         if isinstance(module, nn.Embedding):
             self.held = self.fixed
         elif isinstance(module, GradientCheckpointingLayer):
             tokens = args[0].shape[:2].numel()
-            share = self.token // 10 if module.gradient_checkpointing else self.token
-            self.held += tokens * share * (2 if tokens >= self.cliff else 1)
+            bytes_per_token = self.token
+            if module.gradient_checkpointing:
+                bytes_per_token //= 10
+            if tokens >= self.cliff:
+                bytes_per_token *= 2
+            self.held += tokens * bytes_per_token
             self.peak = max(self.peak, self.held)
         if self.held > self.allocatable:
-            self.held, self.failures = self.fixed, self.failures + 1
+            self.held = self.fixed
+            self.failures += 1
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory: {self.allocatable / GIB:.2f} GiB are all that the fake has"
             )
@@ -76,7 +84,8 @@ class FakeGpu(MemoryMeter):
 def main() -> int:
     from sft_play.training import entry, runtime, worker
 
-    memory = {name: values[runtime.rank()] for name, values in json.loads(sys.argv[2]).items()}
+    values_by_rank = json.loads(sys.argv[2])
+    memory = {name: values[runtime.rank()] for name, values in values_by_rank.items()}
     if memory:
         gpu = FakeGpu(**memory)
         gpu.count_forward_passes()

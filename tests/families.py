@@ -1,4 +1,4 @@
-"""Chat templates of the families of models, written for the tests, each with a small tokenizer that has the family's tokens."""
+"""Chat templates of model families, written for the tests, and small tokenizers for them."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
-LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXTS = [
     "What is red? A rose is red.",
     "user: What is blue?\nassistant: The sea is blue, 12 miles.\n\n",
@@ -77,7 +80,10 @@ FAMILIES = {
 
 
 def template(name: str, marked: bool = False) -> str | None:
-    """Return a family's template, with or without its `{% generation %}` marks; None for the default one."""
+    """Return a family's template, with or without its `{% generation %}` marks.
+
+    None stands for the default template.
+    """
     if name == "default":
         return None
     text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
@@ -102,7 +108,10 @@ def tokenizer(
     strip: bool = False,
     drops_blanks: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE, split as by GPT-2 or by the pattern `words`; `strip`: its marks swallow blanks behind them."""
+    """Return a byte-level BPE tokenizer that splits as GPT-2's, or by the pattern `words`.
+
+    With `strip` its special tokens absorb the spaces after them.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if words:

@@ -1,4 +1,4 @@
-"""Scores that depend on the model and the rows alone, and a model that is after an evaluation what it was before."""
+"""Scores depend only on the model and the rows, and an evaluation does not change the model."""
 
 import json
 import math

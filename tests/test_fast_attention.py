@@ -1,4 +1,4 @@
-"""Attention without masks sees what the masks allowed: against softmax(Q K^T) V written out, with its gradients."""
+"""Attention without masks equals masked softmax(Q K^T) V, and so do its gradients."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from sft_play.models.fast import attention, rope
 from sft_play.models.fast.attention import UNMASKED, Documents, attend, is_unmasked, remove_mask
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
-SAME = 1e-6  # float32, summed in another order
+SAME = 1e-6  # tolerance of float32 sums in another order
 
 
 def inputs(key_heads: int = 2) -> tuple[torch.Tensor, ...]:
@@ -29,7 +29,7 @@ def written_out(
     window: int | None,
     document: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention by its definition; document (B, T) is the number of each token's."""
+    """Attention by its definition; `document` (B, T) is the number of each token's document."""
     groups = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=2) for tensor in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
@@ -46,13 +46,16 @@ def written_out(
 
 
 def documents_of(*lengths: int) -> tuple[Documents, torch.Tensor]:
-    """Documents of these lengths, and the number of each token's document (B, T)."""
+    """Return documents of these lengths, and the number of each token's document (B, T)."""
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(ROWS, TOKENS)
     return Documents(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths)), numbers
 
 
 def gap(found: torch.Tensor, expected: torch.Tensor, of: tuple[torch.Tensor, ...]) -> float:
-    """Largest difference of two outputs or of their gradients, relative to the largest of each, 1 at least."""
+    """Return the largest difference of two outputs or of their gradients.
+
+    It is relative to the largest element of each, at least 1.
+    """
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     gradients = [
         torch.autograd.grad((output * weights).sum(), of, retain_graph=True)

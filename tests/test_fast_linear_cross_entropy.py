@@ -1,4 +1,4 @@
-"""The fused loss is the plain one: in numbers, gradients and whole models, and what would break it shows."""
+"""The fused loss equals the plain loss: its value, its gradients, and in whole models."""
 
 import copy
 import os
@@ -29,7 +29,7 @@ from sft_play.models.losses import summed_nll
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, HIDDEN, VOCABULARY = 300, 24, 97
-# float32 sums in another order: 2^-24 of a number for each of some dozens of additions
+# float32 sums in another order: an error of 2^-24 for each of some dozens of additions
 CLOSE = 1e-6
 
 
@@ -46,7 +46,7 @@ def inputs(
 def plain_nll(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
 ) -> torch.Tensor:
-    """The loss from whole logits, as `losses.summed_nll` has it: a row of tokens, each labelled by the one behind it."""
+    """Return the loss from all logits by `losses.summed_nll`, for one row of labelled tokens."""
     logits = hidden @ weight.t()
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     padded = torch.cat([logits, logits[:1]])[None]
@@ -65,7 +65,7 @@ def value_and_gradients(
 
 
 def gap(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """Largest difference of each pair, relative to the largest number of the pair."""
+    """Return the largest difference of each pair, relative to the largest number of the pair."""
     assert len(ones) == len(others)
     return max(
         ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
@@ -142,7 +142,10 @@ def test_without_labels_the_loss_is_0_and_so_is_every_gradient() -> None:
 def test_half_precision_loses_no_more_than_the_plain_loss_does(
     small_chunks, dtype: torch.dtype, factor: float
 ) -> None:
-    """Against float64. The factor is a mean's over 8,192 tokens, in float16 with the 65,536 of a loss scaler on top."""
+    """Compare with float64. The factor is that of a mean over 8,192 tokens.
+
+    In float16 it is multiplied by the 65,536 of a loss scaler.
+    """
     hidden, weight, targets = inputs(
         spread=0.05, dtype=dtype
     )  # probabilities alike: most gradients are small
@@ -203,7 +206,7 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and labels (2, 24): the second row ends in padding, some tokens carry no loss."""
+    """Return ids and labels (2, 24): the second row ends in padding, some tokens have no loss."""
     torch.manual_seed(1)
     ids = torch.randint(2, VOCABULARY, (2, 24))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.5, IGNORE_INDEX)
@@ -358,7 +361,7 @@ def test_weights_that_are_no_numbers_are_not_for_this_check() -> None:
 
 
 def no_shift(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the labels themselves, not of the tokens before them."""
+    """Return the positions of the labels themselves, not of the tokens before them."""
     positions, targets = labelled(labels)
     return positions + 1, targets
 
@@ -369,7 +372,7 @@ def one_missing(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_without_their_first(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in (B, T - 1), as shifted logits have them."""
+    """Return positions in (B, T - 1), the shape of shifted logits."""
     rows, columns = labels[:, 1:].ne(IGNORE_INDEX).nonzero(as_tuple=True)
     return rows * (labels.shape[1] - 1) + columns, labels[:, 1:][rows, columns]
 
@@ -438,7 +441,7 @@ def test_chunks_are_alike_and_within_their_bytes(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
-    """In Triton's interpreter, which its own process needs to be started with."""
+    """Run the kernel in Triton's interpreter, which must be set when a process starts."""
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED.format(dtype=dtype)],
         cwd=ROOT,
@@ -458,9 +461,13 @@ for softcap in (None, 3.0):
     for scale in (1.0, 256.0):
         logits = (4 * torch.randn(5, 301)).to(torch.{dtype})
         targets = torch.tensor([0, 63, 64, 300, 7])
-        ours, theirs = logits.clone(), logits.clone()
-        values = cross_entropy_kernel.nll_and_gradient_(ours, targets, softcap, scale), linear_cross_entropy.nll_and_gradient_(theirs, targets, softcap, scale)
-        torch.testing.assert_close(*values, rtol=1e-5, atol=0)
+        ours, reference = logits.clone(), logits.clone()
+        nll = cross_entropy_kernel.nll_and_gradient_(ours, targets, softcap, scale)
+        expected = linear_cross_entropy.nll_and_gradient_(reference, targets, softcap, scale)
+        torch.testing.assert_close(nll, expected, rtol=1e-5, atol=0)
         # float32: exponentials of two libraries; bfloat16: the last of 8 bits
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7 if logits.dtype == torch.bfloat16 else 1e-4, atol=1e-6 * scale)
+        rtol = 2**-7 if logits.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(
+            ours.float(), reference.float(), rtol=rtol, atol=1e-6 * scale
+        )
 """

@@ -37,7 +37,10 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def modules(self) -> list[nn.Module]:
-        """Return the wrapped linears, B drawn at random: PEFT starts it at zero, where dA and the adapter's output vanish."""
+        """Return the wrapped linears with random B.
+
+        PEFT initializes B to zero, for which dA and the adapter's output are zero.
+        """
         torch.manual_seed(0)
         linears = [self._linear(out) for out in self.outs]
         config = LoraConfig(
@@ -73,7 +76,10 @@ def plainly(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ..
 
 
 def results(linears: Linears, modules: list[nn.Module], passes: int = 1) -> dict[str, torch.Tensor]:
-    """Outputs of the last pass, and the gradients of x and of every adapter, accumulated over all passes."""
+    """Return the outputs of the last pass, and the gradients of x and of every adapter.
+
+    Gradients accumulate over all passes.
+    """
     modules = copy.deepcopy(modules)
     torch.manual_seed(1)
     found = {}
@@ -137,7 +143,8 @@ def test_outputs_and_gradients_are_pefts(case: Case, linears: Linears) -> None:
 def test_four_bit_weights_give_pefts_outputs_and_gradients(bias: bool) -> None:
     modules = Case(nf4=True, bias=bias).modules()
     assert isinstance(modules[0].base_layer, bnb.nn.Linear4bit)
-    # forward, bitsandbytes multiplies packed weights on a CPU by a kernel of its own; it differs from its own unpacked weights by this
+    # On a CPU bitsandbytes' forward multiplies packed weights with another kernel; its result
+    # differs by this from that of the unpacked weights
     assert worst(results(lora_linears, modules), results(plainly, modules)) < 1e-5
 
 
@@ -171,7 +178,8 @@ def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones(
         assert all(output.dtype == torch.bfloat16 for output in outputs)
         return tuple(output.float() for output in outputs)
 
-    # bfloat16 has 8 bits: x, W, the product, dU and the gradient are each rounded by up to 2^-9 of their size
+    # bfloat16 has 8 bits: x, W, the product, dU and the gradient are each rounded by up to 2^-9 of
+    # their size
     assert worst(results(half, modules), results(plainly, modules)) < 2e-2
 
 
@@ -226,7 +234,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
 
 
 def saved_bytes(work: Callable[[], object], parameters: list[nn.Parameter]) -> int:
-    """Return the bytes of distinct memory that backward will need, without the parameters themselves."""
+    """Return the bytes of distinct storages that are saved for backward, without parameters."""
     saved = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +254,7 @@ def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
     tokens, ranks = 1000, 3 * 16
     x = torch.randn(tokens, IN, dtype=torch.bfloat16, requires_grad=True)
     parameters = [p for module in modules for p in module.parameters()]
-    adapters = ranks * IN + ranks * OUT  # their copies in the type of the products
+    adapters = ranks * IN + ranks * OUT  # their copies in the dtype of the products
     assert saved_bytes(lambda: lora_linears(x, modules), parameters) <= 2 * (
         tokens * (IN + ranks) + adapters
     )

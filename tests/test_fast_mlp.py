@@ -1,4 +1,4 @@
-"""The fused gated MLP computes what transformers and PEFT compute, and keeps less for backward."""
+"""The fused gated MLP computes what transformers and PEFT compute, and saves less for backward."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def an_mlp(
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Return a family's MLP with adapters on some of its linears, B drawn at random."""
+    """Return a family's MLP with adapters on some of its linears, with random B."""
     torch.manual_seed(0)
     kind, config = FAMILIES[family]
     plain = kind(config(hidden_size=HIDDEN, intermediate_size=INNER, pad_token_id=0)).to(dtype)
@@ -86,7 +86,10 @@ def plainly(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
 def results(
     work: Callable[[torch.Tensor, nn.Module], torch.Tensor], mlp: nn.Module, passes: int = 1
 ) -> dict[str, torch.Tensor]:
-    """The output and the gradient of x of the last pass, and the gradients of all parameters, accumulated over the passes."""
+    """Return the output and the gradient of x of the last pass, and the parameters' gradients.
+
+    The parameters' gradients accumulate over the passes.
+    """
     mlp.zero_grad()
     torch.manual_seed(1)
     for _ in range(passes):
@@ -127,7 +130,8 @@ def test_linears_without_adapters_are_fused_too(targets: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_four_bit_weights_give_the_plain_outputs_and_gradients(family: str) -> None:
     mlp = an_mlp(family, nf4=True)
-    # forward, bitsandbytes multiplies packed weights on a CPU by a kernel of its own; it differs from its own unpacked weights by this
+    # On a CPU bitsandbytes' forward multiplies packed weights with another kernel; its result
+    # differs by this from that of the unpacked weights
     assert worst(results(fused, mlp), results(plainly, mlp)) < 2e-5
 
 
@@ -147,7 +151,7 @@ def test_under_autocast_gradients_are_float32_and_close_to_the_exact_ones() -> N
         assert y.dtype == torch.bfloat16
         return y.float()
 
-    # bfloat16 has 8 bits, and three products follow one another, each rounded by 2^-9 of its size
+    # bfloat16 has 8 bits; each of three successive products is rounded by up to 2^-9 of its size
     assert worst(results(half, mlp), results(plainly, mlp)) < 3e-2
 
 
@@ -297,7 +301,8 @@ def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype
     glu_backward(h, cpu.gate, cpu.up, activation, cpu.dgate, cpu.dup, h)
     dboth, product = torch.empty(rows, 2 * features, device="cuda", dtype=dtype), dh.clone()
     glu_kernels.backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
-    # Triton's exponential is off by 1e-6 of its value in float32; in bfloat16 such a difference may turn a rounding, one step of 2^-7
+    # In float32 Triton's exponential has a relative error of 1e-6; in bfloat16 such a difference
+    # may change a rounding, by one step of 2^-7
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     for found, wanted in (
         (dboth[:, :features], cpu.dgate),

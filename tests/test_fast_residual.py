@@ -1,4 +1,4 @@
-"""A norm joined with the sum that it reads computes what both compute apart, and so do their gradients."""
+"""The fused residual add and norm equals the two computed one after the other, with gradients."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from sft_play.models.fast.norms import GEMMA, LLAMA
 from sft_play.models.fast.residual import add_norm
 
 KINDS = {"llama": (LlamaRMSNorm, LLAMA), "gemma": (GemmaRMSNorm, GEMMA)}
-FEATURES = 40  # no power of two
-SAME = 1e-6  # float32, summed in another order
+FEATURES = 40  # not a power of two
+SAME = 1e-6  # tolerance of float32 sums in another order
 
 
 def norm_of(name: str) -> nn.Module:
@@ -22,7 +22,7 @@ def norm_of(name: str) -> nn.Module:
 
 
 def gap(name: str, adds: bool) -> float:
-    """Largest difference of outputs and gradients, relative to the largest of each."""
+    """Return the largest difference of outputs and gradients, relative to the largest of each."""
     torch.manual_seed(0)
     norm = norm_of(name)
     of = [torch.randn(2, 7, FEATURES, requires_grad=True) for _ in range(1 + adds)]
@@ -64,6 +64,6 @@ def test_a_norm_that_is_trained_is_refused() -> None:
 
 
 def test_a_stream_without_a_gradient_needs_none() -> None:
-    """The first layer reads embeddings, which adapters leave as they are."""
+    """The first layer reads embeddings, which adapters do not change."""
     y, s = add_norm(torch.randn(1, 3, FEATURES), None, norm_of("llama"), LLAMA)
     assert not y.requires_grad and not s.requires_grad

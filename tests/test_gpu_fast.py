@@ -1,4 +1,4 @@
-"""The fast path on a GPU, where its kernels are: as near to float32 as the plain path is, and without waiting for the GPU."""
+"""The fast path on a GPU: as close to float32 as the plain path, and without synchronizing."""
 
 import copy
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torc
 
 
 def error(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Root mean square over tensors of each one's distance to the reference, relative to its length."""
+    """Return the root mean square over tensors of the relative distance to the reference."""
     assert found.keys() == reference.keys()
     return (
         torch.stack(
@@ -110,7 +110,10 @@ def error(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) ->
 def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(
     name: str, is_packed: bool, mode: str
 ) -> None:
-    """Both round to bfloat16, not at the same places: 1.25 of the plain error is allowed, and 0.1 % of a gradient's length."""
+    """Both round to bfloat16, at different places.
+
+    Allowed are 1.25 of the plain error, and 0.1 % of a gradient's length.
+    """
     model = on_gpu(name, mode, torch.bfloat16)
     reference = gradients(copy.deepcopy(model).float(), is_packed, torch.float32)
     plain = error(gradients(model, is_packed, torch.bfloat16), reference)
@@ -195,7 +198,10 @@ def test_evaluation_and_generation_are_the_same_to_the_bit() -> None:
 def test_kernels_of_the_residual_stream_compute_their_formulas(
     kind: NormKind, features: int, dtype: torch.dtype
 ) -> None:
-    """To the last bit of the type, which is rounded once: at most one step of it, 2^-8 of a bfloat16, and sums of float32."""
+    """The result is rounded once: the tolerance is one step of the dtype, 2^-8 for bfloat16.
+
+    Float32 sums have their own tolerance.
+    """
     draw = torch.Generator("cuda").manual_seed(0)
     x, r, dy, ds = (
         torch.randn(3, 5, features, generator=draw, device="cuda").to(dtype) for _ in range(4)

@@ -70,7 +70,7 @@ def watch(monkeypatch) -> Iterator[Watch]:
 
 
 def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> SftTrainer:
-    """The trainer of a model of two layers, as a run on a GPU puts it together: 3 micro-batches a step."""
+    """Return the trainer of a two-layer model as in a run on a GPU, with 3 micro-batches a step."""
     config = Config.model_validate({"tuning": {"mode": mode}, "train": {"fast_path": fast}})
     samples = documents(160)
     lengths = [len(sample.ids) for sample in samples]
@@ -156,7 +156,10 @@ def test_a_step_that_waits_is_seen(tmp_path: Path, watch: Watch) -> None:
 def test_the_loss_is_that_of_float64(
     dtype: torch.dtype, most: float, softcap: float | None
 ) -> None:
-    """Over a vocabulary of many blocks and tokens of several chunks; the largest error relative to the largest number."""
+    """The vocabulary has many blocks, and the tokens several chunks.
+
+    Errors are relative to the largest number.
+    """
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     hidden = torch.randn(2500, 64, device=GPU).to(dtype).requires_grad_()

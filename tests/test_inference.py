@@ -1,4 +1,4 @@
-"""What a finished run is good for: scoring it again, asking it, talking to it, and merging it into a plain model."""
+"""Use of a finished run: eval, infer, chat, and merging it into a plain model."""
 
 import json
 import shutil
@@ -171,7 +171,7 @@ def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_w
 
 @pytest.fixture
 def command(answering, monkeypatch):
-    """A function that runs a command on that run, with lines typed and variables set, and returns what it shows."""
+    """Return a function that runs a command on the run with given input and returns its output."""
 
     def run(name: str, typed: str = "", **variables: str) -> str:
         result = CliRunner().invoke(

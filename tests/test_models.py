@@ -1,4 +1,4 @@
-"""Weights, adapters and the loss: what is loaded in which type, what is trained, and what is refused."""
+"""Weights, adapters and the loss: dtypes after loading, what is trained, and what is refused."""
 
 import importlib.util
 import json
@@ -192,7 +192,7 @@ def test_qlora_holds_blocks_in_4_bits_and_leaves_norms_and_embeddings_as_they_ar
 
 
 def test_an_evaluation_leaves_the_gradients_of_a_4_bit_model_as_they_were(config_of):
-    """bitsandbytes repacks weights in an evaluation on a CPU with AVX512-BF16, and its product with those has no gradient."""
+    """On a CPU with AVX512-BF16 bitsandbytes repacks weights for evaluation, without a gradient."""
     torch.manual_seed(0)
     model = load_model(config_of("qlora"), CPU)
     for name, parameter in model.named_parameters():
@@ -256,8 +256,8 @@ def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type():
         unsloth.import_first()
     assert caught.value.exit_class == ExitClass.ENVIRONMENT
     assert (
-        str(caught.value)
-        == "tuning.backend=unsloth: unsloth is not installed; on a GPU host run make install-unsloth, or set TUNING_BACKEND=bnb"
+        str(caught.value) == "tuning.backend=unsloth: unsloth is not installed; on a GPU host run "
+        "make install-unsloth, or set TUNING_BACKEND=bnb"
     )
 
 
@@ -289,7 +289,7 @@ def test_summed_nll_is_the_sum_over_labelled_tokens():
     assert summed_nll(logits, labels).item() == pytest.approx(
         nats, rel=1e-6
     )  # float32 sums 16 numbers
-    # logits in 16 bits are summed in float32 all the same: their own rounding is the only difference
+    # logits in 16 bits are summed in float32 too: their own rounding is the only difference
     half = logits.bfloat16()
     assert summed_nll(half, labels).item() == pytest.approx(
         naive_nll(half.float(), labels)[0], rel=1e-6

@@ -1,4 +1,4 @@
-"""sft_play.models.checkpointing: the first layers are computed twice, which changes memory alone."""
+"""sft_play.models.checkpointing: the first layers are recomputed, which changes only memory."""
 
 import itertools
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Bytes that a forward pass keeps for the backward pass; a storage counts once, weights not at all."""
+    """Return the bytes that a forward pass saves for backward, each storage once, no weights."""
     held: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 

@@ -1,4 +1,4 @@
-"""sft_play.models.unsloth: what needs no GPU. The backend itself is trained in tests/test_gpu.py."""
+"""sft_play.models.unsloth: what needs no GPU. tests/test_gpu.py trains with the backend itself."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ def sequence_of(*lengths: int) -> TokenSequence:
 
 
 def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again() -> None:
-    """What Unsloth is fed is what transformers' model, told of no boundaries, makes of the joined row."""
+    """Unsloth gets the batch as one joined row; a transformers model computes the same from it."""
 
     class Takes(nn.Module):
         def forward(

@@ -116,7 +116,8 @@ def test_an_id_that_the_embedding_has_no_row_for_is_refused_with_its_text(base, 
         check(base, ids=(END, WORD, new), mode=mode)
     assert caught.value.exit_class == ExitClass.ENVIRONMENT
     assert str(caught.value).startswith(
-        f"model.name={base} embeds {new} tokens, and the rows hold <|tool|> (id {new}); get tokenizer and weights"
+        f"model.name={base} embeds {new} tokens, and the rows hold <|tool|> (id {new}); "
+        "get tokenizer and weights"
     )
     check(base, ids=(END, WORD), mode=mode)  # a token that no row holds needs no embedding
 
@@ -172,8 +173,8 @@ def test_a_token_whose_row_is_zero_or_almost_is_refused_where_embeddings_are_fro
             check(base, mode=mode)
         text = str(caught.value)
         assert (
-            f"<|user|> (id {USER}), whose row of {EMBEDDING} is zero. tuning.mode={mode} leaves these rows as they are"
-            in text
+            f"<|user|> (id {USER}), whose row of {EMBEDDING} is zero. "
+            f"tuning.mode={mode} leaves these rows as they are" in text
         )
         assert "<|assistant|>" not in text
         assert "set MODEL_NAME to the instruct model" in text and "TUNING_MODE=full" in text
@@ -267,7 +268,8 @@ def test_a_token_that_is_written_needs_a_row_of_the_head_and_one_that_is_only_re
     with pytest.raises(EnvironmentFault) as caught:
         check(untied, ids=(END, SYSTEM, USER, WORD), trained=(END, USER, WORD))
     assert (
-        f"<|end|> (id {END}), whose row of lm_head.weight is zero; <|user|> (id {USER}), whose row of lm_head.weight is that of <|system|>"
+        f"<|end|> (id {END}), whose row of lm_head.weight is zero; "
+        f"<|user|> (id {USER}), whose row of lm_head.weight is that of <|system|>"
         in str(caught.value)
     )
     assert "could not write them" in str(caught.value)

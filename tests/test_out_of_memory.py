@@ -1,4 +1,7 @@
-"""Memory runs out on one rank: all of them end, run.json has the cause of the first, and the next command keeps the effective batch."""
+"""Memory runs out on one rank: all ranks end, and run.json has the cause of the first.
+
+The next command keeps the effective batch.
+"""
 
 import contextlib
 import os
@@ -34,10 +37,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 GIB = 2**30
 CUDA_WORDS = (
-    "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.10 GiB of which 416.00 MiB is free. "
-    "Process 7 has 78.69 GiB memory in use. Of the allocated memory 77.00 GiB is allocated by PyTorch"
+    "CUDA out of memory. Tried to allocate 2.25 GiB. "
+    "GPU 1 has a total capacity of 79.10 GiB of which 416.00 MiB is free. "
+    "Process 7 has 78.69 GiB memory in use. "
+    "Of the allocated memory 77.00 GiB is allocated by PyTorch"
 )
-CPU_WORDS = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
+CPU_WORDS = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4096 bytes. Error code 12"
+)
 TOO_MUCH = 2**50  # bytes, which no host has
 
 
@@ -260,8 +268,8 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
         found["asked_bytes"],
     ) == (0, "the host", 4, "forward", TOO_MUCH)
     assert (
-        report["cause"]
-        == f"rank 0 ran out of memory on the host in forward at step 4; {TOO_MUCH / GIB:.2f} GiB more were asked for; try {found['next']}"
+        report["cause"] == "rank 0 ran out of memory on the host in forward at step 4; "
+        f"{TOO_MUCH / GIB:.2f} GiB more were asked for; try {found['next']}"
     )
     weights, adapters = (found["components"][name] for name in ("weights", "adapters"))
     assert weights["measured"] == pytest.approx(weights["predicted"], rel=0.02)
@@ -354,7 +362,7 @@ def faulty(tmp_path):
 
 
 def launched(folder, launcher: str, script: Path) -> str:
-    """Run two ranks of a worker under a launcher, as a run starts it, until all have ended; return what they printed."""
+    """Run two ranks of a worker under a launcher until all have ended; return their output."""
     ranks = Ranks(
         "ddp" if launcher == "accelerate" else "deepspeed",
         "cpu",
@@ -462,7 +470,7 @@ def alone(folder, script: Path, rank: int, port: int) -> subprocess.Popen:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_both_ranks_end_with_the_class_of_the_first(plan_run, faulty, rank):
-    """Without a launcher, whose signals end ranks, too; rank 0 keeps the store, and ends last where it fails."""
+    """Run without a launcher, whose signals end ranks too. Rank 0 hosts the store and ends last."""
     folder, script, port = plan_run(LONG, num_gpus=2), faulty(rank), free_port()
     both = [alone(folder, script, number, port) for number in (0, 1)]
     assert [process.wait(SECONDS) for process in both] == [15, 15]

@@ -1,4 +1,4 @@
-"""Packing changes the speed of a run and nothing else: loss, gradients and whole runs, on real models, and what would break it."""
+"""Packing changes only the speed of a run: loss, gradients and whole runs, on real models."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ def documents(count: int) -> list[Document]:
 
 
 def llama(attention: str = "sdpa", is_lora: bool = False, dropout: float = 0.0) -> Any:
-    """A Llama of two layers with weights large enough that its attention looks at something, in training mode."""
+    """Return a two-layer Llama in training mode, with large weights: attention is not uniform."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -133,7 +133,7 @@ def step(
 
 
 def gap(one: tuple[float, list[torch.Tensor]], two: tuple[float, list[torch.Tensor]]) -> float:
-    """Largest difference of two steps' gradients relative to the largest gradient, or of their losses."""
+    """Return the largest difference of two steps' losses or relative gradients."""
     largest = max(gradient.abs().max() for gradient in one[1])
     assert largest > 1e-3 and len(one[1]) == len(two[1]) > 0
     gradients = max(
@@ -213,7 +213,8 @@ def test_a_packed_step_over_a_4_bit_base_is_the_padded_one(tmp_path: Path) -> No
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    # the same rounded weights both times; what differs is the order of float32 sums, through kernels that are less careful with it
+    # the same rounded weights both times; what differs is the order of float32 sums, in kernels of
+    # lower accuracy
     assert gap(step(model, packed=False), step(model, packed=True)) <= 1e-5
     assert gap(step(model, packed=False), step(model, packed=True, change=all_ones_mask)) > 1e-2
 
@@ -240,7 +241,10 @@ WINDOW = 8  # tokens: shorter than the documents of the check
 
 
 def tiny(model_type: str, attention: str) -> PreTrainedModel:
-    """A model of an architecture with random weights; every second layer looks through a window where the architecture can."""
+    """Return a model of an architecture with random weights.
+
+    Every second layer has a sliding window, if the architecture supports it.
+    """
     config = AutoConfig.for_model(model_type)
     for name, value in SIZES.items():
         if hasattr(config, name):

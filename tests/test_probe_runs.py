@@ -1,4 +1,4 @@
-"""A run that was probed is the run that was not, to the bit; and ranks that measure unlike memory choose alike."""
+"""A probe does not change a run, to the bit; ranks with different free memory choose the same."""
 
 import json
 import os
@@ -237,7 +237,10 @@ def on_fake(monkeypatch) -> Iterator[Callable[..., FakeGpu]]:
 
 
 def step_of(folder: RunFolder) -> tuple[int, int, int]:
-    """Micro-batch, accumulation and checkpointed layers as plan.json and config.yaml say; they must agree, and nothing may be auto."""
+    """Return micro-batch, accumulation and checkpointed layers of plan.json and config.yaml.
+
+    The two files must agree, and nothing may be auto.
+    """
     plan, train = read_plan(folder), folder.read_config().train
     step = step_of_plan(folder)
     assert (train.batch_size, train.grad_accum) == step[:2]
@@ -254,7 +257,8 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
     assert step_of_plan(plain) == (8, 1, 0) and run_worker(plain) == 0
     folder, gpu = plan_run(FREE), on_fake(1.7)
     assert run_worker(folder) == 0
-    # 0.5 GiB and 0.25 a row and layer: 2 rows take 1.5, 4 with a layer checkpointed 1.6, 8 with both 0.9
+    # 0.5 GiB, and 0.25 per row and layer: 2 rows take 1.5, 4 with one layer checkpointed 1.6,
+    # 8 with both 0.9
     assert step_of(folder) == (2, 4, 0) and gpu.failures == 0
     report, other = run_json(folder), run_json(plain)
     assert [entry["loss"] for entry in report["loss"]] == pytest.approx(
@@ -346,7 +350,10 @@ def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     report = run_json(folder)
     assert (report["global_step"], report["exit_class"]) == (0, 15)
-    cause = "train.batch_size=4 does not fit: a step takes about 3.3 GiB by what was measured before training, "
+    cause = (
+        "train.batch_size=4 does not fit: a step takes about 3.3 GiB by what was measured before "
+        "training, "
+    )
     assert report["cause"].startswith(cause) and "TRAIN_BATCH_SIZE=" in report["cause"]
 
 
@@ -365,7 +372,7 @@ def test_where_one_row_does_not_fit_the_run_ends_before_training(
 
 
 def run_on(folder: RunFolder, **memory: list[float]) -> int:
-    """Run two ranks, each on memory of its own where any is given; return the exit class that run.json has."""
+    """Run two ranks, each with its own fake memory if given; return the exit class in run.json."""
     script = str(ROOT / "tests" / "fake_gpu.py"), str(folder.path), json.dumps(memory)
     command = [
         sys.executable,

@@ -1,4 +1,7 @@
-"""Which phase a run is in, who holds what of its memory, and what becomes of both in run.json; a GPU's counters have a file of their own."""
+"""Phases and components of a run's memory, and both in run.json.
+
+The counters of a GPU are tested in test_gpu_memory.py.
+"""
 
 import contextlib
 import itertools
@@ -148,7 +151,8 @@ def test_quantised_weights_count_packed_with_their_constants(tiny_base):
         p for p in model.parameters() if not p.requires_grad and not hasattr(p, "quant_state")
     ) + sum(b.nbytes for b in model.buffers())
     quantised = components(model, None, CPU)["weights"] - rest
-    # half a byte a weight, one byte for each 64 of them; the tables of codes are small, and weigh much on a tiny model alone
+    # half a byte per weight, one byte for each 64 of them; the tables of codes are small, and only
+    # matter on a tiny model
     tables = sum(
         state.code.nbytes + state.state2.code.nbytes + state.state2.absmax.nbytes + 4
         for state in (p.quant_state for p in blocks)
@@ -224,7 +228,7 @@ def keep(self, *arguments, **options):
 def enter(self, phase):
     real(self, phase)
     entered.append(phase)
-    if phase == "optimizer" and self.trainer.state.global_step == 1:  # the first step made its states
+    if phase == "optimizer" and self.trainer.state.global_step == 1:  # now it has a state
         held.append(components(self.trainer.model, self.trainer.optimizer, self.process.device))
 
 SftTrainer.__init__, MemoryMeter.enter = keep, enter

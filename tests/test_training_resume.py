@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, who may go on from them, and that going on is as if the run had never ended."""
+"""Checkpoints: their content, which runs may resume, and that resuming changes no result."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every train setting ends somewhere: in transformers' arguments, in the data loader, or where the list here says."""
+"""Every train setting is used: by transformers' arguments, the data loader, or as listed here."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from sft_play.training.arguments import training_arguments
 
 @pytest.fixture
 def arguments_of(plan_run):
-    """A function that returns transformers' arguments for a run in which `changes` of the train section are set."""
+    """Return a function that makes transformers' arguments of a run with `changes` of `train`."""
 
     def arguments(device="cpu", **changes):
         folder = plan_run({})

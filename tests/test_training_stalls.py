@@ -1,4 +1,4 @@
-"""What keeps the steps close together: the fused loss in the trainer, and ranks that talk once a step."""
+"""No stalls between steps: the fused loss in the trainer, and one collective a step."""
 
 import os
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_a_first_token_is_never_predicted() -> None:
 
 
 def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> None:
-    """Be one of two processes of a run; leave losses, sums of gradients that were sent, and what they were about."""
+    """Run one of two ranks; save losses, the steps of all-reduced buckets, and other facts."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -159,7 +159,8 @@ planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
 with RunRecorder(folder, planned, 0) as recorder:
     callbacks.StopOnSignal(Process(0, 0, 2, torch.device("cpu")), recorder.abandon)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()  # once it waits in C++, which sees no signal
+    # when it waits in C++, where no signal is handled
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     store.wait(["a key that no rank sets"], timedelta(seconds=60))
 """
 
@@ -255,7 +256,8 @@ def test_a_run_of_two_that_is_started_as_one_is_class_13(plan_run, run_worker):
     assert (report["status"], report["exit_class"]) == ("failed", 13)
     assert (
         report["cause"]
-        == "the launcher started 1 processes, planned were 2; start runs with make, or run again with NUM_GPUS=1"
+        == "the launcher started 1 processes, planned were 2; start runs with make, or run "
+        "again with NUM_GPUS=1"
     )
 
 
@@ -274,7 +276,8 @@ def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys)
         ),
         (
             RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. "
+                "DefaultCPUAllocator: can't allocate memory: you tried"
             ),
             ExitClass.OUT_OF_MEMORY,
         ),
@@ -285,7 +288,8 @@ def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys)
         ),
         (
             RuntimeError(
-                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52622: Connection reset by peer"
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
+                "Read error [127.0.0.1]:52622: Connection reset by peer"
             ),
             ExitClass.PEER_LOST,
         ),
