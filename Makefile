@@ -14,8 +14,6 @@ PY ?= .venv/bin/python
 export PYTHON
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 SFT := $(PY) -m sft_play
-# One test process a core; a test that ends early leaves its core to the next.
-IN_PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
@@ -102,9 +100,9 @@ bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
 bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
 	$(PY) -m benchmarks.planner --docs docs
 test: $(ENV) ## run all tests that need no GPU
-	@$(PY) -m pytest $(IN_PARALLEL) -m "not gpu"
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu"
 test-fast: $(ENV) ## run the fast tests
-	@$(PY) -m pytest $(IN_PARALLEL) -m "not gpu and not slow"
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
 test-gpu: $(ENV) ## run the tests that need a GPU
 	@$(PY) -m pytest -m gpu
 lint: $(ENV) ## check rules and format with ruff

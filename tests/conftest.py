@@ -1,4 +1,4 @@
-"""What several test modules share: a tiny model, rows of unequal length, and runs of the real worker in this process."""
+"""What several test modules share: a tiny model, rows, and runs of the real worker in-process."""
 
 import gc
 import json
@@ -12,14 +12,16 @@ import pytest
 from fake_nvml import plant  # noqa: F401 (a fixture)
 from run_files import run_json
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch: threads that spin while they wait starve each other
+from sft_play.plan import launch
+
+# Before torch: threads that spin while they wait starve each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one test process a core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_CONFIG = (
-    ROOT / "tests" / "fixtures" / "empty.yaml"
-)  # settings are then the built-in ones, whatever the configs that ship say
+# With it the settings are the built-in ones, whatever the configs that ship say.
+NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -261,3 +263,9 @@ def build_trainer() -> Callable:
         return build_trainer(context, arguments, tokenizer, data, model, run_stamp), data
 
     return build
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    return launch.free_port()

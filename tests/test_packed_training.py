@@ -4,8 +4,7 @@ import copy
 import dataclasses
 import os
 import random
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -494,14 +493,6 @@ def train_one_rank(rank: int, port: int, folder: Path, packed: bool) -> None:
         check_cross_document(trainer.model_wrapped, trainer.data_collator, VOCABULARY, CPU)
     torch.save((losses, int(trainer.throughput.tokens)), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def free_port() -> Iterator[int]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    yield port
 
 
 @pytest.mark.slow
