@@ -1,4 +1,4 @@
-"""One rank of a run: `train.py outputs/<run>`. Started by python, accelerate, deepspeed or torchrun."""
+"""One rank of a run, `train.py outputs/<run>`: by python, accelerate, deepspeed or torchrun."""
 
 import sys
 from pathlib import Path

@@ -48,7 +48,7 @@ FREE_BYTES_FOR_A_RUN = 1 << 30
 
 @dataclass(frozen=True)
 class Call:
-    """How a command was called: variables, the environment they came from, and the words of --set."""
+    """How a command was called: variables, their environment, and the words of --set."""
 
     invocation: invocations.Invocation
     environ: Mapping[str, str]
@@ -97,7 +97,7 @@ def hardware_of(call: Call) -> devices.Hardware:
 
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
-    """Return the plan of `make plan`: of the fastest strategy that fits, unless one is asked for."""
+    """Return the plan of `make plan`: the fastest strategy that fits, unless one is asked for."""
     loaded = load_config(call)
     if distributed or use_deepspeed:
         return plan_run(call, loaded, distributed, use_deepspeed)

@@ -13,7 +13,10 @@ HEAD = (
     "| ready s | off reference | as it ran |"
 )
 RULE = "| --- | --: | --: | --: | --: | --: | --: | --: | --- |"
-WITHOUT_FLASH = "flash-attn was not installed for any arm: where it is, the packed paths of TRL and Unsloth gain."
+WITHOUT_FLASH = (
+    "flash-attn was not installed for any arm: where it is, the packed paths of TRL and Unsloth "
+    "gain."
+)
 WITH_FLASH = "flash-attn was installed; only an arm that finds it by itself uses it."
 OUR_COLOR = "#1f4e79"
 PEER_COLOR = "#b8c4d0"

@@ -152,7 +152,7 @@ def _options_of_full(inputs: PlanInputs) -> Iterator[Option]:
 
 
 def _zero_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
-    """Yield ZeRO on the GPUs of the plan, and on all of the host where the plan leaves some idle."""
+    """Yield ZeRO on the GPUs of the plan, and on all of the host if the plan leaves some idle."""
     ranks = inputs.ranks
     if ranks.device != "cuda" or not backend_of(inputs.config).runs_under_deepspeed:
         return

@@ -18,12 +18,13 @@ def step_flops(
     None where every weight is trained. A weight costs a token 2 operations forward, 2 for the
     gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
     et al. 2020, section 2.1). The head is computed where there is a label. Attention is 2 products
-    forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads and
-    each pair of tokens, of which causality leaves T (T + 1) / 2 in a document. Sliding windows,
+    forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
+    and each pair of tokens, of which causality leaves T (T + 1) / 2 in a document. Sliding windows,
     which leave fewer, are not considered.
 
     >>> one = ModelShape(
-    ...     vocab=10, hidden=4, intermediate=8, layers=1, heads=2, kv_heads=2, head_dim=2, is_tied=True
+    ...     vocab=10, hidden=4, intermediate=8, layers=1,
+    ...     heads=2, kv_heads=2, head_dim=2, is_tied=True,
     ... )
     >>> step_flops(one, None, [1], labelled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
     1008.0

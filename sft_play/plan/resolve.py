@@ -201,8 +201,8 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     backend = backend_of(config)
     if inputs.zero_stage and not backend.runs_under_deepspeed:
         raise ConfigError(
-            f"tuning.backend={backend.name} does not run under DeepSpeed; use make train-distributed, "
-            "or set TUNING_BACKEND=bnb"
+            f"tuning.backend={backend.name} does not run under DeepSpeed; "
+            "use make train-distributed, or set TUNING_BACKEND=bnb"
         )
 
 

@@ -119,7 +119,7 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
     passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]
     feature_bytes = 2 * model.layers * (model.hidden + model.intermediate) * passes
     seconds = flops / (PRODUCTS * card.reached_flops) + tokens * feature_bytes / card.bandwidth
-    # a forward pass is 2 of the 6 operations for each trained weight, and 2 of the 4 of a frozen one
+    # a forward pass is 2 of the 6 operations of a trained weight, and 2 of the 4 of a frozen one
     recomputed = RECOMPUTED * (4 / 6 if step.is_full else 1)
     overhead = 1 + OVERHEAD_TOKENS * work.micro_batches / tokens
     gpu_seconds = seconds * overhead * (1 + recomputed * layout.checkpointed_layers / model.layers)

@@ -31,7 +31,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run trains, and how long that takes; evaluations, loading and saving are not counted."""
+    """What a run trains, and how long that takes, without evaluations, loading and saving."""
 
     samples: int  # of an epoch
     tokens: int  # of an epoch
@@ -51,9 +51,11 @@ def estimated_tokens(characters: Iterable[int], max_seq_len: int) -> float:
 
 
 def estimated(sources: Sequence[tuple[float, float, float | None]], held_out: float) -> Counted:
-    """Return what sources of (rows, tokens of a row, weight or None) come to in an epoch, `held_out` of the rows evaluated on.
+    """Return what sources of (rows, tokens of a row, weight or None) come to in an epoch.
 
-    Weights make the sources stand in their ratio, the scarcest for its weight whole and the others repeated, as the mix of the run does.
+    `held_out` is the share of the rows that are evaluated on. Weights set the ratio of the sources:
+    the one that is scarcest for its weight is whole and the others are repeated, as the run mixes
+    them.
     """
     weights = [weight for _, _, weight in sources]
     most = max((rows / weight for rows, _, weight in sources if weight), default=0.0)

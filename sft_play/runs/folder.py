@@ -21,7 +21,7 @@ from sft_play.runs.report import RunReport
 
 @dataclass(frozen=True)
 class RunFolder:
-    """outputs/<run>: config.yaml, plan.json and data.json from the front end, everything else from the worker."""
+    """outputs/<run>: config.yaml, plan.json, data.json by the front end, the rest by the worker."""
 
     path: Path
 

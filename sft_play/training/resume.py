@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def make_stamp(
     context: RunContext, data: RunData, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+) -> stamp.Stamp:
     """Return the stamp of this run's checkpoints and weights."""
     config = context.config
     plan = context.plan
@@ -41,7 +41,7 @@ def make_stamp(
     }
 
 
-def checkpoint_to_resume(context: RunContext, run_stamp: dict[str, Any]) -> Path | None:
+def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | None:
     """Return the checkpoint folder to resume from, None for a new run.
 
     Raises: CheckpointError when it does not fit this run or is incomplete.
