@@ -152,27 +152,6 @@ def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do() -> None:
     assert fullest_step([2, 2, 2, 2], layout, SEED, 1) == 1
 
 
-@pytest.mark.parametrize(
-    ("batch", "world", "fullest", "number", "sequences"),
-    [
-        (1, 1, 4, 4, 1),
-        (2, 1, 4, 2, 2),
-        (4, 1, 9, 3, 3),
-        (8, 1, 9, 2, 5),
-        (32, 1, 9, 1, 9),
-        (4, 2, 9, 2, 3),
-        (4, 8, 9, 1, 2),
-        (4, 16, 9, 1, 1),
-    ],
-)
-def test_packed_micro_batches_are_as_few_as_suffice_and_then_no_larger(
-    batch: int, world: int, fullest: int, number: int, sequences: int
-) -> None:
-    packed = Layout(batch, grad_accum=1, world_size=world, max_seq_len=10).packed(fullest)
-    assert (packed.micro_batches, packed.sequences) == (number, sequences)
-    assert (number - 1) * batch * world < fullest <= number * sequences * world
-
-
 def test_the_fullest_step_is_that_of_all_epochs() -> None:
     lengths, layout = [9, 9, 1, 1, 1, 1, 1, 1], layout_of(12, 1, 4)
     met = [
