@@ -38,7 +38,7 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
     if setting is True:
         return PackingChoice(True)
     if model_type not in support.model_types:
-        under = "" if backend.name == "bnb" else f" under {backend.title}"
+        under = f" under {backend.title}" if backend.has_own_kernels else ""
         return PackingChoice(
             False,
             f"nobody has looked whether {model_type} keeps packed documents apart{under}; "
