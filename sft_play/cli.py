@@ -10,7 +10,11 @@ from typing import Annotated
 
 import typer
 
-from sft_play import commands
+from sft_play.commands import call as calls
+from sft_play.commands import plan as planning
+from sft_play.commands import preview as previews
+from sft_play.commands import setup, use
+from sft_play.commands import train as training
 from sft_play.config import loader
 from sft_play.errors import ExitClass, SftPlayError
 
@@ -50,8 +54,8 @@ BackendOption = Annotated[
 
 def _call(
     config: str | None = None, overrides: list[str] | None = None, gpus: str | None = None
-) -> commands.Call:
-    return commands.call(config, overrides or (), gpus)
+) -> calls.Call:
+    return calls.read_call(config, overrides or (), gpus)
 
 
 def _echo_lines(lines: Iterable[str]) -> None:
@@ -63,9 +67,9 @@ def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption
     """Show the merged settings, each with its origin."""
     from sft_play.config import present
 
-    loaded = commands.load_config(_call(config, set_))
+    loaded = calls.load_config(_call(config, set_))
     if json:
-        typer.echo(commands.as_text(present.as_json(loaded)))
+        typer.echo(calls.as_text(present.as_json(loaded)))
     else:
         _echo_lines(present.as_lines(loaded))
 
@@ -91,8 +95,8 @@ def plan(
     """Show what a run would do on this machine, or on the hardware named: memory by phase, batch,
     speed, hours, command."""
     called = _call(config, set_, gpus)
-    planned = commands.plan_for_display(called, distributed, deepspeed)
-    typer.echo(commands.plan_text(called, planned, exact, json))
+    planned = planning.plan_for_display(called, distributed, deepspeed)
+    typer.echo(planning.plan_text(called, planned, exact, json))
     if not planned.plan.fits and not planned.plan.is_batch_explicit:
         raise typer.Exit(int(ExitClass.OUT_OF_MEMORY))
 
@@ -109,7 +113,7 @@ def train(
     backend: BackendOption = None,
 ) -> None:
     """Fine-tune: evaluate, train, evaluate, save and check."""
-    commands.train(_call(config, set_), distributed, deepspeed, tensorboard, backend)
+    training.train(_call(config, set_), distributed, deepspeed, tensorboard, backend)
 
 
 @app.command("data-check")
@@ -121,10 +125,10 @@ def data_check(
     from sft_play.data.pipeline import build_ledger
 
     called = _call(config, set_)
-    planned = commands.plan_run(called, commands.load_config(called))
+    planned = calls.plan_run(called, calls.load_config(called))
     ledger = build_ledger(planned)
     if json:
-        typer.echo(commands.as_text(ledger.as_json()))
+        typer.echo(calls.as_text(ledger.as_json()))
     else:
         _echo_lines(ledger_lines(ledger))
 
@@ -151,15 +155,15 @@ def preview(
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
     called = _call(config, set_)
-    loaded = commands.load_config(called)
-    planned = commands.plan_run(called, loaded)
-    commands.preview(planned, loaded.source, rows, page, no_color)
+    loaded = calls.load_config(called)
+    planned = calls.plan_run(called, loaded)
+    previews.preview(planned, loaded.source, rows, page, no_color)
 
 
 @app.command("setup-accelerate")
 def setup_accelerate(config: ConfigOption = None) -> None:
     """Write the accelerate file that train-distributed uses; asks nothing."""
-    _echo_lines(commands.setup_accelerate(_call(config)))
+    _echo_lines(setup.setup_accelerate(_call(config)))
 
 
 @app.command("gpu-info")
@@ -195,7 +199,7 @@ def doctor() -> None:
 def tensorboard() -> None:
     """Show all runs in TensorBoard."""
     called = _call()
-    typer.echo(commands.start_tensorboard(called, called.output_dir))
+    typer.echo(setup.start_tensorboard(called, called.output_dir))
 
 
 @app.command("tb-stop")
@@ -203,7 +207,7 @@ def tb_stop() -> None:
     """Stop the TensorBoard that this project started."""
     from sft_play.monitor import tensorboard as board
 
-    typer.echo(board.stop(commands.pid_file(_call())))
+    typer.echo(board.stop(calls.pid_file(_call())))
 
 
 @app.command()
@@ -219,7 +223,7 @@ def evaluate() -> None:
     """Score the weights of a run (RUN, default the latest) on its test rows."""
     from sft_play.inference.evaluate import evaluate_run
 
-    _echo_lines(evaluate_run(commands.chosen_run(), commands.inference_device()))
+    _echo_lines(evaluate_run(use.chosen_run(), use.inference_device()))
 
 
 @app.command()
@@ -232,9 +236,9 @@ def infer(
     """Answer questions with the weights of a run."""
     from sft_play.inference.chat import answer_all
 
-    run = commands.chosen_run()
-    device = commands.inference_device()
-    for answer in answer_all(run, device, commands.prompts(prompt)):
+    run = use.chosen_run()
+    device = use.inference_device()
+    for answer in answer_all(run, device, use.prompts(prompt)):
         typer.echo(answer)
 
 
@@ -243,7 +247,7 @@ def chat() -> None:
     """Talk to the weights of a run; an empty line ends it."""
     from sft_play.inference.chat import chat_with
 
-    chat_with(commands.chosen_run(), commands.inference_device())
+    chat_with(use.chosen_run(), use.inference_device())
 
 
 @app.command()
@@ -251,7 +255,7 @@ def merge() -> None:
     """Merge a run's adapter into its base: a model folder that needs no PEFT."""
     from sft_play.inference.merge import merge_run
 
-    typer.echo(merge_run(commands.chosen_run()))
+    typer.echo(merge_run(use.chosen_run()))
 
 
 def main() -> None:

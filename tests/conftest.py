@@ -151,7 +151,8 @@ def settings_of(tiny_base, rows) -> Callable[..., dict[str, object]]:
 @pytest.fixture(scope="session")
 def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder."""
-    from sft_play import commands
+    from sft_play.commands import call as calls
+    from sft_play.commands import train as training
     from sft_play.config.invocation import Invocation
     from sft_play.data.pipeline import tokenize_run
 
@@ -160,7 +161,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
         words = tuple(
             f"{name}={'null' if value is None else value}" for name, value in settings.items()
         )
-        call = commands.Call(
+        call = calls.Call(
             Invocation(
                 config=str(NO_CONFIG),
                 device="cpu",
@@ -171,11 +172,11 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
             dict(os.environ),
             words,
         )
-        loaded = commands.load_config(call)
-        planned = commands.plan_run(call, loaded, num_gpus > 1, deepspeed_config is not None)
-        folder = commands.new_run(call, loaded, planned.config)
+        loaded = calls.load_config(call)
+        planned = calls.plan_run(call, loaded, num_gpus > 1, deepspeed_config is not None)
+        folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
-        folder.write_report(commands.planned_report(folder))
+        folder.write_report(training.planned_report(folder))
         tokenize_run(folder, planned).write(folder)
         return folder
 

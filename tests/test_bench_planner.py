@@ -34,7 +34,7 @@ from benchmarks.planner.sweep import predicted_bytes, probed_bytes
 from benchmarks.planner.verdict import find_faults, relative_error, spread
 from benchmarks.planner.workloads import SWEEPS, WORKLOADS
 from benchmarks.speed.workloads import TOY
-from sft_play import commands
+from sft_play.commands import call as calls
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import PHASES, step_bytes
 from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
@@ -69,8 +69,8 @@ def plan_json(**changed: Any) -> dict[str, Any]:
 
 def plan_of(gpus: str = "1x24GiB") -> RunPlan:
     settings = ["model.name=meta-llama/Llama-3.2-1B-Instruct", "train.predict_with_generate=false"]
-    call = commands.call("configs/base.yaml", settings, gpus=gpus)
-    return commands.plan_run(call, commands.load_config(call)).plan
+    call = calls.read_call("configs/base.yaml", settings, gpus=gpus)
+    return calls.plan_run(call, calls.load_config(call)).plan
 
 
 def trained_plan(batch_size: int = 4, probe: ProbeReport | None = None) -> RunPlan:

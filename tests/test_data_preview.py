@@ -13,7 +13,8 @@ from previews import LEDGER, TEXTS, sample_of, text_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sft_play import commands
+from sft_play.commands import call as calls
+from sft_play.commands import preview as previews
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.data.pipeline import build_run_data
@@ -280,14 +281,14 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path, settings_of) -> None:
         f"{name}={value}"
         for name, value in settings_of({"train.output_dir": tmp_path / "out"}).items()
     )
-    call = commands.Call(Invocation(config=str(NO_CONFIG), device="cpu"), {}, words)
+    call = calls.Call(Invocation(config=str(NO_CONFIG), device="cpu"), {}, words)
     (tmp_path / "file").touch()
     with pytest.raises(
         EnvironmentFault,
         match=f"--page {tmp_path}/file/p.html: .*; name a file in a folder that can be written",
     ):
-        commands.preview(
-            commands.plan_run(call, commands.load_config(call)),
+        previews.preview(
+            calls.plan_run(call, calls.load_config(call)),
             NO_CONFIG,
             1,
             f"{tmp_path}/file/p.html",

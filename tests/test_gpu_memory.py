@@ -13,7 +13,9 @@ from run_files import run_json
 from test_gpu_stalls import GPU, Watch, trainer_on_gpu, watch  # noqa: F401 (a fixture)
 from test_out_of_memory import FAULTY, check_both_ended
 
-from sft_play import commands
+from sft_play.commands import call as calls
+from sft_play.commands import setup
+from sft_play.commands import train as training
 from sft_play.config.invocation import Invocation
 from sft_play.data.pipeline import tokenize_run
 from sft_play.plan import launch
@@ -103,22 +105,22 @@ def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]
         words = tuple(
             f"{name}={'null' if value is None else value}" for name, value in settings.items()
         )
-        call = commands.Call(
+        call = calls.Call(
             Invocation(config=str(NO_CONFIG), device="cuda", num_gpus=num_gpus, run="run"),
             dict(os.environ),
             words,
         )
-        loaded = commands.load_config(call)
-        planned = commands.plan_run(call, loaded, num_gpus > 1, use_deepspeed)
-        folder = commands.new_run(call, loaded, planned.config)
+        loaded = calls.load_config(call)
+        planned = calls.plan_run(call, loaded, num_gpus > 1, use_deepspeed)
+        folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
-        folder.write_report(commands.planned_report(folder))
+        folder.write_report(training.planned_report(folder))
         planned = tokenize_run(folder, planned)
         planned.write(folder)
         ranks = planned.plan.ranks
         command = launch.launch_command(ranks, folder.path, os.environ)
         if ranks.strategy == "ddp":
-            config = launch.accelerate_config(ranks, commands.mixed_precision(planned.config))
+            config = launch.accelerate_config(ranks, setup.mixed_precision(planned.config))
             launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Of a test.")
         return folder, launch.Launch(
             tuple(str(script) if word == str(launch.WORKER) else word for word in command.argv),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from run_files import run_json
 
-from sft_play import commands
+from sft_play.commands import call as calls
 from sft_play.config import invocation
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.plan import launch
@@ -130,9 +130,9 @@ def test_the_next_command_keeps_every_setting_and_the_effective_batch(planned):
         == f"make train CONFIG={path}/config.yaml DEVICE=cpu TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=6"
     )
     environ = {**os.environ, **dict(word.split("=", 1) for word in command.split()[2:])}
-    call = commands.Call(invocation.read(environ), environ, ())
-    again = commands.load_config(call)
-    following = commands.plan_run(call, again, distributed=False, use_deepspeed=False)
+    call = calls.Call(invocation.read(environ), environ, ())
+    again = calls.load_config(call)
+    following = calls.plan_run(call, again, distributed=False, use_deepspeed=False)
     layout = following.plan.layout
     assert (layout.batch_size, layout.grad_accum) == (2, 6)
     assert layout.rows_per_step == plan.layout.rows_per_step

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 from plan_examples import CPU, PROBED_REQUEST, fit_of, plan_for
 
-from sft_play import commands
+from sft_play.commands import call as calls
+from sft_play.commands import plan as planning
+from sft_play.commands import train as training
 from sft_play.config import invocation
 from sft_play.errors import OutOfMemory
 from sft_play.plan import next_command
@@ -40,10 +42,10 @@ LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
 def test_what_to_type_repeats_what_was_asked(
     environ: dict[str, str], overrides: tuple[str, ...], words: list[str]
 ) -> None:
-    call = commands.Call(invocation.read(environ), environ, overrides)
+    call = calls.Call(invocation.read(environ), environ, overrides)
     plan = plan_for(environ.get("GPUS", CPU)).plan
-    given = commands.given_variables(call)
-    overriding = commands.override_variables(call)
+    given = planning.given_variables(call)
+    overriding = planning.override_variables(call)
     assert next_command.start_command(plan, given, overriding) == words
 
 
@@ -51,15 +53,15 @@ def test_a_batch_of_the_users_that_may_not_fit_is_a_warning_and_one_of_ours_an_e
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = (LLAMA_8B, "tuning.mode=qlora")
-    commands.refuse_what_does_not_fit(plan_for("1x24GiB", *settings).plan)
+    training.refuse_what_does_not_fit(plan_for("1x24GiB", *settings).plan)
     assert capsys.readouterr().out == ""
     explicit = plan_for("1x24GiB", *settings, "train.batch_size=32")
-    commands.refuse_what_does_not_fit(explicit.plan)
+    training.refuse_what_does_not_fit(explicit.plan)
     printed = capsys.readouterr().out
     assert printed.startswith("warning: train.batch_size=32 is estimated to need ")
     assert "try TRAIN_BATCH_SIZE=" in printed
     with pytest.raises(OutOfMemory, match=r"^train.batch_size=auto: even 1 row of 2048 tokens"):
-        commands.refuse_what_does_not_fit(plan_for("1x4GiB", *settings).plan)
+        training.refuse_what_does_not_fit(plan_for("1x4GiB", *settings).plan)
 
 
 def test_a_plan_that_nothing_makes_fit_says_so() -> None:

@@ -253,12 +253,13 @@ def test_the_command_that_is_shown_is_the_command_that_runs() -> None:
 def test_the_plan_of_the_command_line_loads_no_heavy_library() -> None:
     code = """
 import sys
-from sft_play import commands
-call = commands.call(None, (), "2xH200")
-planned = commands.plan_for_display(call, True, False)
-text = commands.plan_text(call, planned, False, False)
+from sft_play.commands import call as calls
+from sft_play.commands import plan as planning
+call = calls.read_call(None, (), "2xH200")
+planned = planning.plan_for_display(call, True, False)
+text = planning.plan_text(call, planned, False, False)
 assert "tokens/s" in text and "GPU-hours" in text, text
-assert "workload" in commands.plan_text(call, planned, False, True)
+assert "workload" in planning.plan_text(call, planned, False, True)
 heavy = {"torch", "transformers", "numpy", "pyarrow", "pynvml"} & set(sys.modules)
 assert not heavy, heavy
 """

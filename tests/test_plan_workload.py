@@ -187,10 +187,10 @@ def test_rows_that_were_prepared_are_counted_until_they_change(tmp_path: Path) -
 def test_counting_loads_no_heavy_library() -> None:
     code = """
 import sys
-from sft_play import commands
+from sft_play.commands import call as calls
 from sft_play.data.row_counts import count_rows_or_reason
-call = commands.call(None, (), "2xH200")
-planned = commands.plan_run(call, commands.load_config(call), True, False)
+call = calls.read_call(None, (), "2xH200")
+planned = calls.plan_run(call, calls.load_config(call), True, False)
 counted = count_rows_or_reason(planned.config)
 assert counted.samples == 1200, counted
 heavy = {"torch", "transformers", "numpy", "pyarrow"} & set(sys.modules)

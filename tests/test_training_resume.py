@@ -13,7 +13,8 @@ import torch
 from run_files import run_json
 from safetensors.torch import load_file
 
-from sft_play import commands
+from sft_play.commands import call as calls
+from sft_play.commands import train as training
 from sft_play.errors import CheckpointError, ExitClass
 from sft_play.runs.folder import RunFolder
 from sft_play.training.resume import check_resumable
@@ -192,21 +193,21 @@ def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_
 ):
     def planned_config(checkpoint):
         call = planned_call(settings_of, tmp_path, checkpoint)
-        return commands.plan_run(call, commands.load_config(call)).config
+        return calls.plan_run(call, calls.load_config(call)).config
 
     with pytest.raises(CheckpointError, match="backend: the checkpoint has unsloth, this run bnb"):
-        commands.check_resume(planned_config(of_unsloth))
+        training.check_resume(planned_config(of_unsloth))
     config = planned_config(whole.path)
     tuning = config.tuning.model_copy(update={"backend": "unsloth"})
     with pytest.raises(
         CheckpointError, match="backend: the checkpoint has bnb, this run unsloth"
     ) as caught:
-        commands.check_resume(config.model_copy(update={"tuning": tuning}))
+        training.check_resume(config.model_copy(update={"tuning": tuning}))
     assert caught.value.exit_class == 12
     assert not (tmp_path / "out").exists()
 
 
-def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> commands.Call:
+def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> calls.Call:
     settings = settings_of(
         {
             "train.output_dir": tmp_path / "out",
@@ -218,8 +219,8 @@ def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> commands.Call
     words = tuple(
         f"{name}={'null' if value is None else value}" for name, value in settings.items()
     )
-    return commands.Call(
-        commands.invocations.read({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words
+    return calls.Call(
+        calls.invocations.read({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words
     )
 
 

@@ -1,0 +1,76 @@
+"""How a command was called, and the config and plan that follow. Loads no torch."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.config import invocation as invocations
+from sft_play.config import loader
+from sft_play.config.backends import BACKENDS
+from sft_play.config.loader import LoadedConfig
+from sft_play.config.yaml_source import Located
+from sft_play.plan import devices
+from sft_play.plan.resolve import resolve
+from sft_play.plan.run_plan import PlannedRun
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a command was called: variables, their environment, and the words of --set."""
+
+    invocation: invocations.Invocation
+    environ: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run folders, for commands that need no config."""
+        return Path(self.environ.get("TRAIN_OUTPUT_DIR") or "outputs")
+
+
+def read_call(config: str | None, overrides: Iterable[str], gpus: str | None = None) -> Call:
+    """Return this process's call; options of the command line win over variables."""
+    environ = loader.environment()
+    if config:
+        environ["CONFIG"] = config
+    if gpus:
+        environ["GPUS"] = gpus
+    return Call(invocations.read(environ), environ, tuple(overrides))
+
+
+def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
+    """Return the merged config of a call; `backend` is what a target such as train-unsloth sets."""
+    path = call.invocation.config
+    target = None
+    if backend:
+        target = {"tuning.backend": Located(backend, f"make train-{backend}")}
+        path = path or BACKENDS[backend].default_config
+    return loader.load(path, call.environ, call.overrides, target)
+
+
+def plan_run(
+    call: Call, loaded: LoadedConfig, distributed: bool = False, use_deepspeed: bool = False
+) -> PlannedRun:
+    """Return the plan for this machine, or for the hardware that GPUS names."""
+    distributed = distributed or bool(call.invocation.gpus)
+    hardware = hardware_of(call)
+    return resolve(loaded, call.invocation, hardware, call.environ, distributed, use_deepspeed)
+
+
+def hardware_of(call: Call) -> devices.Hardware:
+    """Return what GPUS names, or this machine."""
+    if call.invocation.gpus:
+        return devices.parse(call.invocation.gpus)
+    return devices.detect(call.invocation.device, call.environ)
+
+
+def pid_file(call: Call) -> Path:
+    """Return where the TensorBoard of this project notes its process."""
+    return call.output_dir / ".tensorboard.json"
+
+
+def as_text(value: Any) -> str:
+    """Return plain data as JSON for --json."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)

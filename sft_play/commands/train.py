@@ -1,0 +1,164 @@
+"""The train targets: plan a run, write its folder, start its ranks. Loads no torch."""
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from sft_play.commands.call import Call, load_config, plan_run
+from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
+from sft_play.config.loader import LoadedConfig
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
+from sft_play.plan import devices, launch, next_command, report
+from sft_play.plan.devices import GIB
+from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.runs import folder as run_folders
+from sft_play.runs import stamp
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
+
+FREE_BYTES_FOR_A_RUN = 1 << 30
+
+
+def train(
+    call: Call,
+    distributed: bool,
+    use_deepspeed: bool,
+    with_tensorboard: bool,
+    backend: str | None = None,
+) -> None:
+    """Plan a run, write its folder and hand the process over to its launcher.
+
+    Returns only by raising.
+    """
+    if call.invocation.gpus:
+        raise ConfigError(
+            f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
+            "a run takes NUM_GPUS=N of what is"
+        )
+    call = with_project_ranks(call, distributed)
+    loaded = load_config(call, backend)
+    planned = plan_run(call, loaded, distributed, use_deepspeed)
+    refuse_what_does_not_fit(planned.plan)
+    for warning in planned.plan.warnings:
+        print(f"warning: {warning}")
+    check_resume(planned.config)
+    folder = new_run(call, loaded, planned.config)
+    command = launch.launch_command(planned.plan.ranks, folder.path, call.environ)
+    planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
+    planned.write(folder)
+    folder.write_report(planned_report(folder))
+    print(report.plan_line(planned))
+    print(f"run {folder.path}")
+    with failure_recorded(folder):
+        from sft_play.data.pipeline import tokenize_run
+
+        planned = tokenize_run(folder, planned)
+    if planned.plan.packing:  # known now: how many micro-batches make a step
+        planned.write(folder)
+        print(report.packing_line(planned.plan))
+    write_launcher_files(folder, planned)
+    if with_tensorboard:
+        print(start_tensorboard(call, folder.tensorboard))
+    sys.stdout.flush()
+    launch.execute(command, call.environ)
+
+
+def planned_report(folder: RunFolder) -> RunReport:
+    """Return the run.json of a run that has not started."""
+    return RunReport(run=folder.name, status="planned")
+
+
+def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
+    """Write what accelerate and DeepSpeed read."""
+    plan = planned.plan
+    if plan.ranks.strategy == "ddp":
+        config = launch.accelerate_config(plan.ranks, mixed_precision(planned.config))
+        header = "Written for this run; accelerate reads no other file."
+        launch.write_accelerate_config(folder.path / "accelerate.yaml", config, header)
+    if plan.deepspeed is not None:
+        write_json(folder.path / "deepspeed.json", plan.deepspeed.settings)
+
+
+def refuse_what_does_not_fit(plan: RunPlan) -> None:
+    """Raise OutOfMemory for a plan that is not expected to fit.
+
+    Where the micro-batch is the user's own, warn.
+    """
+    if plan.fits:
+        return
+    error = next_command.does_not_fit(plan)
+    if not plan.is_batch_explicit:
+        raise error
+    print(f"warning: {error}")
+
+
+@contextlib.contextmanager
+def failure_recorded(folder: RunFolder) -> Iterator[None]:
+    """Note in run.json why a run ends before its launch."""
+    try:
+        yield
+    except SftPlayError as error:
+        _record_end(folder, "failed", error.exit_class, str(error))
+        raise
+    except KeyboardInterrupt:
+        cause = "stopped on request while rows were tokenised; nothing was trained"
+        _record_end(folder, "stopped", ExitClass.STOPPED, cause)
+        raise
+
+
+def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: str) -> None:
+    before = folder.read_report()
+    folder.write_report(
+        dataclasses.replace(before, status=status, exit_class=int(exit_class), cause=cause)
+    )
+
+
+def with_project_ranks(call: Call, distributed: bool) -> Call:
+    """Return the call with NUM_GPUS from the file of `make setup-accelerate`.
+
+    The user's own number wins, and a file that was written for another device does not count.
+    """
+    if not distributed or call.invocation.num_gpus is not None or not ACCELERATE_FILE.exists():
+        return call
+    found = yaml.safe_load(ACCELERATE_FILE.read_text(encoding="utf-8"))
+    is_cpu = devices.detect(call.invocation.device, call.environ).kind == "cpu"
+    if bool(found.get("use_cpu")) != is_cpu:
+        return call
+    number = found["num_processes"] // max(1, found.get("num_machines", 1))
+    invocation = dataclasses.replace(call.invocation, num_gpus=number)
+    return dataclasses.replace(call, invocation=invocation)
+
+
+def check_resume(config: Config) -> None:
+    """Refuse a checkpoint that a run may not go on from, before its folder is made."""
+    train = config.train
+    if train.resume_from is not None:
+        checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
+        stamp.refuse_mismatch(checkpoint, stamp.wanted(config), train.allow_backend_change)
+
+
+def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
+    """Make the run's folder on a disk with room. Raises EnvironmentFault, ConfigError."""
+    output_dir = Path(config.train.output_dir)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(output_dir).free
+    except OSError as error:
+        raise EnvironmentFault(
+            f"train.output_dir={output_dir}: {error.strerror}; "
+            "set TRAIN_OUTPUT_DIR to a folder that can be written"
+        ) from None
+    if free_bytes < FREE_BYTES_FOR_A_RUN:
+        raise EnvironmentFault(
+            f"train.output_dir={output_dir}: {free_bytes / GIB:.2f} GiB are free on its disk, "
+            "a run needs 1; set TRAIN_OUTPUT_DIR to another disk"
+        )
+    run_name = call.invocation.run or config.train.run_name
+    return run_folders.create(output_dir, run_name, loaded.source.stem)
