@@ -120,30 +120,30 @@ BAD_FILES = [
     (
         "train:\n  num_train_epochs: 1",
         "a.yaml:2",
-        "unknown setting 'train.num_train_epochs'; did you mean train.epochs?",
+        "unknown setting 'train.num_train_epochs'; here it is train.epochs",
     ),
-    ("train:\n  gradient_accumulation_steps: 1", "a.yaml:2", "did you mean train.grad_accum?"),
+    ("train:\n  gradient_accumulation_steps: 1", "a.yaml:2", "here it is train.grad_accum"),
     (
         "train:\n  warmup_ratio: 0.1",
         "a.yaml:2",
-        "unknown setting 'train.warmup_ratio'; did you mean train.warmup_steps?",
+        "unknown setting 'train.warmup_ratio'; here it is train.warmup_steps",
     ),
     (
         "train:\n  max_seq_len: 1",
         "a.yaml:2",
-        "unknown setting 'train.max_seq_len'; did you mean model.max_seq_len?",
+        "unknown setting 'train.max_seq_len'; here it is model.max_seq_len",
     ),
     (
         "model:\n  lora: {r: 4}",
         "a.yaml:2",
-        "unknown setting 'model.lora'; did you mean tuning.lora?",
+        "unknown setting 'model.lora'; here it is tuning.lora",
     ),
     (
         "tuning:\n  lor: {r: 4}",
         "a.yaml:2",
         "unknown setting 'tuning.lor'; did you mean tuning.lora?",
     ),
-    ("batch_size: 4", "a.yaml:1", "unknown setting 'batch_size'; did you mean train.batch_size?"),
+    ("batch_size: 4", "a.yaml:1", "unknown setting 'batch_size'; here it is train.batch_size"),
     ("\ntrian:\n  batch_size: 4", "a.yaml:2", "unknown setting 'trian'; did you mean train?"),
     ("qqqq: 4", "a.yaml:1", "unknown setting 'qqqq'; `make config` lists every setting"),
     (
@@ -321,10 +321,10 @@ BAD_VARIABLES = [
     (
         "TRAIN_MAX_SEQ_LEN",
         "4",
-        "environment TRAIN_MAX_SEQ_LEN: no such setting; did you mean MODEL_MAX_SEQ_LEN?",
+        "environment TRAIN_MAX_SEQ_LEN: no such setting; here it is MODEL_MAX_SEQ_LEN",
     ),
-    ("TRAIN_PER_DEVICE_TRAIN_BATCH_SIZE", "4", "did you mean TRAIN_BATCH_SIZE?"),
-    ("TUNING_LORA_RANK", "4", "did you mean TUNING_LORA_R?"),
+    ("TRAIN_PER_DEVICE_TRAIN_BATCH_SIZE", "4", "here it is TRAIN_BATCH_SIZE"),
+    ("TUNING_LORA_RANK", "4", "here it is TUNING_LORA_R"),
     (
         "DATA_DIR",
         "/x",
@@ -355,8 +355,8 @@ BAD_OVERRIDES = [
         "train.max_steps=",
         "has no value; write --set train.max_steps=value, or --set train.max_steps=null",
     ),
-    ("batch_size=3", "unknown setting 'batch_size'; did you mean train.batch_size?"),
-    ("TRAIN_BATCH_SIZE=3", "unknown setting 'TRAIN_BATCH_SIZE'; did you mean train.batch_size?"),
+    ("batch_size=3", "unknown setting 'batch_size'; here it is train.batch_size"),
+    ("TRAIN_BATCH_SIZE=3", "is a variable of the shell; write --set train.batch_size=value"),
     (
         "train=3",
         "train is a section; write one of its settings, such as --set train.run_name=value",
@@ -417,7 +417,7 @@ def test_all_problems_come_at_once_one_a_line(folder: Path) -> None:
     assert message(
         "a.yaml", {"TRAIN_SEED": "-1", "TRAIN_X": "1"}, ["tuning.mode=x"]
     ).splitlines() == [
-        "a.yaml:2: unknown setting 'train.sed'; did you mean train.seed?",
+        "a.yaml:2: unknown setting 'train.sed'; did you mean train.seed? (a guess from the spelling)",
         "environment TRAIN_X: no such setting; unset TRAIN_X if it is another program's",
         "a.yaml:5: model.max_seq_len=0 is not valid; write a whole number of at least 1",
         "--set tuning.mode: tuning.mode=x is not valid; write lora, qlora or full",

@@ -13,8 +13,17 @@ from pathlib import Path
 import yaml
 from pydantic_core import PydanticUndefined
 
-from sft_play.config.messages import nearest, wanted, word
-from sft_play.config.schema import Config, Section, env_name, is_structured, kinds, settings
+from sft_play.config.messages import wanted, word
+from sft_play.config.schema import (
+    Config,
+    Section,
+    env_name,
+    is_structured,
+    kinds,
+    sections,
+    settings,
+)
+from sft_play.config.unknown import Suggestion, suggest
 from sft_play.config.yaml_source import (
     Located,
     YamlValue,
@@ -162,24 +171,17 @@ def _unknown_key(key: str, located: Located, prefix: str) -> str:
     if key.upper() in by_variable:
         return f"'{key}' is a variable of the shell; in a file write {by_variable[key.upper()]}"
     path = f"{prefix}{key}"
-    return f"unknown setting '{path}'{_did_you_mean(nearest(path, settings(), _sections()))}"
+    return _unknown_setting(path)
 
 
 def _settings_by_variable() -> dict[str, str]:
     return {env_name(path): path for path in settings()}
 
 
-def _sections() -> list[str]:
-    """Return the dotted name of every section, outer ones first."""
-    names: dict[str, None] = {}  # a set that keeps its order
-    for path in settings():
-        parts = path.split(".")
-        names.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
-    return list(names)
-
-
-def _did_you_mean(name: str | None) -> str:
-    return f"; did you mean {name}?" if name else "; `make config` lists every setting"
+def _unknown_setting(path: str) -> str:
+    suggestion = suggest(path, settings(), sections())
+    hint = suggestion.clause() if suggestion else "`make config` lists every setting"
+    return f"unknown setting '{path}'; {hint}"
 
 
 def from_environment(environ: Mapping[str, str], problems: list[str]) -> Layer:
@@ -199,13 +201,18 @@ def from_environment(environ: Mapping[str, str], problems: list[str]) -> Layer:
 
 
 def _variable_hint(name: str) -> str:
+    """Return what to do about a variable that sets nothing: `TRAIN_LR` -> TRAIN_LEARNING_RATE."""
+    path = name.lower().replace("_", ".", 1).replace("tuning.lora_", "tuning.lora.", 1)
+    suggestion = suggest(path, settings())
     near = difflib.get_close_matches(name, _settings_by_variable(), n=1, cutoff=0.85)
-    if not near:
-        path = nearest(name.lower().replace("_", ".", 1), settings())
-        near = [env_name(path)] if path else []
-    if near:
-        return f"did you mean {near[0]}? If it is another program's, unset {name}"
-    return f"unset {name} if it is another program's"
+    if near and (suggestion is None or suggestion.is_guess):
+        suggestion = Suggestion(near[0], is_guess=True)
+    if suggestion is None:
+        return f"unset {name} if it is another program's"
+    shown_name = None
+    if suggestion.name is not None:
+        shown_name = env_name(suggestion.name)
+    return f"{suggestion.clause(shown_name)}. If it is another program's, unset {name}"
 
 
 def from_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
@@ -225,11 +232,14 @@ def _override_problem(path: str, has_equals: bool) -> str:
     """Return what is wrong with a word of --set that sets nothing."""
     if not has_equals:
         return "has no value; write --set name=value, such as --set train.batch_size=4"
-    if path in _sections():
+    if path in sections():
         first = next(name for name in settings() if name.startswith(f"{path}."))
         return f"{path} is a section; write one of its settings, such as --set {first}=value"
+    by_variable = _settings_by_variable()
+    if path in by_variable:
+        return f"is a variable of the shell; write --set {by_variable[path]}=value"
     if path not in settings():
-        return f"unknown setting '{path}'{_did_you_mean(nearest(path, settings()))}"
+        return _unknown_setting(path)
     takes_null = type(None) in kinds(settings()[path].annotation)
     null = f", or --set {path}=null" if takes_null else ""
     return f"has no value; write --set {path}=value{null}"

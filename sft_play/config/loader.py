@@ -67,7 +67,7 @@ def load(
     `overrides` are words such as `train.batch_size=4`; `target` is what the make target itself
     sets (train-unsloth: the backend).
 
-    Raises: ConfigError that lists every problem with its origin and the nearest real name.
+    Raises: ConfigError that lists every problem with its origin and what to write instead.
     """
     source = _find(config_path) if config_path else DEFAULT
     problems: list[str] = []

@@ -1,6 +1,5 @@
-"""The wording of config errors: the value as typed, what to type, the nearest real name. Pure."""
+"""The wording of config errors: the value as typed, and what to type instead. Pure."""
 
-import difflib
 import math
 import types
 import typing
@@ -23,39 +22,6 @@ TYPE_WORDS = {
     bool: "true or false",
     str: "a text",
     type(None): "null",
-}
-# Names in transformers, TRL, PEFT and Unsloth: the setting here that does the same.
-FOREIGN = {
-    "per_device_train_batch_size": "train.batch_size",
-    "per_device_eval_batch_size": "train.eval_batch_size",
-    "micro_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.grad_accum",
-    "global_batch_size": "train.effective_batch_size",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "lr": "train.learning_rate",
-    "scheduler": "train.lr_scheduler_type",
-    "optimizer": "train.optim",
-    "warmup_ratio": "train.warmup_steps",
-    "gradient_clipping": "train.max_grad_norm",
-    "evaluation_strategy": "train.eval_strategy",
-    "num_beams": "train.generation_num_beams",
-    "max_new_tokens": "train.generation_max_new_tokens",
-    "resume_from_checkpoint": "train.resume_from",
-    "random_state": "train.seed",
-    "max_seq_length": "model.max_seq_len",
-    "max_length": "model.max_seq_len",
-    "model_name": "model.name",
-    "model_name_or_path": "model.name",
-    "torch_dtype": "model.dtype",
-    "load_in_4bit": "tuning.mode",
-    "rank": "tuning.lora.r",
-    "lora_r": "tuning.lora.r",
-    "lora_alpha": "tuning.lora.alpha",
-    "lora_dropout": "tuning.lora.dropout",
-    "dataset": "data.train_path",
-    "train_file": "data.train_path",
-    "validation_file": "data.val_path",
 }
 
 
@@ -169,27 +135,3 @@ def _bound_words(constraint: Any) -> Iterator[str]:
         bound = getattr(constraint, name, None)
         if bound is not None:
             yield f"{phrase} {bound}"
-
-
-def nearest(path: str, known: Iterable[str], sections: Iterable[str] = ()) -> str | None:
-    """Return the real name that a mistyped dotted name most likely means.
-
-    In order: the same last word in another section, another library's name for it, the closest
-    spelling of the whole name, the closest spelling of its last word.
-    """
-    names = [*known, *sections]
-    by_last_word: dict[str, str] = {}
-    for name in names:
-        by_last_word.setdefault(name.rpartition(".")[2], name)
-    for foreign, name in FOREIGN.items():
-        if name in names:
-            by_last_word.setdefault(foreign, name)
-    lowered = path.lower()
-    last_word = lowered.rpartition(".")[2]
-    if last_word in by_last_word:
-        return by_last_word[last_word]
-    if close := difflib.get_close_matches(lowered, names, n=1, cutoff=0.75):
-        return close[0]
-    if close := difflib.get_close_matches(last_word, by_last_word, n=1, cutoff=0.65):
-        return by_last_word[close[0]]
-    return None

@@ -27,6 +27,7 @@ __all__ = [
     "env_name",
     "is_structured",
     "kinds",
+    "sections",
     "settings",
 ]
 
@@ -50,6 +51,15 @@ def settings(section: type[Section] = Config, prefix: str = "") -> dict[str, Fie
         else:
             fields[path] = field
     return fields
+
+
+def sections() -> list[str]:
+    """Return the dotted name of every section, outer ones first."""
+    names: dict[str, None] = {}  # a set that keeps its order
+    for path in settings():
+        parts = path.split(".")
+        names.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
+    return list(names)
 
 
 def env_name(path: str) -> str:
