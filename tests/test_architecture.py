@@ -20,9 +20,20 @@ ALLOWED = {
     "runs": {"errors", "config"},
     "plan": {"errors", "config", "runs"},
     "data": {"errors", "config", "runs", "plan"},
+    "reporting": {"errors", "config", "runs", "plan", "data"},
     "models": {"errors", "process", "config", "plan", "data"},
     "evaluation": {"errors", "process", "config", "data", "models"},
-    "training": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
+    "training": {
+        "errors",
+        "process",
+        "config",
+        "runs",
+        "plan",
+        "data",
+        "reporting",
+        "models",
+        "evaluation",
+    },
     "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "monitor": {"errors", "config", "runs", "plan"},
     "commands": {
@@ -31,6 +42,7 @@ ALLOWED = {
         "runs",
         "plan",
         "data",
+        "reporting",
         "models",
         "inference",
         "monitor",
@@ -52,7 +64,7 @@ HEAVY = {
     "deepspeed",
     "unsloth",
 }
-LIGHT_ROOMS = ("errors", "config", "runs", "plan", "monitor", "commands", "cli")
+LIGHT_ROOMS = ("errors", "config", "runs", "plan", "reporting", "monitor", "commands", "cli")
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -10,15 +10,18 @@ from pathlib import Path
 import yaml
 
 from sft_play.commands.call import Call, load_config, plan_run
+from sft_play.commands.plan import given_variables, override_variables
 from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
+from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, env_name
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs import folder as run_folders
 from sft_play.runs import stamp
+from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
@@ -53,6 +56,7 @@ def train(
     command = launch.launch_command(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
     planned.write(folder)
+    AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
     folder.write_report(planned_report(folder))
     print(report.plan_line(planned))
     print(f"run {folder.path}")
@@ -73,6 +77,18 @@ def train(
 def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started."""
     return RunReport(run=folder.name, status="planned")
+
+
+def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
+    """Return the make command that starts the same run again, under a new name."""
+    given = given_variables(call)
+    overrides = override_variables(call)
+    for variables in (given, overrides):
+        variables.pop(env_name("train.run_name"), None)  # the name is taken now
+    if backend:  # that of a target such as train-unsloth, which may have a config of its own
+        given.setdefault("CONFIG", BACKENDS[backend].default_config)
+        given[env_name("tuning.backend")] = backend
+    return " ".join(next_command.start_command(plan, given, overrides))
 
 
 def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:

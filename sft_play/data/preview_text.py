@@ -3,12 +3,12 @@
 Loads no torch at import.
 """
 
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from sft_play.data.preview import PreviewSequence, TokenSpan, counts
+from sft_play.data.visible_text import make_visible
 
 MAX_TOKENS = 400  # of a document; the page shows them all
 MAX_DOCUMENTS = 4  # of a sequence
@@ -18,10 +18,6 @@ SPECIAL = "cyan"
 TRAINED_SPECIAL = "bold green reverse"
 FAINT = "dim"
 HEADING = "bold"
-SHOWN_WHITESPACE = " \n\t\u3000"
-# Join Persian and Indic letters, emoji, and the letters of flags
-JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
-HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
 
 
 class Fragment(NamedTuple):
@@ -54,19 +50,6 @@ def in_color(sequence: PreviewSequence) -> list[Fragment]:
 def in_marks(sequence: PreviewSequence) -> str:
     """Return a sequence as text without colours: trained tokens are between ⟦ and ⟧."""
     return "".join(fragment.text for fragment in _fragments(sequence, _mark_spans))
-
-
-def make_visible(text: str) -> str:
-    """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(character: str) -> str:
-    if character in SHOWN_WHITESPACE or character in JOINERS:
-        return character
-    if unicodedata.category(character) in HIDDEN_CATEGORIES:
-        return f"⟨U+{ord(character):04X}⟩"
-    return character
 
 
 def _fragments(

@@ -1,5 +1,6 @@
 """run.json: what became of a run, also while it runs. Loads no torch."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -31,6 +32,44 @@ class LoggedLoss:
 
     step: int
     loss: float
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """What a run logged at one step; None where that log did not say."""
+
+    step: int
+    loss: float | None = None  # the mean since the log before, in nats per labelled token
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None  # of all ranks, without evaluations and saves
+    eval_loss: float | None = None  # of the validation rows
+    eval_rougeL: float | None = None  # the trainer's name
+
+    @classmethod
+    def from_log(cls, entry: Mapping[str, Any]) -> "LoggedStep | None":
+        """Return an entry of the trainer's log history; None where it has none of these."""
+        names = [field.name for field in fields(cls)]
+        values = {name: entry[name] for name in names if name in entry}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        return cls(**finite) if len(finite) > 1 else None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check that a run made, and what it found."""
+
+    name: str
+    passed: bool
+    found: str | None = None  # what the check says beyond its name
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """Lengths of samples in tokens: counts[i] samples have edges[i] <= length < edges[i + 1]."""
+
+    edges: list[int]
+    counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -89,7 +128,10 @@ class RunReport:
     memory: PhasePeaks | None = None
     metrics: dict[str, dict[str, float]] | None = None  # by before and after
     loss: list[LoggedLoss] | None = None
+    history: list[LoggedStep] | None = None
+    checks: list[Check] | None = None  # in the order in which they were made
     data: dict[str, Any] | None = None  # the ledger of each split
+    lengths: dict[str, LengthHistogram] | None = None  # of each split
     padding: dict[str, int] | None = None  # tokens of an epoch
     fast_path: dict[str, dict[str, Any]] | None = None  # fused kernels that are on, and off
     probe: dict[str, Any] | None = None  # None without train.probe
@@ -113,6 +155,15 @@ class RunReport:
             typed["memory"] = _known(PhasePeaks, values["memory"])
         if "loss" in values:
             typed["loss"] = [_known(LoggedLoss, entry) for entry in values["loss"]]
+        if "history" in values:
+            typed["history"] = [_known(LoggedStep, entry) for entry in values["history"]]
+        if "checks" in values:
+            typed["checks"] = [_known(Check, entry) for entry in values["checks"]]
+        if "lengths" in values:
+            typed["lengths"] = {
+                split: _known(LengthHistogram, lengths)
+                for split, lengths in values["lengths"].items()
+            }
         if "out_of_memory" in values:
             typed["out_of_memory"] = OutOfMemoryReport.from_json(values["out_of_memory"])
         return _known(cls, typed)

@@ -84,6 +84,7 @@ class Throughput(TrainerCallback):
         self._started_at = 0.0  # in seconds of `clock`, as the two below
         self._first_step: _Mark | None = None
         self._last_step: _Mark | None = None
+        self._last_log: _Mark | None = None
 
     def clock(self) -> float:
         """Return the time in seconds without that of evaluations and saves."""
@@ -99,6 +100,20 @@ class Throughput(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_step = self._mark()
+
+    def tokens_per_second_since_log(self) -> float | None:
+        """Return real tokens per second over all ranks since this was last called.
+
+        None for the first step, which compiles and allocates. Every rank must call it, once it has
+        the loss of its last step: then the GPU has nothing left to do.
+        """
+        now = _Mark(self.clock(), self.tokens)
+        before = self._last_log or self._first_step
+        self._last_log = now
+        tokens = self.process.sum(0 if before is None else now.tokens - before.tokens)
+        if before is None or tokens <= 0 or now.seconds <= before.seconds:
+            return None
+        return tokens / (now.seconds - before.seconds)
 
     def _mark(self) -> _Mark:
         if self.process.device.type == "cuda":

@@ -1,19 +1,27 @@
 """Keep run.json up to date from the start of a run, also when it fails."""
 
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from sft_play.errors import ExitClass, SftPlayError
+from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import OutOfMemoryReport, PeakBytes, PhasePeaks, RunReport
+from sft_play.runs.report import (
+    Check,
+    LoggedStep,
+    OutOfMemoryReport,
+    PeakBytes,
+    PhasePeaks,
+    RunReport,
+)
 from sft_play.training.classify import classify
 from sft_play.training.failure_broadcast import FailureBroadcast
 
@@ -43,6 +51,7 @@ class RunRecorder:
         self.exit_class = ExitClass.UNEXPECTED
         self.broadcast: FailureBroadcast | None = None
         self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
+        self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
         self._started = time.perf_counter()
@@ -94,6 +103,19 @@ class RunRecorder:
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         self.note(seconds={**self.report.seconds, **rounded})
 
+    @contextlib.contextmanager
+    def check(self, name: str, found: str | None = None) -> Iterator[None]:
+        """Record a check that the code inside makes: it passes unless that raises an error."""
+        try:
+            yield
+        except Exception as error:
+            self._note_check(Check(name, passed=False, found=first_line(error)))
+            raise
+        self._note_check(Check(name, passed=True, found=found))
+
+    def _note_check(self, check: Check) -> None:
+        self.note(checks=[*(self.report.checks or []), check])
+
     def finish(
         self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
     ) -> None:
@@ -101,6 +123,9 @@ class RunRecorder:
         self.exit_class = exit_class
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
+        if self.log_history is not None:
+            logged = map(LoggedStep.from_log, self.log_history())
+            self.note(history=[step for step in logged if step is not None])
         self.write(force)
 
     def write(self, force: bool = False) -> None:

@@ -211,6 +211,10 @@ class SftTrainer(Trainer):
                     f"try TRAIN_LEARNING_RATE={self.args.learning_rate / 10:g}, "
                     "or TRAIN_RESUME_FROM an earlier checkpoint"
                 )
+        if "loss" in logs:
+            speed = self.throughput.tokens_per_second_since_log()
+            if speed is not None:
+                logs["tokens_per_second"] = speed
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:

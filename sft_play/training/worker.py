@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from sft_play.data.assemble import RunData, assemble
 from sft_play.data.data_facts import DataFacts
+from sft_play.data.histogram import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.models.fast.install import fused_kernels_of
@@ -69,12 +70,14 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     arguments = training_arguments(planned, folder)
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
-    check_vocabulary(config, tokenizer, data.used_tokens())
+    with recorder.check("the base model knows every token of the rows"):
+        check_vocabulary(config, tokenizer, data.used_tokens())
     model = load_weights(context, recorder)
     clock.lap("load")
 
     trainer = build_trainer(context, arguments, tokenizer, data, model, run_stamp)
     explainer.trainer = trainer
+    recorder.log_history = lambda: trainer.state.log_history
     evaluator = build_evaluator(context, data.test, tokenizer)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
     # first: the clock of the throughput must start after the scores
@@ -88,7 +91,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     clock.lap("training")
     if not stop.stopped:
         held_out.score("after")
-    weights = save_weights(context, trainer, is_complete=not stop.stopped)
+    weights = save_weights(context, trainer, recorder, is_complete=not stop.stopped)
     clock.lap("save")
     finish(recorder, trainer, stop)
     if process.is_main:
@@ -100,7 +103,14 @@ def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
     """Return the tokenized rows that the front end prepared, and record their ledger."""
     facts = DataFacts.from_json(context.folder.read_data())
     data = assemble(context.config, facts.sources)
-    recorder.update(data=data.ledger.splits_as_json(), padding=vars(facts.padding))
+    recorder.update(
+        data=data.ledger.splits_as_json(),
+        padding=vars(facts.padding),
+        lengths={
+            "train": length_histogram(data.train.lengths),
+            "test": length_histogram(data.test.lengths),
+        },
+    )
     if context.process.is_main:
         log_data(data)
     return data
@@ -124,17 +134,20 @@ def before_first_step(
     recorder: RunRecorder,
 ) -> None:
     """Check the wrapped model, probe the planned step, and score the test rows."""
-    check_engine(trainer.model_wrapped, context.plan.ranks.strategy)
+    strategy = context.plan.ranks.strategy
+    with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):
+        check_engine(trainer.model_wrapped, strategy)
     context.memory.watch_optimizer(trainer.optimizer)
     if context.config.train.probe:  # first: it may choose another batch
         apply_probe(Probe(context, trainer), [trainer.evaluator, held_out.evaluator], recorder)
     if context.plan.packing:
-        check_cross_document(
-            trainer.model_wrapped,
-            trainer.data_collator,
-            trainer.model.get_input_embeddings().num_embeddings,
-            context.process.device,
-        )
+        with recorder.check("packed documents do not see each other"):
+            check_cross_document(
+                trainer.model_wrapped,
+                trainer.data_collator,
+                trainer.model.get_input_embeddings().num_embeddings,
+                context.process.device,
+            )
     held_out.score("before")
 
 
@@ -145,7 +158,9 @@ def tensorboard(context: RunContext) -> list[TrainerCallback]:
     return [TensorBoardCallback(SummaryWriter(log_dir=str(context.folder.tensorboard)))]
 
 
-def save_weights(context: RunContext, trainer: SftTrainer, is_complete: bool) -> Path:
+def save_weights(
+    context: RunContext, trainer: SftTrainer, recorder: RunRecorder, is_complete: bool
+) -> Path:
     """Save adapter/ or model/, read it back, stamp it, and return the folder.
 
     Raises: CheckpointError, DivergedError.
@@ -156,12 +171,20 @@ def save_weights(context: RunContext, trainer: SftTrainer, is_complete: bool) ->
     with context.memory.phase("save"):
         trainer.save_model(str(weights))  # a collective under ZeRO-3; one rank writes
     if context.process.is_main:
-        if mode == "full":
-            check_saved_model(weights, trainer.model, zero_stage)
-        else:
-            check_saved_adapter(weights, trainer.model, zero_stage, is_complete)
+        with recorder.check(*saved_weights_check(zero_stage)):
+            if mode == "full":
+                check_saved_model(weights, trainer.model, zero_stage)
+            else:
+                check_saved_adapter(weights, trainer.model, zero_stage, is_complete)
         stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
     return weights
+
+
+def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:
+    """Return the name of the check of the saved weights, and what it leaves out."""
+    if zero_stage == 3:
+        return "the saved weights are finite", "ZeRO-3: not compared with those in memory"
+    return "the saved weights are finite and equal those in memory", None
 
 
 def finish(recorder: RunRecorder, trainer: SftTrainer, stop: StopOnSignal) -> None:
