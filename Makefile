@@ -1,7 +1,16 @@
 # `make help` lists the targets; CONTRIBUTING.md describes the code.
 # Variables reach Python through the environment. No recipe names one, so no shell parses a user's
 # value. A value on the command line is taken literally: $(shell ...) inside it is text.
-$(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(v)))),$(eval override $(v) := $$(value $(v)))$(eval export $(v))))
+override GIVEN := $(strip $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(v)))),$(v))))
+$(foreach v,$(GIVEN),$(eval override $(v) := $$(value $(v)))$(eval export $(v)))
+# sft_play.config.targets refuses what no target of this call reads; it gets names only.
+export override SFT_PLAY_VARIABLES := $(GIVEN)
+export override SFT_PLAY_TARGETS := $(MAKECMDGOALS)
+ifeq ($(filter-out help clean,$(MAKECMDGOALS)),)
+ifneq ($(filter-out PY PYTHON,$(GIVEN)),)
+$(error make $(or $(MAKECMDGOALS),help) reads no variable, such as $(filter-out PY PYTHON,$(GIVEN)); name a target that does, such as make train)
+endif
+endif
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -14,6 +23,8 @@ PY ?= .venv/bin/python
 export PYTHON
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 SFT := $(PY) -m sft_play
+# Where the recipe itself does not start sft_play
+CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
@@ -24,12 +35,14 @@ SFT := $(PY) -m sft_play
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
 	@printf '\nVariables: CONFIG RUN NUM_GPUS DEEPSPEED_CONFIG TB_PORT DEVICE=cpu|cuda NNODES '
-	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT,\nand every setting as SECTION_KEY: '
+	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT PROMPT,\nand every setting as SECTION_KEY: '
 	@printf 'make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
 
 ## Setup
 install: $(ENV) ## make .venv with the pinned packages (the other targets do it when needed)
+	@$(CHECK)
 install-unsloth: $(ENV) ## add the Unsloth backend to .venv, on a GPU host
+	@$(CHECK)
 	$(PY) -m pip install -q -r requirements-unsloth.txt
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
@@ -90,22 +103,30 @@ merge: $(ENV) ## merge RUN's adapter into its base model
 
 ## Work on SFT-Play
 embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes with a GPU, a day without)
+	@$(CHECK)
 	$(PY) -m tools.embedded
 bench: $(ENV) ## measure speed of ARMS on WORKS, on a GPU (Unsloth: make install-unsloth first)
+	@$(CHECK)
 	$(PY) -m pip install -q -r requirements-bench.txt
 	$(PY) -m benchmarks.speed
 bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
+	@$(CHECK)
 	$(PY) -m pip install -q -r requirements-bench.txt
 	$(PY) benchmarks/preparation.py
 bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
+	@$(CHECK)
 	$(PY) -m benchmarks.planner --docs docs
 test: $(ENV) ## run all tests that need no GPU
+	@$(CHECK)
 	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu"
 test-fast: $(ENV) ## run the fast tests
+	@$(CHECK)
 	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
 test-gpu: $(ENV) ## run the tests that need a GPU
+	@$(CHECK)
 	@$(PY) -m pytest -m gpu
 lint: $(ENV) ## check rules and format with ruff
+	@$(CHECK)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 clean: ## remove caches; keep runs and .venv
 	rm -rf .pytest_cache .ruff_cache

@@ -15,7 +15,7 @@ from sft_play.commands import plan as planning
 from sft_play.commands import preview as previews
 from sft_play.commands import setup, use
 from sft_play.commands import train as training
-from sft_play.config import loader
+from sft_play.config import loader, targets
 from sft_play.errors import ExitClass, SftPlayError
 
 app = typer.Typer(
@@ -60,6 +60,22 @@ def _call(
 
 def _echo_lines(lines: Iterable[str]) -> None:
     typer.echo("\n".join(lines))
+
+
+@app.callback()
+def before(context: typer.Context) -> None:
+    environ = loader.environment()
+    targets.refuse_unread(environ)
+    command = context.invoked_subcommand or ""
+    unread = targets.unread_settings(command, environ)
+    if unread:
+        names = ", ".join(unread)
+        typer.echo(f"warning: {command} does not read {names} of the environment", err=True)
+
+
+@app.command("check-variables")
+def check_variables() -> None:
+    """Check the variables of a make call, as every other command does too."""
 
 
 @app.command()

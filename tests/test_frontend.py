@@ -27,6 +27,7 @@ OURS = (
     "NODE_RANK",
     "MASTER_",
     "DEEPSPEED",
+    "SFT_PLAY_",
 )
 
 
@@ -290,6 +291,26 @@ def test_commands_that_need_a_run_say_so_where_there_is_none(tmp_path: Path) -> 
 # The Makefile
 
 
+@pytest.mark.parametrize("target", ["eval", "lint"])  # with and without a recipe that is ours
+def test_a_variable_that_no_target_reads_stops_make(target: str) -> None:
+    done = make(target, "LR=1e-4")
+    assert done.returncode == 2
+    assert f"LR: make {target} " in done.stderr
+    assert "exit class 10 (config)" in done.stderr
+
+
+def test_targets_that_read_nothing_need_no_python_to_say_so() -> None:
+    done = make("clean", "LR=1e-4", "PY=/no/such/python")
+    assert done.returncode == 2
+    assert "make clean reads no variable, such as LR; name a target that does" in done.stderr
+
+
+def test_settings_in_the_shell_that_a_target_does_not_read_are_a_warning(tmp_path: Path) -> None:
+    listed = make("runs", TRAIN_EPOCHS="3", LR="1", TRAIN_OUTPUT_DIR=str(tmp_path))
+    assert listed.returncode == 0
+    assert listed.stderr == "warning: runs does not read TRAIN_EPOCHS of the environment\n"
+
+
 def rules() -> dict[str, str]:
     """Every target with its help text."""
     found = re.findall(r"^([a-z][a-z-]*):[^=\n]*?(?:## (.*))?$", MAKEFILE, re.MULTILINE)
@@ -341,4 +362,4 @@ def test_every_target_can_be_made_and_names_commands_that_exist() -> None:
 def test_a_recipe_never_names_a_value_of_the_user() -> None:
     recipes = [line for line in MAKEFILE.splitlines() if line.startswith("\t")]
     named = {name for line in recipes for name in re.findall(r"(?<!\$)\$[({](\w+)", line)}
-    assert named <= {"PY", "SFT"}
+    assert named <= {"PY", "SFT", "CHECK"}

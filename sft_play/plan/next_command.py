@@ -9,6 +9,7 @@ from pathlib import Path
 from sft_play.config.layers import displayed
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config, env_name
+from sft_play.config.targets import READS
 from sft_play.errors import OutOfMemory
 from sft_play.plan import batch
 from sft_play.plan.batch import BatchRequest
@@ -45,12 +46,13 @@ def start_command(
 
     `given` are the variables of this call, and `overrides` those of --set, which win.
     """
-    variables = dict(given)
+    target = TARGETS[plan.ranks.strategy]
+    variables = {name: value for name, value in given.items() if name in READS[target]}
     if plan.deepspeed:
         variables["DEEPSPEED_CONFIG"] = os.path.relpath(plan.deepspeed.source)
     if plan.ranks.strategy != "single":
         variables["NUM_GPUS"] = str(plan.ranks.per_node)
-    return make_command(TARGETS[plan.ranks.strategy], {**variables, **overrides})
+    return make_command(target, {**variables, **overrides})
 
 
 def does_not_fit(plan: RunPlan) -> OutOfMemory:

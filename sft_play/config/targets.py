@@ -1,0 +1,220 @@
+"""The make variables that each target reads, and what an unknown one most likely means. Pure.
+
+A new target is one line of READS, and a new variable of a target is a word in its line.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from sft_play.config.layers import PREFIXES
+from sft_play.config.messages import refuse
+from sft_play.config.schema import env_name, settings
+from sft_play.config.unknown import Suggestion, suggest
+
+# Names, not values, that the Makefile exports: a value could be a secret
+GIVEN = "SFT_PLAY_VARIABLES"  # variables on make's command line
+GOALS = "SFT_PLAY_TARGETS"  # targets of the same call
+
+SETTINGS = frozenset(map(env_name, settings()))
+MACHINE = frozenset({"DEVICE", "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"})
+RUN = SETTINGS | MACHINE | {"CONFIG", "RUN"}
+# What looks at a run before it is started takes the words that will start it
+LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
+ANSWERS = frozenset(
+    {
+        "RUN",
+        "DEVICE",
+        "TRAIN_OUTPUT_DIR",
+        "TRAIN_GENERATION_MAX_NEW_TOKENS",
+        "TRAIN_GENERATION_NUM_BEAMS",
+    }
+)
+SCORES = ANSWERS | {
+    "DATA_TEST_PATH",
+    "DATA_COLUMNS",
+    "TRAIN_EVAL_BATCH_SIZE",
+    "TRAIN_GENERATION_MAX_ROWS",
+    "TRAIN_PREDICT_WITH_GENERATE",
+}
+OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
+NOTHING: frozenset[str] = frozenset()
+
+READS: dict[str, frozenset[str]] = {
+    "train": RUN,
+    "train-tb": RUN | {"TB_PORT"},
+    "train-bnb": RUN,
+    "train-bnb-tb": RUN | {"TB_PORT"},
+    "train-unsloth": RUN,
+    "train-unsloth-tb": RUN | {"TB_PORT"},
+    "train-distributed": RUN,
+    "train-distributed-tb": RUN | {"TB_PORT"},
+    "train-deepspeed": RUN | {"DEEPSPEED_CONFIG"},
+    "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
+    "sweep": RUN | {"OVER"},
+    "config": LOOK,
+    "plan": LOOK | {"EXACT"},
+    "data-check": LOOK,
+    "preview": LOOK,
+    "install": NOTHING,
+    "install-unsloth": NOTHING,
+    "setup-accelerate": RUN | {"GPUS"},
+    "gpu-info": NOTHING,
+    "memory-check": OUTPUTS,
+    "doctor": OUTPUTS,
+    "init": MACHINE | {"MODEL_NAME", "DATA_TRAIN_PATH", "OUT"},
+    "tensorboard": OUTPUTS | {"TB_PORT"},
+    "tb-stop": OUTPUTS,
+    "runs": OUTPUTS,
+    "compare": OUTPUTS | {"RUNS"},
+    "eval": SCORES,
+    "infer": ANSWERS | {"PROMPT", "DATA_SYSTEM_PROMPT"},
+    "chat": ANSWERS | {"DATA_SYSTEM_PROMPT"},
+    "merge": OUTPUTS | {"RUN"},
+    "embedded": NOTHING,
+    "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
+    "bench-data": NOTHING,
+    "bench-plan": frozenset({"WORKS", "SECONDS"}),
+    "test": NOTHING,
+    "test-fast": NOTHING,
+    "test-gpu": NOTHING,
+    "lint": NOTHING,
+}
+OURS = SETTINGS.union(*READS.values())
+
+# Variables of make, of the shell and of the libraries below; they reach every process unchanged
+OF_OTHERS = {
+    *("CC", "CXX", "COLUMNS", "CURDIR", "HOME", "LANG", "LINES", "PATH", "PY", "PYTHON", "SHELL"),
+    *("TERM", "TMPDIR", "USER", "VENV", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "NO_COLOR"),
+    *("http_proxy", "https_proxy", "no_proxy", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MFLAGS"),
+}
+PREFIXES_OF_OTHERS = (
+    *("ACCELERATE_", "BNB_", "CUBLAS_", "CUDA_", "CUDNN_", "DEEPSPEED_", "DS_", "FORCE_COLOR"),
+    *("GIT_", "GLOO_", "GOMP_", "HF_", "HUGGING", "KMP_", "LC_", "LD_", "LIGER_", "MAKE", "MALLOC"),
+    *("MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PEFT_", "PIP_", "PYTEST_", "PYTHON"),
+    *("PYTORCH_", "REQUESTS_", "SLURM_", "SSL_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TQDM_"),
+    *("TRANSFORMERS_", "TRITON_", "UNSLOTH_", "UV_", "WANDB_", "XDG_"),
+)
+
+# Short words, and those for the variables that are no settings; `foreign_keys` has the others
+SYNONYMS = {
+    "BATCH": "TRAIN_BATCH_SIZE",
+    "BS": "TRAIN_BATCH_SIZE",
+    "CFG": "CONFIG",
+    "CHECKPOINT": "TRAIN_RESUME_FROM",
+    "CONFIG_FILE": "CONFIG",
+    "DATA": "DATA_TRAIN_PATH",
+    "EPOCH": "TRAIN_EPOCHS",
+    "EXPERIMENT": "RUN",
+    "EXPERIMENT_NAME": "RUN",
+    "GPU": "NUM_GPUS",
+    "GPUS": "NUM_GPUS",
+    "INPUT": "PROMPT",
+    "MAX_LEN": "MODEL_MAX_SEQ_LEN",
+    "MAX_TOKENS": "TRAIN_GENERATION_MAX_NEW_TOKENS",
+    "MODEL": "MODEL_NAME",
+    "NAME": "RUN",
+    "NGPU": "NUM_GPUS",
+    "NGPUS": "NUM_GPUS",
+    "NODES": "NNODES",
+    "NPROC": "NUM_GPUS",
+    "NPROC_PER_NODE": "NUM_GPUS",
+    "NUM_MACHINES": "NNODES",
+    "NUM_NODES": "NNODES",
+    "NUM_PROCESSES": "NUM_GPUS",
+    "N_GPUS": "NUM_GPUS",
+    "OUT": "TRAIN_OUTPUT_DIR",
+    "OUTPUT": "TRAIN_OUTPUT_DIR",
+    "PORT": "TB_PORT",
+    "QUESTION": "PROMPT",
+    "RECIPE": "CONFIG",
+    "RESUME": "TRAIN_RESUME_FROM",
+    "RUNS": "RUN",
+    "RUN_ID": "RUN",
+    "RUN_NAME": "RUN",
+    "STEPS": "TRAIN_MAX_STEPS",
+    "SYSTEM": "DATA_SYSTEM_PROMPT",
+    "YAML": "CONFIG",
+}
+
+
+def refuse_unread(environ: Mapping[str, str]) -> None:
+    """Refuse variables on make's command line that none of its targets reads.
+
+    Raises: ConfigError that says what each most likely means, or which targets read it.
+    """
+    names = environ.get(GIVEN, "").split()
+    goals = environ.get(GOALS, "").split()
+    problems = (problem_with(name, goals) for name in sorted(names) if not is_of_others(name))
+    refuse([problem for problem in problems if problem])
+
+
+def problem_with(name: str, goals: list[str]) -> str | None:
+    """Return what is wrong with a variable on the command line of these targets, None if nothing.
+
+    A target that READS does not list may read any variable of ours.
+    """
+    targets = f"make {' '.join(goals)}"
+    read = frozenset().union(*(READS.get(goal, OURS) for goal in goals))
+    if name in read:
+        return None
+    if not read:
+        return f"{name}: {targets} reads no variable; leave it out"
+    if name not in OURS:
+        return f"{name}: {targets} has no such variable; {what_to_write(name)}"
+    readers = [target for target, names in READS.items() if name in names]
+    sentence = f"{name}: {targets} does not read it, but {in_short(readers)}"
+    meant = SYNONYMS.get(name)
+    if meant in read:
+        return f"{sentence}; did you mean {meant}?"
+    return f"{sentence}; leave it out"
+
+
+def unread_settings(target: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the settings in the environment that a target does not read.
+
+    `target` may be a command of `python -m sft_play`, which has the name of its target.
+    """
+    read = READS.get(target, SETTINGS)
+    given = environ.get(GIVEN, "").split()
+    unread = SETTINGS - read - set(given)
+    return sorted(name for name in unread if environ.get(name, "").strip())
+
+
+def is_of_others(name: str) -> bool:
+    """Return whether a variable is make's, the shell's or a library's, and none of ours."""
+    if name in OURS or name.startswith(PREFIXES):
+        return False
+    return name in OF_OTHERS or name.startswith(PREFIXES_OF_OTHERS)
+
+
+def what_to_write(name: str) -> str:
+    """Return a clause that says what to write in place of an unknown variable.
+
+    In order: the same name in other case, a common word for it, the name of a setting without its
+    section or in another program, the closest spelling.
+    """
+    upper = name.upper().replace("-", "_").replace(".", "_")
+    same = upper if upper in OURS else SYNONYMS.get(upper)
+    if same:
+        return Suggestion(same).clause()
+    lowered = upper.lower()
+    with_section = lowered.replace("_", ".", 1).replace("tuning.lora_", "tuning.lora.", 1)
+    for path in (lowered, with_section):
+        suggestion = suggest(path, settings())
+        if suggestion is not None and not suggestion.is_guess:
+            return suggestion.clause(suggestion.name and env_name(suggestion.name))
+    close = difflib.get_close_matches(upper, OURS, n=1, cutoff=0.8)
+    if close:
+        return Suggestion(close[0], is_guess=True).clause()
+    return "make help and make config list what there is"
+
+
+def in_short(targets: Iterable[str]) -> str:
+    """Return `make train and plan do`, without `train-tb` and the like where all that train do."""
+    names = list(targets)
+    if "train" in names:
+        names = [name for name in names if not name.startswith("train-")]
+    *others, last = names
+    if not others:
+        return f"make {last} does"
+    return f"make {', '.join(others)} and {last} do"
