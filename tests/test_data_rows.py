@@ -132,7 +132,7 @@ def test_the_keys_of_a_record_say_what_it_is(
 
 
 def test_every_row_format_of_conversations_has_an_example() -> None:
-    assert {shape for shape, _, _ in SHAPED} == ROW_FORMATS.keys() - {"text"}
+    assert {shape for shape, _, _ in SHAPED} == ROW_FORMATS.keys() - {"text", "segments"}
 
 
 def test_plain_text_is_taken_as_it_stands_and_gets_no_system_prompt(tmp_path: Path) -> None:
@@ -349,7 +349,10 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
      "messages[0], the last turn, is the user's; a row ends with an answer of the assistant"),
     (CHAT, turns("system"), "messages[0], the last turn, is the system's; a row ends"),
     (CHAT, turns("assistant", "user"),
-     "messages[0] is the assistant's; "
+     "messages[1], the last turn, is the user's; a row ends with an answer of the assistant"),
+    (CHAT, turns("assistant"), "messages[0] answers nothing: no turn is the user's"),
+    (CHAT, turns("tool", "user", "assistant"),
+     "messages[0] is the tool's; "
      "a conversation begins with the user, or with a system message"),
     (CHAT, turns("user", "assistant", "user"),
      "messages[2], the last turn, is the user's; a row ends with an answer"),
@@ -378,7 +381,7 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
      "conversations[1].value calls no function"),
     (SAID, said(("human", "q"), ("gpt", " ")), "conversations[1].value is empty"),
     (SAID, said(("gpt", "a"), ("human", "q")),
-     "conversations[0] is the assistant's; a conversation begins with the user"),
+     "conversations[1], the last turn, is the user's; a row ends with an answer"),
 ]  # fmt: skip
 
 

@@ -292,6 +292,7 @@ def _split_ledger(selection: Selection) -> SplitLedger:
         lost_fraction=round(tally.lost_fraction, 6),
         dropped=selection.all_dropped,
         shortened=dict(tally.shortened),
+        untrained=dict(tally.untrained),
         lengths=LengthPercentiles.of(lengths),
         duplicates=splits.count_duplicates(records),
         sources=tuple(sources),

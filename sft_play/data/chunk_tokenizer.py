@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk
+from sft_play.data.greetings import GreetingPolicy
 from sft_play.data.ledger import Tally
 from sft_play.data.length import fit_sample
 from sft_play.data.render import RenderedSample, Renderer, RenderError
@@ -93,6 +94,7 @@ class ChunkTokenizer:
     def __init__(self, policy: TokenizePolicy, tokenizer: Any):
         self.policy = policy
         self.renderer = Renderer(tokenizer, policy.train_on)
+        self.greetings = GreetingPolicy(tokenizer)
         self.bos_id = tokenizer.bos_token_id
         self.system_prompt = SystemPrompt(policy.system_prompt, policy.replaces_system)
 
@@ -107,19 +109,28 @@ class ChunkTokenizer:
                 progress.drop(row, "bad_row")
             else:
                 numbers.append(number)
-                rows.append(row)
+                rows.append(self._fit_greeting(row, progress.tally))
         for number, row, rendered in zip(numbers, rows, self.renderer.render(rows), strict=True):
             if isinstance(rendered, RenderError):
                 reason = str(rendered).removeprefix(f"{row.origin}: ")
                 text = json.dumps(asdict(row), ensure_ascii=False)
                 progress.drop(BadRow(row.origin, reason, text), "unproven")
                 continue
-            tokens = max(len(sample.ids) for sample in rendered)
+            progress.tally.untrained.update(_excluded_answers(row))
+            tokens = max((len(sample.ids) for sample in rendered), default=0)
             if tokens > self.policy.max_seq_len:
                 progress.long_rows.append(LongRow(task.file, number, tokens))
             identity = RowIdentity(task.file, number, *hash_row(row))
             progress.samples.extend(self._fit(rendered, identity, progress.tally))
         return _finish(progress, task)
+
+    def _fit_greeting(self, row: Row, tally: Tally) -> Row:
+        """Return the row as the template takes it, and count a first turn of the assistant."""
+        if not row.begins_with_answer:
+            return row
+        fitted = self.greetings.fit(row)
+        tally.untrained["greeting" if fitted is row else "greeting_left_out"] += 1
+        return fitted
 
     def _fit(
         self, rendered: Sequence[RenderedSample], identity: RowIdentity, tally: Tally
@@ -139,6 +150,8 @@ class ChunkTokenizer:
         if kept:
             tally.rows_used += 1
             tally.shortened.update(set(reasons))
+        elif not rendered:
+            tally.dropped["all_excluded"] += 1
         else:
             tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
 
@@ -148,11 +161,20 @@ def hash_row(row: Row) -> RowHashes:
     if row.text is not None:
         exact = row.text
         content = row.text
+    elif row.segments:
+        content = "".join(segment.text for segment in row.segments)
+        exact = content
     else:
         exact = repr([_message_fields(message) for message in row.messages])
         content = "\n".join(message.content for message in row.messages if message.role != "system")
     words = " ".join(re.findall(r"\w+", content.casefold()))
     return RowHashes(_hash(exact), _hash(words or content))  # a text may have no words
+
+
+def _excluded_answers(row: Row) -> dict[str, int]:
+    """Return how many answers a flag excludes from loss."""
+    excluded = sum(not message.is_trained for message in row.messages) - row.begins_with_answer
+    return {"excluded": excluded} if excluded > 0 else {}
 
 
 def _message_fields(message: Message) -> tuple[Any, ...]:

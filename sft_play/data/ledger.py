@@ -15,6 +15,7 @@ import numpy as np
 from sft_play.data.rows import Json
 
 PERCENTILES = (50, 90, 99)
+COUNTERS = ("dropped", "shortened", "untrained")  # of a tally
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Tally:
     lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
     shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
+    untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another chunk or source."""
@@ -40,6 +42,7 @@ class Tally:
         self.lost_trained_tokens += other.lost_trained_tokens
         self.dropped.update(other.dropped)
         self.shortened.update(other.shortened)
+        self.untrained.update(other.untrained)
 
     def check(self) -> None:
         """Assert the identity of rows."""
@@ -54,12 +57,13 @@ class Tally:
 
     def as_json(self) -> Json:
         """Return the counts as plain data."""
-        return {**vars(self), "dropped": dict(self.dropped), "shortened": dict(self.shortened)}
+        counters = {name: dict(getattr(self, name)) for name in COUNTERS}
+        return {**vars(self), **counters}
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
         """Return the counts that `as_json` gave."""
-        counters = {name: Counter(facts[name]) for name in ("dropped", "shortened")}
+        counters = {name: Counter(facts[name]) for name in COUNTERS}
         return cls(**{**facts, **counters})
 
 
@@ -126,6 +130,7 @@ class SplitLedger:
     lost_fraction: float  # rounded
     dropped: dict[str, int]  # rows by reason
     shortened: dict[str, int]
+    untrained: dict[str, int]  # answers without loss, by reason
     lengths: LengthPercentiles
     duplicates: EqualRows  # rows that repeat an earlier one
     sources: tuple[SourceLedger, ...]  # () for held-out rows

@@ -13,10 +13,16 @@ DROPPED = {
     "unproven": "its answer's tokens were not found",
     "too_long": "over model.max_seq_len",
     "nothing_to_train": "no token carries loss",
+    "all_excluded": "a flag excludes every answer",
     "held_out": "kept to be evaluated on",
     "evaluated_on": "evaluated on, so not trained",
 }
 SHORTENED = {"truncated": "cut on the left", "split": "several samples each"}
+UNTRAINED = {
+    "excluded": "by weight 0, train false or mask true",
+    "greeting": "before the first question",
+    "greeting_left_out": "as the chat template refuses it",
+}
 EXACT = "to the letter"
 NORMALIZED = "in the same words"
 
@@ -51,6 +57,7 @@ def split_table(ledger: Ledger) -> Table:
         line("tokens", lambda split: split.tokens),
         line("trained tokens", lambda split: split.trained_tokens),
         line("share of tokens that is trained", _trained_share),
+        *line.for_reasons(lambda split: split.untrained, "answers without loss,", UNTRAINED),
         line("trained tokens lost to data.too_long", lambda split: float(split.lost_fraction)),
         line("tokens of a sample, p50", lambda split: split.lengths.p50),
         line("tokens of a sample, p90", lambda split: split.lengths.p90),

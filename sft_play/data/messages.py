@@ -6,10 +6,12 @@ tokenizer takes them (half a surrogate pair). All others are taken unchanged.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sft_play.data.json_parsing import InvalidJsonError, parse_json
-from sft_play.data.rows import Json, Message
+from sft_play.data.loss_flags import FLAG_KEYS, is_excluded
+from sft_play.data.rows import InvalidRowError, Json, Message, Segment, shorten
 
 ROLES = {  # role in a file: ours
     "system": "system",
@@ -30,17 +32,13 @@ SPEAKERS = {  # ShareGPT's `from`: our role
     "function_response": "tool",
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+FIRST_ROLES = ("system", "user", "assistant")
 FOLLOWING_ROLES = {
-    "system": ("user",),
+    "system": ("user", "assistant"),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
-
-
-class InvalidRowError(ValueError):
-    """Why a record is no row."""
 
 
 class MessageList(NamedTuple):
@@ -65,15 +63,6 @@ def parse_optional_text(value: Any, name: str) -> str | None:
     return None if _is_blank(value) else parse_text(value, name)
 
 
-def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
-    """Return a value as JSON, or a text as it is, shortened for an error."""
-    text = value
-    if not isinstance(value, str):
-        text = json.dumps(value, default=str, ensure_ascii=False)
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
-
-
 def parse_message_list(value: Any, name: str) -> list[Json]:
     """Return a list of objects, which a CSV cell holds as JSON text. Raises InvalidRowError."""
     if isinstance(value, str):
@@ -84,6 +73,22 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         if not isinstance(message, dict):
             raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
     return value
+
+
+def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
+    """Return Axolotl's [{"label": true or false, "text": "..."}]. Raises InvalidRowError."""
+    segments = []
+    for number, record in enumerate(parse_message_list(value, name)):
+        text = record.get("text")
+        label = record.get("label")
+        if not isinstance(text, str) or label not in (0, 1):
+            raise InvalidRowError(
+                f"{name}[{number}] is {shorten(record)}; "
+                'a segment is {"label": true or false, "text": "..."}'
+            )
+        _check_encodable(text, f"{name}[{number}].text")
+        segments.append(Segment(text, label == 1))
+    return tuple(segments)
 
 
 def parse_functions(value: Any, name: str) -> tuple[Json, ...]:
@@ -116,11 +121,14 @@ def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple
         for number, record in enumerate(parse_message_list(value, name)):
             names.append(f"{name}[{number}]")
             try:
-                messages.append(parse(record))
+                message = parse(record)
+                if not FLAG_KEYS.isdisjoint(record) and is_excluded(message, record):
+                    message = replace(message, is_trained=False)
             except InvalidRowError as error:
                 raise InvalidRowError(f"{names[-1]}{error}") from None
+            messages.append(message)
     _check_order(messages, names, allows_calls_in_text=is_sharegpt)
-    return tuple(messages)
+    return _with_untrained_greeting(messages)
 
 
 # The functions below leave out the name of the message: their reasons continue it, as in
@@ -254,8 +262,12 @@ def _check_order(
     they cannot be recognised.
     """
     previous: Message | None = None
+    is_asked = False
     for message, name in zip(messages, names, strict=True):
-        allowed = FOLLOWING_ROLES[previous.role] if previous else ("system", "user")
+        allowed = FOLLOWING_ROLES[previous.role] if previous else FIRST_ROLES
+        if previous and previous.role == "assistant" and not is_asked:
+            allowed = ("user",)  # behind a greeting
+        is_asked = is_asked or message.role == "user"
         if message.role not in allowed:
             raise InvalidRowError(f"{name}{_reason_for_order(message.role, previous)}")
         is_first_tool = message.role == "tool" and previous and previous.role == "assistant"
@@ -269,6 +281,18 @@ def _check_order(
             f"{names[-1]}, the last turn, is the {messages[-1].role}'s; "
             "a row ends with an answer of the assistant"
         )
+    if not is_asked:
+        raise InvalidRowError(f"{names[-1]} answers nothing: no turn is the user's")
+
+
+def _with_untrained_greeting(messages: list[Message]) -> tuple[Message, ...]:
+    """Return messages in which an answer before the first question carries no loss."""
+    for index, message in enumerate(messages[:2]):
+        if message.role == "assistant":
+            messages[index] = replace(message, is_trained=False)
+        elif message.role != "system":
+            break
+    return tuple(messages)
 
 
 def _reason_for_order(role: str, previous: Message | None) -> str:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from sft_play.data.generation_marks import TokenSpan, check_generation_marks, marks_equal_answers
-from sft_play.data.rows import Json, Message, Row
+from sft_play.data.rows import Json, Message, Row, Segment
 from sft_play.data.templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
@@ -96,7 +96,9 @@ class Renderer:
         A conversation is one sample, or several if the template writes an answer differently once
         the conversation continues. Every trained answer is in one of them, after the prompt that
         use would give and with its stop token. A plain text is one sample, trained except for its
-        first token, with bos before it if the tokenizer adds one, and eos after it.
+        first token, with bos before it if the tokenizer adds one, and eos after it. Segments are
+        tokenized one by one, and bring their special tokens. A row that trains nothing has no
+        sample.
         """
         texts_of_rows = [self._training_texts(row) for row in rows]
         texts: list[TrainingText] = []
@@ -128,6 +130,8 @@ class Renderer:
     def _training_texts(self, row: Row) -> list[TrainingText] | RenderError:
         if row.text is not None:
             return [TrainingText(row.text)]
+        if row.segments:
+            return [TrainingText(segment.text) for segment in row.segments]
         try:
             return self._texts.build(row)
         except RenderError as error:
@@ -176,6 +180,8 @@ class Renderer:
     def _label(
         self, row: Row, texts: list[_TokenizedText], tail_ids: dict[str, list[int]]
     ) -> tuple[RenderedSample, ...] | RenderError:
+        if row.segments:
+            return (self._join_segments(row.segments, [text.ids for text in texts]),)
         samples = []
         try:
             for text in texts:
@@ -186,6 +192,22 @@ class Renderer:
         except RenderError as error:
             return RenderError(f"{row.origin}: {error}")
         return tuple(samples)
+
+    def _join_segments(
+        self, segments: Sequence[Segment], ids_of: Sequence[list[int]]
+    ) -> RenderedSample:
+        ids: list[int] = []
+        labels: list[int] = []
+        answer_start = 0
+        was_trained = False
+        for segment, segment_ids in zip(segments, ids_of, strict=True):
+            if segment.is_trained and not was_trained:
+                answer_start = len(ids)
+            was_trained = segment.is_trained
+            labels += segment_ids if was_trained else [IGNORE_INDEX] * len(segment_ids)
+            ids += segment_ids
+        labels[:1] = [IGNORE_INDEX]  # nothing predicts the first token
+        return RenderedSample(ids, labels, answer_start)
 
     def _label_plain_text(self, ids: list[int]) -> RenderedSample:
         ids = [*self._text_prefix, *ids]

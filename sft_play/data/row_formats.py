@@ -20,6 +20,7 @@ from sft_play.data.messages import (
     parse_functions,
     parse_message_list,
     parse_optional_text,
+    parse_segments,
     parse_text,
     shorten,
 )
@@ -33,6 +34,7 @@ MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 ROW_FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
+    "segments": ("segments",),
     "instruction": ("instruction", "output"),
     "prompt": ("prompt", "completion"),
     "question": ("question", "answer"),
@@ -46,6 +48,7 @@ SHARED_FIELDS = ("system", "tools")
 OPTIONAL_FIELDS = {
     **dict.fromkeys(ROW_FORMATS, SHARED_FIELDS),
     "instruction": (*SHARED_FIELDS, "input"),
+    "segments": (),
     "text": (),
 }
 FIELDS = (*dict.fromkeys(chain.from_iterable(ROW_FORMATS.values())), *SHARED_FIELDS)
@@ -200,6 +203,9 @@ def _parse_row(
     if row_format.name == "text":
         (column,) = row_format.required
         return Row((), origin, text=parse_text(record[column], column))
+    if row_format.name == "segments":
+        (column,) = row_format.required
+        return Row((), origin, segments=parse_segments(record[column], column))
     messages = _MESSAGE_PARSERS[row_format.name](record, row_format)
     tools_column = row_format.columns["tools"]
     tools = parse_functions(record.get(tools_column), tools_column)

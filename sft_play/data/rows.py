@@ -1,5 +1,6 @@
 """Messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -10,6 +11,11 @@ Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts o
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
+MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
+
+
+class InvalidRowError(ValueError):
+    """Why a record is no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +28,31 @@ class Message:
     tool_calls: tuple[Json, ...] = ()  # of an assistant, in OpenAI's format
     name: str | None = None  # of the tool that a tool message answers for
     tool_call_id: str | None = None
+    is_trained: bool = True  # of an assistant: the answer carries loss
+
+
+class Segment(NamedTuple):
+    """A piece of a text, and whether it is trained."""
+
+    text: str
+    is_trained: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One conversation, or plain text to continue; `origin` is `file:line` or `file[index]`."""
+    """One conversation, plain text or segments; `origin` is `file:line` or `file[index]`."""
 
     messages: tuple[Message, ...]
     origin: str
     text: str | None = None  # plain text: then there are no messages, and every token is trained
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
+    segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
+
+    @property
+    def begins_with_answer(self) -> bool:
+        """Whether the assistant speaks before the first question, as in a greeting."""
+        speakers = [message.role for message in self.messages[:2] if message.role != "system"]
+        return speakers[:1] == ["assistant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +78,15 @@ class NumberedRecord(NamedTuple):
     number: int
     record: Any
     characters: int
+
+
+def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
+    """Return a value as JSON, or a text as it is, shortened for an error."""
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 def raise_bad_rows(listed: Sequence[BadRow], total: int) -> NoReturn:

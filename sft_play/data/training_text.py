@@ -67,14 +67,22 @@ class TrainingTextBuilder:
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
     def build(self, row: Row) -> list[TrainingText]:
-        """Return the texts that train a conversation's answers, each once. Raises RenderError."""
+        """Return the texts that train a conversation's answers, each once.
+
+        They are none if every answer is excluded from loss. What follows the last trained answer is
+        in no text, since nothing learns from it. Raises RenderError.
+        """
         answers = [
             index for index, message in enumerate(row.messages) if message.role == "assistant"
         ]
         if not answers:
             raise RenderError("no message is the assistant's, so there is nothing to train")
+        trained = answers if self._train_on == "all" else answers[-1:]
+        trained = [index for index in trained if row.messages[index].is_trained]
+        if not trained:
+            return []
         texts: list[TrainingText] = []
-        for view in reversed(self._generation_views(row, answers)):
+        for view in reversed(self._generation_views(row, trained)):
             (answer,) = view.answers
             for later in texts:
                 if later.text.startswith(view.text[: answer.end]):
@@ -89,8 +97,8 @@ class TrainingTextBuilder:
 
     def _generation_views(self, row: Row, answers: list[int]) -> list[TrainingText]:
         messages = template_messages(row.messages)
-        if self._train_on == "last" or len(answers) == 1:
-            return [self._generation_view(row, messages, answers[-1])]
+        if len(answers) == 1:
+            return [self._generation_view(row, messages, answers[0])]
         try:
             return [self._generation_view(row, messages, index) for index in answers]
         except RenderError as error:

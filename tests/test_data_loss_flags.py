@@ -1,0 +1,186 @@
+"""sft_play.data: answers that a flag of their message excludes from loss are context alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import family, tokenizer
+from renderings import CHATML, EVERY, assert_consistent, row, runs, samples_of, shown
+
+from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer, TokenizedChunk, TokenizePolicy
+from sft_play.data.files import read_chunks
+from sft_play.data.row_formats import detect_format, read_rows
+from sft_play.data.rows import Message, Row
+from sft_play.errors import DataError
+
+EXCLUDING = [
+    *({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}),
+    *({"loss": False}, {"loss": 0}, {"mask": True}, {"mask": 1}),
+]
+INCLUDING = [
+    *({}, {"weight": 1}, {"weight": 1.0}, {"weight": None}, {"train": True}),
+    *({"training": True}, {"loss": 1}, {"mask": False}, {"weight": 1, "train": True}),
+]
+
+
+def turn(role: str, content: str, **flags: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **flags}
+
+
+def chat(*flags: dict[str, Any]) -> dict[str, Any]:
+    """One question and answer for each set of flags, which the answer has."""
+    turns = []
+    for number, of_answer in enumerate(flags):
+        turns += [turn("user", f"q{number}"), turn("assistant", f"a{number}", **of_answer)]
+    return {"messages": turns}
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
+    """The samples of a file, as a process of `tokenize` makes them."""
+    policy = replace(TokenizePolicy(512, "drop", "all", None, False, "fail"), **changes)
+    (chunk,) = read_chunks(path)
+    return ChunkTokenizer(policy, tok)(ChunkTask(0, chunk, detect_format(path, {})))
+
+
+@pytest.mark.parametrize("flags", EXCLUDING, ids=str)
+def test_a_flag_excludes_an_answer(flags: dict[str, Any], tmp_path: Path) -> None:
+    (read,) = read_rows(write(tmp_path / "a.jsonl", chat(flags, {})))
+    assert [message.is_trained for message in read.messages] == [True, False, True, True]
+    turns = [
+        *({"from": "human", "value": "q", "weight": 0}, {"from": "gpt", "value": "a", **flags}),
+        *({"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}),
+    ]
+    (read,) = read_rows(write(tmp_path / "b.jsonl", {"conversations": turns}))
+    assert [message.is_trained for message in read.messages] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("flags", INCLUDING, ids=str)
+def test_a_flag_includes_an_answer(flags: dict[str, Any], tmp_path: Path) -> None:
+    (read,) = read_rows(write(tmp_path / "a.jsonl", chat(flags)))
+    assert read == Row((Message("user", "q0"), Message("assistant", "a0")), read.origin)
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        (chat({"weight": 0.5}), "messages[1].weight is 0.5; an answer is trained or not"),
+        (chat({"train": "no"}), "messages[1].train is no; an answer is trained or not"),
+        (chat({"weight": 1, "train": False}), "messages[1]: weight and train contradict each"),
+        ({"messages": [turn("user", "q", weight=1), turn("assistant", "a")]},
+         "messages[0].weight asks for loss on a message of the user; only answers"),
+        (chat({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
+         "messages[1] asks for loss on a part of the answer"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_cannot_be_followed_is_named_with_its_line(
+    turns: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as error:
+        read_rows(write(tmp_path / "a.jsonl", chat({}), turns))
+    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:2: {reason}")
+
+
+def excluding(number: int) -> Row:
+    """Three questions and answers, of which one answer is excluded."""
+    whole = row("What is red?", "A rose.", "And blue?", "The sea.", "And green?", "The grass.")
+    messages = list(whole.messages)
+    answer = messages[2 * number + 1]
+    messages[2 * number + 1] = Message("assistant", answer.content, is_trained=False)
+    return Row(tuple(messages), whole.origin)
+
+
+@pytest.mark.parametrize(("name", "marked"), EVERY)
+def test_the_other_answers_are_trained_exactly_as_without_the_flag(name: str, marked: bool) -> None:
+    tok = family(name, marked)
+    whole = row("What is red?", "A rose.", "And blue?", "The sea.", "And green?", "The grass.")
+
+    def answers(given: Row) -> list[tuple[list[int], list[int]]]:
+        """What the model reads before each trained answer, and the answer."""
+        found = []
+        for sample in samples_of(given, tok):
+            assert_consistent(sample)
+            for first, behind in runs(sample):
+                found.append((sample.ids[:first], sample.ids[first:behind]))
+        return found
+
+    every = answers(whole)
+    for number in range(3):
+        assert answers(excluding(number)) == [*every[:number], *every[number + 1 :]]
+
+
+def test_an_excluded_answer_by_eye() -> None:
+    (sample,) = samples_of(excluding(1), tokenizer(CHATML))
+    assert shown(sample, tokenizer(CHATML)).replace("<|im_start|>", "<").replace(
+        "<|im_end|>", ">"
+    ) == (
+        "<user\nWhat is red?>\n<assistant\n⟦A rose.>⟧\n<user\nAnd blue?>\n<assistant\nThe sea.>\n"
+        "<user\nAnd green?>\n<assistant\n⟦The grass.>⟧\n"
+    )
+
+
+def test_the_ledger_counts_excluded_answers_and_rows_of_them_alone(tmp_path: Path) -> None:
+    off: dict[str, Any] = {"weight": 0}
+    path = write(tmp_path / "a.jsonl", chat(off, {}, off), chat({}), chat(off, off))
+    done = tokenize(path, tokenizer(CHATML))
+    assert done.tally.untrained == {"excluded": 4}
+    assert done.tally.dropped == {"all_excluded": 1}
+    assert (done.tally.rows_in, done.tally.rows_used, done.bad_rows) == (3, 2, [])
+    last = tokenize(path, tokenizer(CHATML), train_on="last")
+    assert last.tally.dropped == {"all_excluded": 2}
+
+
+def test_pieces_of_a_split_row_without_a_trained_answer_are_dropped(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", chat({"weight": 0}, {"weight": 0}, {}))
+    whole = tokenize(path, tokenizer(CHATML)).samples
+    split = tokenize(path, tokenizer(CHATML), max_seq_len=8, too_long="split")
+    assert split.tally.trained_tokens + split.tally.lost_trained_tokens == whole.trained.sum()
+    kept = len(split.samples.ids)
+    assert whole.trained[-kept:].sum() == split.samples.trained.sum() + (
+        split.tally.lost_trained_tokens
+    )
+
+
+def test_segments_are_trained_as_their_labels_say(tmp_path: Path) -> None:
+    tok = tokenizer(CHATML, bos="<bos>")
+    segments = [("<bos>Ask: ", False), ("a rose", True), (" red.<eos>", True), ("\n", False)]
+    record = {"segments": [{"label": label, "text": text} for text, label in segments]}
+    (read,) = read_rows(write(tmp_path / "a.jsonl", record))
+    (sample,) = samples_of(read, tok)
+    assert shown(sample, tok) == "<bos>Ask: ⟦a rose red.<eos>⟧\n"
+    assert_consistent(sample)
+    assert tok.decode(sample.ids[: sample.answer_start]) == "<bos>Ask: "
+    with pytest.raises(DataError, match=r"segments\[0\] is .*; a segment is \{.label.: true or"):
+        read_rows(write(tmp_path / "b.jsonl", {"segments": [{"label": 2, "text": "x"}]}))
+
+
+# Conversations that the assistant begins
+
+REFUSING = tokenizer(  # as Gemma's and Mistral's own
+    "{% if messages[messages[0]['role'] == 'system']['role'] != 'user' %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}" + CHATML
+)
+
+
+def test_a_greeting_is_context_or_left_out_and_counted(tmp_path: Path) -> None:
+    greeting = [turn("assistant", "Hello."), turn("user", "q"), turn("assistant", "a")]
+    path = write(
+        tmp_path / "a.jsonl",
+        {"messages": greeting},
+        {"messages": [turn("system", "s"), *greeting]},
+    )
+    kept = tokenize(path, family("chatml"))
+    assert kept.tally.untrained == {"greeting": 2}
+    text = family("chatml").decode(kept.samples.ids)
+    assert text.count("Hello.") == 2
+    assert kept.samples.trained.sum() == 4  # a and its stop token, twice
+    left_out = tokenize(path, REFUSING)
+    assert left_out.tally.untrained == {"greeting_left_out": 2}
+    assert "Hello" not in REFUSING.decode(left_out.samples.ids)
+    assert left_out.tally.rows_used == 2
