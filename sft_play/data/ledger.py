@@ -130,12 +130,12 @@ class SplitLedger:
     lost_fraction: float  # rounded
     dropped: dict[str, int]  # rows by reason
     shortened: dict[str, int]
-    untrained: dict[str, int]  # answers without loss, by reason
     lengths: LengthPercentiles
     duplicates: EqualRows  # rows that repeat an earlier one
     sources: tuple[SourceLedger, ...]  # () for held-out rows
     overlap: dict[str, EqualRows] | None = None  # of training rows, by the split with equal rows
     epoch: tuple[EpochShare, ...] | None = None  # of training rows
+    untrained: dict[str, int] = field(default_factory=dict)  # answers without loss, by reason
 
     def __post_init__(self) -> None:
         used_or_dropped = self.rows_used + sum(self.dropped.values())
