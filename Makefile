@@ -39,11 +39,11 @@ help: ## list the targets and variables
 	@printf 'make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
 
 ## Setup
-install: $(ENV) ## make .venv with the pinned packages (the other targets do it when needed)
+install: $(ENV) ## make or mend .venv with the pinned packages; TORCH=cpu|cu126|cu130
 	@$(CHECK)
 install-unsloth: $(ENV) ## add the Unsloth backend to .venv, on a GPU host
 	@$(CHECK)
-	$(PY) -m pip install -q -r requirements-unsloth.txt
+	@$(PY) -m tools.install add requirements-unsloth.txt
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
 gpu-info: $(ENV) ## list GPUs, their memory and links, and what this machine can run
@@ -107,11 +107,11 @@ embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes with a GPU,
 	$(PY) -m tools.embedded
 bench: $(ENV) ## measure speed of ARMS on WORKS, on a GPU (Unsloth: make install-unsloth first)
 	@$(CHECK)
-	$(PY) -m pip install -q -r requirements-bench.txt
+	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) -m benchmarks.speed
 bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
 	@$(CHECK)
-	$(PY) -m pip install -q -r requirements-bench.txt
+	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) benchmarks/preparation.py
 bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
 	@$(CHECK)
@@ -132,12 +132,8 @@ clean: ## remove caches; keep runs and .venv
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# torch is installed first because DeepSpeed is built against it. DeepSpeed's ops are compiled when
-# a run needs them.
-.venv/.installed: requirements.txt requirements-build.txt requirements.lock
-	@"$$PYTHON" -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 12) else f"Python {sys.version.split()[0]}: SFT-Play needs 3.11 or 3.12; set PYTHON=python3.12")'
-	@echo "installing into .venv (a few minutes, once)"
-	@test -x .venv/bin/python || "$$PYTHON" -m venv .venv
-	@.venv/bin/python -m pip install -q -r requirements-build.txt -c requirements.lock
-	@DS_BUILD_OPS=0 .venv/bin/python -m pip install -q --no-build-isolation -r requirements.txt
-	@touch $@
+# tools/install makes and mends .venv. The check takes 30 ms; `make install` goes over everything.
+install: export INSTALL_AGAIN := yes
+.venv/.installed: FORCE
+	@.venv/bin/python -S -m tools.install --check 2>/dev/null || "$$PYTHON" -m tools.install
+FORCE:

@@ -38,6 +38,7 @@ SCORES = ANSWERS | {
 }
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 NOTHING: frozenset[str] = frozenset()
+INSTALL = frozenset({"TORCH", "TORCH_INDEX", "INSTALLER"})  # every target installs what is missing
 
 READS: dict[str, frozenset[str]] = {
     "train": RUN,
@@ -55,7 +56,7 @@ READS: dict[str, frozenset[str]] = {
     "plan": LOOK | {"EXACT"},
     "data-check": LOOK,
     "preview": LOOK,
-    "install": NOTHING,
+    "install": INSTALL,
     "install-unsloth": NOTHING,
     "setup-accelerate": RUN | {"GPUS"},
     "gpu-info": NOTHING,
@@ -155,7 +156,7 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     """
     targets = f"make {' '.join(goals)}"
     read = frozenset().union(*(READS.get(goal, OURS) for goal in goals))
-    if name in read:
+    if name in read or name in INSTALL:
         return None
     if not read:
         return f"{name}: {targets} reads no variable; leave it out"

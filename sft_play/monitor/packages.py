@@ -12,10 +12,10 @@ from sft_play.monitor.gpus import Driver, dotted
 from sft_play.monitor.installed import TorchBuild, installed_version
 from sft_play.plan.devices import Gpu
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install/environment.py
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
 TORCH_RANGE = ">=2.11,<2.14"
-INSTALL = "make -B install"  # -B: its stamp file is newer than a package that was changed by hand
+INSTALL = "make install"
 INSTALL_TORCH = (
     f"python -m pip install 'torch{TORCH_RANGE}' --index-url https://download.pytorch.org/whl/cu130"
 )
@@ -40,7 +40,7 @@ def python_finding(version: tuple[int, int]) -> Finding:
     found = f"{dotted(version)} at {sys.executable}"
     if version in PYTHONS:
         return Finding("ok", "python", found)
-    fix = "install Python 3.11 or 3.12, then rm -r .venv && make install PYTHON=python3.12"
+    fix = "install Python 3.11 to 3.14, then make install PYTHON=python3.12"
     return Finding("warn" if version > PYTHONS[-1] else "missing", "python", found, fix)
 
 
@@ -146,5 +146,5 @@ def torch_findings(
             "driver",
             f"driver {driver.version} runs CUDA up to {dotted(driver.cuda)}, torch was built for "
             f"{dotted(build.cuda)}",
-            f"update the driver, or install a torch built for CUDA {driver.cuda[0]}",
+            "update the driver, or make install TORCH=cu126, a torch for CUDA 12",
         )
