@@ -117,7 +117,7 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
 
 @contextlib.contextmanager
 def failure_recorded(folder: RunFolder) -> Iterator[None]:
-    """Note in run.json why a run ends before its launch."""
+    """Note in run.json and report.html why a run ends before its launch."""
     try:
         yield
     except SftPlayError as error:
@@ -134,6 +134,9 @@ def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: st
     folder.write_report(
         dataclasses.replace(before, status=status, exit_class=int(exit_class), cause=cause)
     )
+    from sft_play.reporting.write import write_report_or_warn  # its templates take a while
+
+    write_report_or_warn(folder)
 
 
 def with_project_ranks(call: Call, distributed: bool) -> Call:

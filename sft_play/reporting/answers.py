@@ -69,20 +69,21 @@ def scored_pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tupl
 
 def most_improved(pairs: Sequence[tuple[Answer, Answer]]) -> list[AnsweredRow]:
     """Return the rows whose score rose most, the largest rise first."""
-    rows = [row for row in map(_shown, *_columns(pairs)) if row.change >= LEAST_CHANGE]
-    return sorted(rows, key=lambda row: -row.change)[:ROWS_SHOWN]
+    risen = [pair for pair in pairs if change_of(*pair) >= LEAST_CHANGE]
+    risen.sort(key=lambda pair: -change_of(*pair))
+    return [_shown(*pair) for pair in risen[:ROWS_SHOWN]]
 
 
 def most_worsened(pairs: Sequence[tuple[Answer, Answer]]) -> list[AnsweredRow]:
     """Return the rows whose score fell most, the largest fall first."""
-    rows = [row for row in map(_shown, *_columns(pairs)) if row.change <= -LEAST_CHANGE]
-    return sorted(rows, key=lambda row: row.change)[:ROWS_SHOWN]
+    fallen = [pair for pair in pairs if change_of(*pair) <= -LEAST_CHANGE]
+    fallen.sort(key=lambda pair: change_of(*pair))
+    return [_shown(*pair) for pair in fallen[:ROWS_SHOWN]]
 
 
-def _columns(
-    pairs: Sequence[tuple[Answer, Answer]],
-) -> tuple[list[Answer], list[Answer]]:
-    return [before for before, _ in pairs], [after for _, after in pairs]
+def change_of(before: Answer, after: Answer) -> float:
+    """Return how much a row's score rose; both answers have one."""
+    return after.rouge_l - before.rouge_l
 
 
 def _shown(before: Answer, after: Answer) -> AnsweredRow:
@@ -118,6 +119,6 @@ def _answer(line: str) -> Answer:
         prompt=values["prompt"],
         expected=values["expected"],
         answer=values["answer"],
-        rouge_l=values.get("rouge"),
+        rouge_l=values.get("rougeL"),
         was_cut=values.get("was_cut"),
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.reporting.write import write_report_or_warn
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import (
@@ -119,7 +120,7 @@ class RunRecorder:
     def finish(
         self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
     ) -> None:
-        """Record how the run ended, on the main rank or with `force` on any."""
+        """Record how the run ended and write its report, on the main rank; with `force` on any."""
         self.exit_class = exit_class
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
@@ -127,6 +128,8 @@ class RunRecorder:
             logged = map(LoggedStep.from_log, self.log_history())
             self.note(history=[step for step in logged if step is not None])
         self.write(force)
+        if self.rank == 0 or force:
+            write_report_or_warn(self.folder)
 
     def write(self, force: bool = False) -> None:
         """Write run.json on the main rank; with `force` on any."""

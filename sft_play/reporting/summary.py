@@ -1,0 +1,265 @@
+"""What a report says of one run, read from its folder. Loads no torch.
+
+Everything here was recorded by the run. What a run did not record is None, and not guessed.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import yaml
+
+from sft_play.config.messages import word
+from sft_play.config.schema import settings
+from sft_play.plan.memory import PHASES
+from sft_play.reporting import answers, bootstrap
+from sft_play.reporting.answers import Answer, AnsweredRow
+from sft_play.reporting.bootstrap import Estimate
+from sft_play.reporting.checks import ShownCheck, shown_checks
+from sft_play.reporting.verdict import Score, Verdict, verdict
+from sft_play.runs.asked import VALUE_LENGTH, AskedRun
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport
+
+T = TypeVar("T")
+
+ROUGE_L = "ROUGE-L"
+LOSS = "loss"
+LEDGER_COUNTS = {
+    "rows_in": "rows read",
+    "rows_used": "rows used",
+    "samples": "samples that they give",
+    "tokens": "tokens",
+    "trained_tokens": "tokens with loss",
+    "lost_trained_tokens": "tokens with loss that were lost",
+}
+
+
+SPLITS = ("train", "validation", "test")
+# names of run.json's seconds, in the order of a run
+TIMES = {
+    "data": "rows",
+    "load": "weights loaded",
+    "first_step": "first step",
+    "train": "training steps",
+    "evaluate": "evaluations",
+    "training": "training with its evaluations and checkpoints",
+    "save": "weights saved and checked, last scores",
+    "total": "all",
+}
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """The seconds of a part of a run."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UsedSetting:
+    """A setting as the run used it, as it was asked for, and where that was written."""
+
+    name: str
+    value: str
+    asked: str | None  # where it differs from `value`, such as auto
+    origin: str | None
+    is_chosen: bool  # by the user, not by the schema or configs/base.yaml
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Peak bytes of a phase on the fullest rank."""
+
+    phase: str
+    predicted: int | None
+    measured: int | None
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """A count of the data ledger, by split."""
+
+    name: str
+    counts: dict[str, int | None]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run as report.json holds it."""
+
+    run: str
+    folder: str
+    model: str | None
+    report: RunReport
+    verdict: Verdict
+    scores: list[Score]
+    rows_scored: int
+    improved: list[AnsweredRow]
+    worsened: list[AnsweredRow]
+    history: list[LoggedStep]
+    memory: list[PhaseMemory]
+    times: list[PartTime]
+    ledger: list[LedgerLine]
+    lengths: dict[str, LengthHistogram]
+    checks: list[ShownCheck]
+    settings: list[UsedSetting]
+    command: str | None  # that repeats the run
+
+
+def read_summary(folder: RunFolder) -> RunSummary:
+    """Return what the folder of a run says of it."""
+    report = folder.read_report()
+    before = answers.read_answers(folder, "before")
+    after = answers.read_answers(folder, "after")
+    pairs = answers.scored_pairs(before, after)
+    scores = run_scores(report, before, after)
+    asked = AskedRun.read(folder)
+    used = used_settings(folder)
+    return RunSummary(
+        run=folder.name,
+        folder=str(folder.path),
+        model=used.get("model.name"),
+        report=report,
+        verdict=verdict(folder, report, scores),
+        scores=scores,
+        rows_scored=len(pairs),
+        improved=answers.most_improved(pairs),
+        worsened=answers.most_worsened(pairs),
+        history=report.history or [],
+        memory=_memory(report),
+        times=_times(report.seconds or {}),
+        ledger=_ledger(report.data or {}),
+        lengths=_in_order(report.lengths or {}),
+        checks=shown_checks(report, after),
+        settings=_setting_lines(used, asked),
+        command=asked.command if asked else None,
+    )
+
+
+def run_scores(report: RunReport, before: list[Answer], after: list[Answer]) -> list[Score]:
+    """Return loss and ROUGE-L of the test rows, those that the run has."""
+    metrics = report.metrics or {}
+    early = metrics.get("before", {})
+    late = metrics.get("after", {})
+    rows = ((report.data or {}).get("test") or {}).get("samples", 0)
+    scores = []
+    if "eval_loss" in early or "eval_loss" in late:
+        loss_before = _plain(early.get("eval_loss"), rows)
+        loss_after = _plain(late.get("eval_loss"), rows)
+        scores.append(Score(LOSS, loss_before, loss_after, None, higher_is_better=False))
+    if "rougeL" in early or "rougeL" in late:
+        scores.append(_rouge_score(early, late, before, after))
+    return scores
+
+
+def used_settings(folder: RunFolder) -> dict[str, str]:
+    """Return the settings in config.yaml by dotted name, also of a run of another version."""
+    path = folder.path / "config.yaml"
+    if not path.exists():
+        return {}
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = {}
+    for name in settings():
+        value, is_there = _at(tree, name)
+        if is_there:
+            found[name] = word(value, VALUE_LENGTH)
+    return found
+
+
+def _at(tree: Any, name: str) -> tuple[Any, bool]:
+    """Return the value at a dotted name of nested mappings, and whether there is one."""
+    node = tree
+    for key in name.split("."):
+        if not isinstance(node, dict) or key not in node:
+            return None, False
+        node = node[key]
+    return node, True
+
+
+def _plain(mean: float | None, rows: int) -> Estimate | None:
+    return None if mean is None else Estimate(mean, rows)
+
+
+def _rouge_score(
+    early: dict[str, float],
+    late: dict[str, float],
+    before: list[Answer],
+    after: list[Answer],
+) -> Score:
+    """Return ROUGE-L, with intervals where every row has its score."""
+    rouge_before = _rouge_estimate(early.get("rougeL"), before)
+    rouge_after = _rouge_estimate(late.get("rougeL"), after)
+    pairs = answers.scored_pairs(before, after)
+    difference = None
+    if pairs and len(pairs) == len(after):
+        difference = bootstrap.paired_difference(
+            [answer.rouge_l for answer, _ in pairs], [answer.rouge_l for _, answer in pairs]
+        )
+    return Score(ROUGE_L, rouge_before, rouge_after, difference, higher_is_better=True)
+
+
+def _rouge_estimate(mean: float | None, found: list[Answer]) -> Estimate | None:
+    if mean is None:
+        return None
+    scored = [answer.rouge_l for answer in found if answer.rouge_l is not None]
+    if not scored or len(scored) < len(found):
+        return Estimate(mean, len(found))
+    return bootstrap.estimate(scored)
+
+
+def _memory(report: RunReport) -> list[PhaseMemory]:
+    if report.memory is None:
+        return []
+    predicted = report.memory.predicted
+    measured = report.memory.measured
+    phases = [phase for phase in PHASES if phase in predicted or phase in measured]
+    return [PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in phases]
+
+
+def _times(seconds: dict[str, float]) -> list[PartTime]:
+    """Return the seconds of the parts of a run, also of parts without a name here."""
+    names = [*TIMES, *(name for name in seconds if name not in TIMES)]
+    return [PartTime(TIMES.get(name, name), seconds[name]) for name in names if name in seconds]
+
+
+def _ledger(unordered: dict[str, Any]) -> list[LedgerLine]:
+    """Return the counts of the ledger in run.json: what was read, used, and dropped and why."""
+    splits = _in_order(unordered)
+    lines = []
+    for key, name in LEDGER_COUNTS.items():
+        counts = {split: facts.get(key) for split, facts in splits.items()}
+        lines.append(LedgerLine(name, counts))
+    for group in ("dropped", "shortened"):
+        reasons = [reason for facts in splits.values() for reason in facts.get(group) or {}]
+        for reason in dict.fromkeys(reasons):
+            counts = {
+                split: (facts.get(group) or {}).get(reason, 0) for split, facts in splits.items()
+            }
+            lines.append(LedgerLine(f"{group}: {reason}", counts))
+    for key in ("p50", "p90", "p99", "max"):
+        counts = {split: (facts.get("lengths") or {}).get(key) for split, facts in splits.items()}
+        lines.append(LedgerLine(f"tokens of a sample, {key}", counts))
+    return lines if splits else []
+
+
+def _in_order(by_split: dict[str, T]) -> dict[str, T]:
+    """Return what each split has, the training rows first."""
+    return {split: by_split[split] for split in SPLITS if split in by_split}
+
+
+def _setting_lines(used: dict[str, str], asked: AskedRun | None) -> list[UsedSetting]:
+    """Return every setting, those that the user chose first."""
+    lines = []
+    for name, value in used.items():
+        wanted = asked.settings.get(name) if asked else None
+        differs = wanted is not None and wanted.value != value
+        line = UsedSetting(
+            name=name,
+            value=value,
+            asked=wanted.value if differs else None,
+            origin=wanted.origin if wanted else None,
+            is_chosen=wanted.is_chosen if wanted else False,
+        )
+        lines.append(line)
+    return sorted(lines, key=lambda line: not line.is_chosen)

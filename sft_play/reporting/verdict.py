@@ -1,0 +1,115 @@
+"""How a run ended, whether it scored better, and what to type next. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sft_play.errors import ExitClass
+from sft_play.reporting.bootstrap import Estimate
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
+
+Outcome = Literal["better", "worse", "no clear difference"]
+Tone = Literal["good", "bad", "open"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of the test rows before and after training."""
+
+    name: str
+    before: Estimate | None
+    after: Estimate | None
+    difference: Estimate | None  # after - before, of the same rows; None where rows have no score
+    higher_is_better: bool
+
+    @property
+    def change(self) -> float | None:
+        if self.before is None or self.after is None:
+            return None
+        return self.after.mean - self.before.mean
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What became of the score; None where it is not known before and after.
+
+        Without scores of single rows, the sign of the change decides.
+        """
+        change = self.change
+        if change is None:
+            return None
+        tested = self.difference is not None and self.difference.low is not None
+        if change == 0 or (tested and not self.difference.is_significant):
+            return "no clear difference"
+        return "better" if (change > 0) == self.higher_is_better else "worse"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first lines of a report."""
+
+    tone: Tone
+    headline: str
+    reasons: list[str]
+    next: str | None  # the command to type
+
+
+def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdict:
+    """Return what became of a run."""
+    if report.status == "done":
+        return _done(folder, scores)
+    cause = report.cause.splitlines() if report.cause else []
+    if report.status == "stopped":
+        resume = f"make train TRAIN_RESUME_FROM={folder.path}"
+        has_checkpoint = any(folder.checkpoints.glob("checkpoint-*/stamp.json"))
+        headline = f"Stopped on request at step {report.global_step or 0}"
+        return Verdict("open", headline, cause, resume if has_checkpoint else None)
+    if report.status == "failed":
+        advice = report.out_of_memory.next if report.out_of_memory else None
+        return Verdict("bad", f"Failed: {exit_words(report.exit_class)}", cause, advice)
+    return Verdict("open", f"Not ended: {report.status}", cause, None)
+
+
+def exit_words(exit_class: int | None) -> str:
+    """Return an exit class as `out of memory (exit class 15)`."""
+    if exit_class is None:
+        return "no exit class"
+    known = {int(member): member.name for member in ExitClass}
+    name = known.get(exit_class, "unknown").lower().replace("_", " ")
+    return f"{name} (exit class {exit_class})"
+
+
+def _done(folder: RunFolder, scores: list[Score]) -> Verdict:
+    outcomes = {score.outcome for score in scores} - {None}
+    chat = f"make chat RUN={folder.name}"
+    reasons = [score_sentence(score) for score in scores if score.outcome]
+    if not outcomes:
+        reasons = ["The test rows were not scored both before and after training."]
+        return Verdict("open", "Done", reasons, chat)
+    if outcomes == {"better"}:
+        return Verdict("good", "Done: better on the test rows", reasons, chat)
+    if "better" not in outcomes and "worse" in outcomes:
+        return Verdict("bad", "Done, but worse on the test rows", reasons, chat)
+    if outcomes == {"no clear difference"}:
+        return Verdict("open", "Done: no clear difference on the test rows", reasons, chat)
+    headline = "Done: the scores of the test rows do not agree"
+    if "worse" not in outcomes:
+        headline = "Done: better on the test rows by one score, not clearly by the other"
+    return Verdict("open", headline, reasons, chat)
+
+
+def score_sentence(score: Score) -> str:
+    """Return `ROUGE-L rose from 0.238 to 0.926, by 0.61 to 0.76 (95 % of ...): better.`"""
+    before = score.before.mean
+    after = score.after.mean
+    moved = "rose" if after > before else "fell"
+    sentence = f"{score.name} {moved} from {before:.3f} to {after:.3f}"
+    if after == before:
+        sentence = f"{score.name} stayed at {after:.3f}"
+    difference = score.difference
+    if difference is None or difference.low is None:
+        return f"{sentence}: {score.outcome}."
+    return (
+        f"{sentence}, by {difference.mean:+.3f} "
+        f"(95 % interval {difference.low:+.3f} to {difference.high:+.3f} over "
+        f"{difference.rows} rows): {score.outcome}."
+    )

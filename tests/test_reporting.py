@@ -1,0 +1,318 @@
+"""sft_play.reporting: report.html and report.json of a run, however it ended."""
+
+import json
+import logging
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from report_folders import DONE, ROWS, answer_lines, run_folder
+
+from sft_play.commands.train import failure_recorded
+from sft_play.errors import DataError, ExitClass
+from sft_play.reporting import bootstrap, charts
+from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
+from sft_play.reporting.summary import read_summary
+from sft_play.reporting.write import write_report, write_report_or_warn
+from sft_play.runs.files import read_json, write_text
+from sft_play.runs.report import Check, LengthHistogram, LoggedStep, RunReport
+
+HOSTILE = "<script>document.title='owned'</script></pre><img src=x onerror=alert(1)> & \"q\" 'so'"
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """The tags of a page in order, its text, and whether every tag is closed where it should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+        self.text += " " if tag in ("br", "td", "th") else ""
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+
+def page_of(folder) -> Page:
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+# The page
+
+
+def test_the_page_has_verdict_scores_rows_checks_and_the_command_that_repeats_the_run(tmp_path):
+    words = page_of(run_folder(tmp_path / "run")).words
+    assert "Done: better on the test rows" in words
+    assert "loss fell from 3.500 to 0.500: better." in words
+    assert "ROUGE-L rose from 0.250 to 0.750, by +0.500 (95 % interval" in words
+    assert "Rows that improved most 0.250 → 1.000 (+0.750) rows.jsonl:2" in words
+    assert "None of the 20 scored rows worsened." in words
+    assert "the saved weights are finite and equal those in memory passed" in words
+    assert "no training row is an evaluation row compared with test rows passed" in words
+    assert "measured 1.00 GiB, predicted 2.00 GiB passed" in words
+    assert "dropped: too_long 2 2" in words
+    assert "make train TRAIN_LEARNING_RATE=0.001" in words
+    chosen = words[words.index("Chosen for this run") :]
+    assert chosen.index("train.learning_rate 0.001 · --set") < chosen.index("settings from the")
+
+
+def test_the_page_runs_no_script_and_loads_nothing(tmp_path):
+    text = write_report(run_folder(tmp_path / "run")).read_text(encoding="utf-8")
+    loading = ("http:", "https:", "url(", "@import", "<script", "<link", "src=", "href=")
+    assert not [word for word in loading if word in text]
+    assert "default-src 'none'" in text
+    assert "prefers-color-scheme: dark" in text
+    assert len(text) < 100_000
+
+
+def test_rows_settings_and_errors_with_markup_are_inert(tmp_path):
+    report = replace(
+        DONE,
+        cause=HOSTILE,
+        status="failed",
+        exit_class=11,
+        versions={HOSTILE: HOSTILE},
+        checks=[Check(HOSTILE, passed=False, found=HOSTILE)],
+    )
+    hostile = {"prompt": HOSTILE, "expected": HOSTILE, "origin": HOSTILE}
+    folder = run_folder(
+        tmp_path / "run",
+        report,
+        before=answer_lines([0.0] * ROWS, HOSTILE, **hostile),
+        after=answer_lines([1.0] * ROWS, HOSTILE, **hostile),
+        overrides=(f"model.chat_template={HOSTILE}",),
+    )
+    page = page_of(folder)
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "img"}
+    assert not {name for _, found in page.tags for name in found if name.startswith("on")}
+    assert page.text.count("<script>") >= 5
+
+
+def test_hidden_characters_and_half_surrogates_are_shown_and_do_not_stop_the_report(tmp_path):
+    text = "a\u202eb\x00\ud800"
+    folder = run_folder(tmp_path / "run", after=answer_lines([1.0] * ROWS, text))
+    assert "a⟨U+202E⟩b⟨U+0000⟩⟨U+D800⟩" in page_of(folder).words
+
+
+def test_the_page_stays_small_however_long_the_answers_and_the_run_are(tmp_path):
+    rows = 60
+    long = [LoggedStep(step, loss=1 / step) for step in range(1, 2_001)]
+    folder = run_folder(
+        tmp_path / "run",
+        replace(DONE, history=long),
+        before=answer_lines([0.5] * rows, "b" * 5_000),
+        after=answer_lines([1.0, 0.0] * (rows // 2), "a" * 5_000),
+    )
+    path = write_report(folder)
+    assert path.stat().st_size < 60_000
+    assert (folder.path / "report.json").stat().st_size < 60_000
+    summary = read_summary(folder)
+    assert len(summary.improved) == len(summary.worsened) == ROWS_SHOWN
+    assert f"({5_000 - TEXT_LENGTH:,} characters more)" in summary.improved[0].after
+
+
+def test_every_chart_has_a_title_and_a_description(tmp_path):
+    page = page_of(run_folder(tmp_path / "run"))
+    identifiers = {found["id"] for _, found in page.tags if "id" in found}
+    drawings = [found for tag, found in page.tags if tag == "svg" and "role" in found]
+    assert len(drawings) == 5
+    for drawing in drawings:
+        assert drawing["role"] == "img"
+        assert {drawing["aria-labelledby"], drawing["aria-describedby"]} <= identifiers
+
+
+def test_the_json_twin_says_what_the_page_says(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    write_report(folder)
+    twin = read_json(folder.path / "report.json")
+    assert twin["verdict"]["tone"] == "good"
+    assert [score["outcome"] for score in twin["scores"]] == ["better", "better"]
+    assert twin["scores"][1]["difference"]["low"] > 0
+    assert twin["improved"][0]["rouge_after"] == 1.0
+    assert twin["command"] == "make train TRAIN_LEARNING_RATE=0.001"
+
+
+# How a run ended
+
+
+@pytest.mark.parametrize(
+    ("after", "rouge", "headline", "tone"),
+    [
+        (0.5, [0.25, 1.0], "Done: better on the test rows", "good"),
+        (4.5, [0.0, 0.1], "Done, but worse on the test rows", "bad"),
+        (0.5, [0.0, 0.5], "better on the test rows by one score, not clearly", "open"),
+        (0.5, [0.0, 0.1], "the scores of the test rows do not agree", "open"),
+        (3.5, [0.0, 0.5], "Done: no clear difference", "open"),
+    ],
+)
+def test_a_run_is_called_better_only_where_its_scores_are(tmp_path, after, rouge, headline, tone):
+    scores = rouge * (ROWS // 2)
+    metrics = {
+        "before": {"eval_loss": 3.5, "rougeL": 0.25},
+        "after": {"eval_loss": after, "rougeL": sum(scores) / ROWS},
+    }
+    folder = run_folder(
+        tmp_path / "run", replace(DONE, metrics=metrics), after=answer_lines(scores)
+    )
+    verdict = read_summary(folder).verdict
+    assert headline in verdict.headline
+    assert verdict.tone == tone
+
+
+def test_a_failed_run_shows_class_cause_and_the_check_that_failed(tmp_path):
+    report = replace(
+        DONE,
+        status="failed",
+        exit_class=14,
+        cause="loss=nan at step 30: the run has diverged; try TRAIN_LEARNING_RATE=0.0001",
+        metrics={"before": {"eval_loss": 3.5, "rougeL": 0.25}},
+    )
+    words = page_of(run_folder(tmp_path / "run", report, after="")).words
+    assert "Failed: diverged (exit class 14) loss=nan at step 30" in words
+    assert "loss, gradient norm and weights stayed finite loss=nan at step 30" in words
+    assert "try TRAIN_LEARNING_RATE=0.0001 failed" in words
+    assert "Rows that improved most" not in words
+
+
+def test_a_run_that_fails_before_its_launch_has_a_report(tmp_path):
+    folder = run_folder(tmp_path / "run", RunReport(status="planned"), before="", after="")
+    with pytest.raises(DataError), failure_recorded(folder):
+        raise DataError("rows.jsonl:7: not JSON; mend the line")
+    words = Page((folder.path / "report.html").read_text(encoding="utf-8")).words
+    assert "Failed: data (exit class 11) rows.jsonl:7: not JSON; mend the line" in words
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path):
+    report = replace(DONE, status="stopped", exit_class=75, cause="stopped on request", metrics={})
+    folder = run_folder(tmp_path / "run", report, before="", after="")
+    assert read_summary(folder).verdict.next is None
+    write_text(folder.checkpoints / "checkpoint-40" / "stamp.json", "{}")
+    verdict = read_summary(folder).verdict
+    assert verdict.headline == "Stopped on request at step 40"
+    assert verdict.next == f"make train TRAIN_RESUME_FROM={folder.path}"
+
+
+def test_a_report_that_cannot_be_written_is_one_warning_and_changes_nothing(tmp_path, caplog):
+    folder = run_folder(tmp_path / "run", after="{not JSON\n")
+    before = folder.read_report()
+    with caplog.at_level(logging.WARNING):
+        write_report_or_warn(folder)
+    assert len(caplog.messages) == 1
+    assert "report.html cannot be written: Expecting property name" in caplog.messages[0]
+    assert folder.read_report() == before
+
+
+# What a run records for its report
+
+
+def test_a_real_run_records_history_checks_and_lengths_and_writes_its_report(finished):
+    folder = finished("lora")
+    report = folder.read_report()
+    steps = [entry for entry in report.history if entry.loss is not None]
+    assert [entry.step for entry in steps] == [1, 2, 3]
+    assert all(entry.learning_rate == 0.01 and entry.grad_norm > 0 for entry in steps)
+    assert steps[0].tokens_per_second is None, "the first step compiles and allocates"
+    assert all(entry.tokens_per_second > 0 for entry in steps[1:])
+    assert {check.name for check in report.checks if check.passed} >= {
+        "the base model knows every token of the rows",
+        "the model is wrapped as the strategy demands",
+        "the saved weights are finite and equal those in memory",
+    }
+    assert sum(report.lengths["train"].counts) == 10
+    words = Page((folder.path / "report.html").read_text(encoding="utf-8")).words
+    assert "Scores of the test rows" in words
+    assert read_json(folder.path / "report.json")["run"] == folder.name
+
+
+def test_a_check_that_fails_is_recorded_with_what_it_found(plan_run):
+    from sft_play.plan.run_plan import PlannedRun
+    from sft_play.training.recorder import RunRecorder
+
+    folder = plan_run({})
+    with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
+        recorder.log_history = lambda: [{"step": 1, "loss": 2.0}, {"step": 1, "epoch": 0.5}]
+        with recorder.check("rows are whole"):
+            raise DataError("row 3 is half a row")
+    report = folder.read_report()
+    assert report.checks == [Check("rows are whole", False, "row 3 is half a row")]
+    assert report.history == [LoggedStep(1, loss=2.0)]
+    assert (report.status, report.exit_class) == ("failed", ExitClass.DATA)
+    words = Page((folder.path / "report.html").read_text(encoding="utf-8")).words
+    assert "rows are whole row 3 is half a row failed" in words
+
+
+def test_a_log_that_is_not_finite_leaves_its_number_out():
+    assert LoggedStep.from_log({"step": 3, "loss": float("nan")}) is None
+    found = LoggedStep.from_log({"step": 3, "loss": 1.0, "grad_norm": float("inf"), "epoch": 0.1})
+    assert found == LoggedStep(3, loss=1.0)
+
+
+# Intervals and charts
+
+
+def test_an_interval_holds_the_mean_and_shrinks_with_more_rows():
+    few = bootstrap.estimate([0.0, 1.0] * 10)
+    many = bootstrap.estimate([0.0, 1.0] * 200)
+    assert few.low < 0.5 == few.mean < few.high
+    assert few.low < many.low < many.high < few.high
+    # of 400 rows, the normal approximation: 1.96 * 0.5 / 20
+    assert many.high - 0.5 == pytest.approx(0.049, abs=0.005)
+
+
+def test_pairs_find_a_difference_that_is_hidden_between_rows():
+    before = [number / 50 for number in range(50)]
+    after = [score + 0.02 for score in before]
+    difference = bootstrap.paired_difference(before, after)
+    assert difference.is_significant and difference.mean == pytest.approx(0.02)
+    assert not bootstrap.paired_difference(before, before[::-1]).is_significant
+
+
+def test_few_rows_have_no_interval_and_weights_count():
+    assert bootstrap.estimate([1.0, 2.0]).low is None
+    assert bootstrap.estimate([1.0, 4.0], [3.0, 1.0]).mean == 1.75
+
+
+@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-6, 3e-6], [-2.0, 1.0], [1e6, 3e6]])
+def test_every_point_of_a_curve_lies_inside_the_drawing(values):
+    points = list(enumerate(values, 1))
+    drawing = charts.line_chart("t", [charts.Series("s", points)])
+    for place in drawing.lines[0].points.split():
+        x, y = map(float, place.split(","))
+        assert charts.LEFT <= x <= charts.RIGHT
+        assert charts.TOP <= y <= charts.BOTTOM
+    labels = [tick.label for tick in drawing.y_ticks]
+    assert 2 <= len(labels) == len(set(labels))
+
+
+def test_bars_of_a_histogram_are_as_high_as_their_counts():
+    drawing = charts.histogram("t", LengthHistogram([0, 10, 20, 30], [1, 0, 4]))
+    heights = [bar.height for bar in drawing.bars]
+    assert heights == [pytest.approx(heights[2] / 4, abs=0.2), 0, charts.BOTTOM - charts.TOP]
+    assert charts.histogram("t", LengthHistogram([], [])) is None
+
+
+def test_run_json_reads_back_as_written(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    assert folder.read_report() == replace(DONE, run="run")
+    json.loads((folder.path / "run.json").read_text())
