@@ -155,6 +155,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     from sft_play.commands import train as training
     from sft_play.config.invocation import Invocation
     from sft_play.data.pipeline import tokenize_run
+    from sft_play.runs.asked import AskedRun
 
     def plan(changes: dict[str, object], num_gpus: int = 1, deepspeed_config: str | None = None):
         settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
@@ -176,6 +177,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
         planned = calls.plan_run(call, loaded, num_gpus > 1, deepspeed_config is not None)
         folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
+        AskedRun.of(loaded, "make train").write(folder)
         folder.write_report(training.planned_report(folder))
         tokenize_run(folder, planned).write(folder)
         return folder

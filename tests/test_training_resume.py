@@ -1,5 +1,6 @@
 """Checkpoints: their content, which runs may resume, and that resuming changes no result."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -15,9 +16,10 @@ from safetensors.torch import load_file
 
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
-from sft_play.errors import CheckpointError, ExitClass
+from sft_play.errors import CheckpointError, ConfigError, ExitClass
+from sft_play.runs.asked import AskedRun
 from sft_play.runs.folder import RunFolder
-from sft_play.training.resume import check_resumable
+from sft_play.runs.resumed import check_resumable
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
@@ -90,10 +92,15 @@ def test_old_checkpoints_go_and_those_that_stay_are_complete(plan_run, run_worke
     assert all((path / "stamp.json").is_file() for path in folder.checkpoints.iterdir())
 
 
-@pytest.mark.parametrize("step", [3, 4, 5])  # the end of epoch 1, and two places inside epoch 2
+@pytest.mark.parametrize("step", [3, 5])  # the end of epoch 1, and inside epoch 2
 def test_a_resumed_run_takes_the_steps_that_were_left(whole, resumed, run_worker, step, losses_of):
     folder = resumed(whole.checkpoints / f"checkpoint-{step}")
     assert run_worker(folder) == 0
+    check_same_run(folder, whole, losses_of)
+
+
+def check_same_run(folder, whole, losses_of):
+    """Check that a run ended as one that was never interrupted."""
     assert len(losses_of(folder)) == 6
     assert losses_of(folder) == pytest.approx(
         losses_of(whole), abs=1e-6
@@ -163,12 +170,105 @@ def test_one_process_may_go_on_with_a_ddp_run_of_two(whole):
     )
 
 
-def test_rows_that_changed_since_are_named_in_the_log(whole, resumed, run_worker, rows, tmp_path):
+@pytest.fixture
+def other_rows(rows, tmp_path):
+    """The same rows in another order."""
     other = tmp_path / "train.jsonl"
     other.write_text("".join(reversed(rows["train"].read_text().splitlines(keepends=True))))
-    folder = resumed(whole.checkpoints / "checkpoint-5", **{"data.train_path": other})
+    return other
+
+
+def test_the_worker_refuses_rows_that_changed_since(whole, resumed, run_worker, other_rows):
+    folder = resumed(whole.checkpoints / "checkpoint-5", **{"data.train_path": other_rows})
+    assert run_worker(folder) == ExitClass.CHECKPOINT
+    assert "its run had other rows (digest " in run_json(folder)["cause"]
+
+
+# TRAIN_RESUME_FROM alone
+
+
+def typed(resume_from: Path, *words: str, **variables: str) -> RunFolder:
+    """Prepare a run as `make train` with these variables does, up to its launch."""
+    environ = {"DEVICE": "cpu", "TRAIN_RESUME_FROM": str(resume_from), **variables}
+    call = calls.Call(calls.invocations.read(environ), environ, words)
+    return training.prepare_run(call, distributed=False, use_deepspeed=False)[0]
+
+
+def test_the_folder_alone_finishes_the_run_as_if_it_had_never_stopped(whole, run_worker, losses_of):
+    checkpoint = whole.checkpoints / "checkpoint-4"
+    folder = typed(checkpoint)
+    changes = {"resume_from": str(checkpoint)}
+    then = whole.read_config()
+    assert folder.read_config() == then.model_copy(
+        update={"train": then.train.model_copy(update=changes)}
+    )
     assert run_worker(folder) == 0
-    assert "resume: data_digest was" in (folder.logs / "rank-0.log").read_text()
+    check_same_run(folder, whole, losses_of)
+
+
+def test_what_was_auto_is_planned_anew_and_keeps_its_origin(whole):
+    asked = AskedRun.read(typed(whole.path)).settings
+    assert asked["train.bf16"].value == asked["train.eval_batch_size"].value == "auto"
+    assert not asked["train.bf16"].is_chosen
+    assert asked["train.learning_rate"].is_chosen
+    assert f"{whole.path}/config.yaml:" in asked["train.learning_rate"].origin
+    assert asked["train.resume_from"].origin == "environment TRAIN_RESUME_FROM"
+
+
+def test_other_settings_that_matter_are_refused_in_a_table(whole, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model: {max_seq_len: 128}\n")
+    with pytest.raises(CheckpointError) as caught:
+        typed(
+            whole.path,
+            "train.seed=7",
+            CONFIG=str(config),
+            TUNING_LORA_R="8",
+            TRAIN_LEARNING_RATE="1e-3",
+            DATA_SYSTEM_PROMPT="be brief",
+            TRAIN_LOGGING_STEPS="3",
+        )
+    lines = [line.split() for line in str(caught.value).splitlines()[1:-1]]
+    assert lines == [
+        ["setting", "then", "now", "set", "by"],
+        ["model.max_seq_len", "256", "128", f"{config}:1"],
+        ["tuning.lora.r", "16", "8", "environment", "TUNING_LORA_R"],
+        ["train.learning_rate", "0.01", "0.001", "environment", "TRAIN_LEARNING_RATE"],
+        ["train.seed", "42", "7", "--set", "train.seed"],
+        ["data.system_prompt", "null", "be", "brief", "environment", "DATA_SYSTEM_PROMPT"],
+    ]
+    assert f"Leave these out: TRAIN_RESUME_FROM={whole.path} alone" in str(caught.value)
+
+
+def test_settings_that_train_the_same_may_change_and_are_named(whole, capsys):
+    folder = typed(
+        whole.path,
+        TRAIN_BATCH_SIZE="4",
+        TRAIN_GRAD_ACCUM="1",
+        TRAIN_LOGGING_STEPS="5",
+        TRAIN_EPOCHS="3",  # the learning rate is constant: no step depends on the last one
+    )
+    train = folder.read_config().train
+    assert (train.batch_size, train.grad_accum, train.logging_steps) == (4, 1, 5)
+    assert "resume train.logging_steps was 1 and is 5" in capsys.readouterr().out
+
+
+def test_another_effective_batch_is_refused(whole):
+    with pytest.raises(ConfigError, match=r"train.effective_batch_size=4; set one of the three"):
+        typed(whole.path, TRAIN_GRAD_ACCUM="4")
+    with pytest.raises(CheckpointError, match=r"train.effective_batch_size +4 +8"):
+        typed(whole.path, TRAIN_GRAD_ACCUM="4", TRAIN_EFFECTIVE_BATCH_SIZE="8")
+
+
+def test_rows_that_changed_since_are_refused_before_the_launch(whole, other_rows):
+    with pytest.raises(CheckpointError, match="its run had other rows"):
+        typed(whole.path, DATA_TRAIN_PATH=str(other_rows))
+
+
+def test_a_checkpoint_without_its_run_needs_the_config_that_it_was_trained_with(whole, tmp_path):
+    copy = shutil.copytree(whole.checkpoints / "checkpoint-2", tmp_path / "a" / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="of its run is not beside it; set CONFIG"):
+        typed(copy)
 
 
 @pytest.fixture
@@ -191,18 +291,18 @@ def test_the_worker_refuses_a_checkpoint_of_another_backend(resumed, run_worker,
 def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_there_is_a_run(
     whole, of_unsloth, resumed, settings_of, tmp_path
 ):
-    def planned_config(checkpoint):
+    def check(checkpoint, **tuning):
         call = planned_call(settings_of, tmp_path, checkpoint)
-        return calls.plan_run(call, calls.load_config(call)).config
+        loaded = calls.load_config(call)
+        planned = calls.plan_run(call, loaded)
+        changed = planned.config.tuning.model_copy(update=tuning)
+        config = planned.config.model_copy(update={"tuning": changed})
+        training.check_resume(dataclasses.replace(planned, config=config), loaded)
 
     with pytest.raises(CheckpointError, match="backend: the checkpoint has unsloth, this run bnb"):
-        training.check_resume(planned_config(of_unsloth))
-    config = planned_config(whole.path)
-    tuning = config.tuning.model_copy(update={"backend": "unsloth"})
-    with pytest.raises(
-        CheckpointError, match="backend: the checkpoint has bnb, this run unsloth"
-    ) as caught:
-        training.check_resume(config.model_copy(update={"tuning": tuning}))
+        check(of_unsloth)
+    with pytest.raises(CheckpointError, match=r"tuning.backend +bnb +unsloth") as caught:
+        check(whole.path, backend="unsloth")
     assert caught.value.exit_class == 12
     assert not (tmp_path / "out").exists()
 

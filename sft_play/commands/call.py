@@ -14,6 +14,7 @@ from sft_play.config.yaml_source import Located
 from sft_play.plan import devices
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.resumed import settings_of_run
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,19 @@ def read_call(config: str | None, overrides: Iterable[str], gpus: str | None = N
 
 
 def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
-    """Return the merged config of a call; `backend` is what a target such as train-unsloth sets."""
+    """Return the merged config of a call; `backend` is what a target such as train-unsloth sets.
+
+    Where `train.resume_from` names a run, that run's settings are the layer below those given.
+    """
     path = call.invocation.config
     target = None
     if backend:
         target = {"tuning.backend": Located(backend, f"make train-{backend}")}
+    resume_from = loader.given_value("train.resume_from", path, call.environ, call.overrides)
+    resumed = settings_of_run(resume_from, path is not None) if resume_from else None
+    if backend and resumed is None:
         path = path or BACKENDS[backend].default_config
-    return loader.load(path, call.environ, call.overrides, target)
+    return loader.load(path, call.environ, call.overrides, target, resumed)
 
 
 def plan_run(

@@ -14,6 +14,7 @@ from sft_play.commands.plan import given_variables, override_variables
 from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
+from sft_play.config.messages import word
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
 from sft_play.plan import devices, launch, next_command, report
@@ -25,6 +26,7 @@ from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
+from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps, resumed_run
 
 FREE_BYTES_FOR_A_RUN = 1 << 30
 
@@ -45,13 +47,24 @@ def train(
             f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
             "a run takes NUM_GPUS=N of what is"
         )
+    folder, planned = prepare_run(call, distributed, use_deepspeed, backend)
+    if with_tensorboard:
+        print(start_tensorboard(call, folder.tensorboard))
+    sys.stdout.flush()
+    launch.execute(planned.plan.launch, call.environ)
+
+
+def prepare_run(
+    call: Call, distributed: bool, use_deepspeed: bool, backend: str | None = None
+) -> tuple[RunFolder, PlannedRun]:
+    """Do all that comes before the launch: plan, make the run's folder, tokenise its rows."""
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
     planned = plan_run(call, loaded, distributed, use_deepspeed)
     refuse_what_does_not_fit(planned.plan)
     for warning in planned.plan.warnings:
         print(f"warning: {warning}")
-    check_resume(planned.config)
+    check_resume(planned, loaded)
     folder = new_run(call, loaded, planned.config)
     command = launch.launch_command(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
@@ -64,14 +77,12 @@ def train(
         from sft_play.data.pipeline import tokenize_run
 
         planned = tokenize_run(folder, planned)
+        check_resumed_rows(folder, planned)
     if planned.plan.packing:  # known now: how many micro-batches make a step
         planned.write(folder)
         print(report.packing_line(planned.plan))
     write_launcher_files(folder, planned)
-    if with_tensorboard:
-        print(start_tensorboard(call, folder.tensorboard))
-    sys.stdout.flush()
-    launch.execute(command, call.environ)
+    return folder, planned
 
 
 def planned_report(folder: RunFolder) -> RunReport:
@@ -155,12 +166,44 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
     return dataclasses.replace(call, invocation=invocation)
 
 
-def check_resume(config: Config) -> None:
-    """Refuse a checkpoint that a run may not go on from, before its folder is made."""
-    train = config.train
-    if train.resume_from is not None:
-        checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
-        stamp.refuse_mismatch(checkpoint, stamp.wanted(config), train.allow_backend_change)
+def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
+    """Refuse a checkpoint that a run may not go on from, before its folder is made.
+
+    Raises: CheckpointError.
+    """
+    train = planned.config.train
+    if train.resume_from is None:
+        return
+    checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
+    run = resumed_run(train.resume_from)
+    if run is not None:
+        resumed = Resumed(run, checkpoint)
+        resumed.refuse_changes(planned.config, loaded)
+    saved = stamp.refuse_mismatch(
+        checkpoint, stamp.wanted(planned.config), train.allow_backend_change
+    )
+    ranks = planned.plan.ranks
+    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
+    print(f"resume {checkpoint}")
+    if run is not None:
+        for change in resumed.changes(planned.config):
+            print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
+
+
+def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
+    """Refuse to resume on other rows, once they are tokenised. Raises CheckpointError."""
+    from sft_play.data.data_facts import DataFacts
+
+    if planned.config.train.resume_from is None:
+        return
+    checkpoint = stamp.latest_checkpoint(Path(planned.config.train.resume_from))
+    sources = DataFacts.from_json(folder.read_data()).sources
+    digests = [source.digest for split in sources.values() for source in split]
+    now = {
+        "data_digest": stamp.digest_of_text(*digests),
+        "effective_batch": planned.plan.layout.rows_per_step,
+    }
+    refuse_other_steps(checkpoint, stamp.read(checkpoint), now)
 
 
 def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
@@ -180,4 +223,4 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
             "a run needs 1; set TRAIN_OUTPUT_DIR to another disk"
         )
     run_name = call.invocation.run or config.train.run_name
-    return run_folders.create(output_dir, run_name, loaded.source.stem)
+    return run_folders.create(output_dir, run_name, run_folders.stem_of(loaded.source))

@@ -57,7 +57,7 @@ def defaults() -> Layer:
     return layer
 
 
-def from_files(source: Path, base: Path, problems: list[str]) -> list[Layer]:
+def from_files(source: Path, base: Path | None, problems: list[str]) -> list[Layer]:
     """Return the layers of a config file, weakest first: base, what it includes, the file itself.
 
     Paths of an include are relative to the including file. A file that is reached twice counts
@@ -80,11 +80,16 @@ def from_files(source: Path, base: Path, problems: list[str]) -> list[Layer]:
         merged.add(path.resolve())
         layers.append(_settings_of(mapping, problems))
 
-    if base.exists():
+    if base is not None and base.exists():
         visit(base, ())
     if source.resolve() not in merged:
         visit(source, ())
     return layers
+
+
+def from_file(path: Path, problems: list[str]) -> Layer:
+    """Return the settings of one file that includes no other. Raises ConfigError."""
+    return _settings_of(read_mapping(path, displayed(path)), problems)
 
 
 def _include_names(include: Located | None) -> list[str]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -18,6 +18,7 @@ from sft_play.config import layers, rules
 from sft_play.config.layers import BUILT_IN, Layer, displayed
 from sft_play.config.messages import invalid, is_switch, refuse, word
 from sft_play.config.schema import Config, settings
+from sft_play.config.yaml_source import YamlValue
 from sft_play.errors import ConfigError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +36,12 @@ class LoadedConfig:
     config: Config
     origin: dict[str, str]
     source: Path  # the CONFIG file
+    unset: frozenset[str] = frozenset()  # settings of a resumed run that nobody chose
 
     def is_set(self, path: str) -> bool:
         """Return whether the user chose this setting, not a default or configs/base.yaml."""
+        if path in self.unset:
+            return False
         origin = self.origin[path]
         return origin != BUILT_IN and not origin.startswith(f"{displayed(BASE)}:")
 
@@ -50,6 +54,14 @@ class LoadedConfig:
         return f"{path}={word(self.value(path))} ({self.origin[path]})"
 
 
+class RunSettings(NamedTuple):
+    """The settings of a run that is resumed, in place of the defaults and configs/base.yaml."""
+
+    layer: Layer
+    source: Path  # its config.yaml
+    unset: frozenset[str]  # of these, what nobody chose
+
+
 def environment() -> dict[str, str]:
     """Return a copy of the process environment."""
     return dict(os.environ)
@@ -60,31 +72,66 @@ def load(
     environ: Mapping[str, str] | None = None,
     overrides: Iterable[str] = (),
     target: Layer | None = None,
+    resumed: RunSettings | None = None,
 ) -> LoadedConfig:
     """Return the merged config.
 
     `config_path` is a file, the name of one in configs/ ("tiny"), or None for the embedded default.
     `overrides` are words such as `train.batch_size=4`; `target` is what the make target itself
-    sets (train-unsloth: the backend).
+    sets (train-unsloth: the backend). `resumed` are the settings of the run that goes on: they
+    take the place of configs/base.yaml, and without a `config_path` of the embedded default.
 
     Raises: ConfigError that lists every problem with its origin and what to write instead.
     """
     source = _find(config_path) if config_path else DEFAULT
     problems: list[str] = []
-    chain = [
-        layers.defaults(),
-        *layers.from_files(source, BASE, problems),
+    if resumed is None:
+        files = layers.from_files(source, BASE, problems)
+    elif config_path:
+        files = [resumed.layer, *layers.from_files(source, None, problems)]
+    else:
+        files = [resumed.layer]
+        source = resumed.source
+    given = [
         layers.from_environment(environ or {}, problems),
         target or {},
         layers.from_overrides(overrides, problems),
     ]
+    merged = _merged([layers.defaults(), *files, *given])
+    origin = {path: located.origin for path, located in merged.items()}
+    unset = frozenset()
+    if resumed is not None:  # what is still as the run has it
+        unset = frozenset(path for path in resumed.unset if merged[path] is resumed.layer.get(path))
+    loaded = LoadedConfig(_validate(merged, problems), origin, source, unset)
+    refuse(rules.broken(loaded.config, loaded.described))
+    return loaded
+
+
+def given_value(
+    path: str, config_path: str | None, environ: Mapping[str, str], overrides: Iterable[str]
+) -> YamlValue:
+    """Return what CONFIG, the environment or --set say of a setting, None where they do not.
+
+    What is wrong with the other settings is for `load` to say.
+    Raises: ConfigError for a CONFIG that cannot be read.
+    """
+    problems: list[str] = []
+    files = layers.from_files(_find(config_path), None, problems) if config_path else []
+    given = [
+        *files,
+        layers.from_environment(environ, problems),
+        layers.from_overrides(overrides, problems),
+    ]
+    located = _merged(given).get(path)
+    return located.value if located else None
+
+
+def _merged(chain: Iterable[Layer]) -> Layer:
+    """Return the settings of all layers; a later one wins."""
     merged: Layer = {}
     for layer in chain:
         merged.update(layer)
-    origin = {path: located.origin for path, located in merged.items()}
-    loaded = LoadedConfig(_validate(merged, problems), origin, source)
-    refuse(rules.broken(loaded.config, loaded.described))
-    return loaded
+    return merged
 
 
 def nested(values: Mapping[str, SettingValue]) -> dict[str, SettingValue]:

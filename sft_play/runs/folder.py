@@ -4,6 +4,7 @@ It is the only path between the front end and the worker.
 """
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.report import RunReport
+
+TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,16 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
     raise EnvironmentFault(
         f"{output_dir}: a thousand runs named {base}; give this one a name with RUN="
     )
+
+
+def stem_of(source: Path) -> str:
+    """Return the start of an unnamed run's name: its config's, or that of the run that it repeats.
+
+    `source` may be the config.yaml of a run folder; the time in that folder's name is left out.
+    """
+    if source.name == "config.yaml" and (source.parent / "plan.json").exists():
+        return TIME_IN_NAME.sub("", source.absolute().parent.name)
+    return source.stem
 
 
 def find(output_dir: Path, run: str | None) -> RunFolder:

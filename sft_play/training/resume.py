@@ -2,16 +2,14 @@
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
-from sft_play.errors import CheckpointError
 from sft_play.runs import stamp
+from sft_play.runs.resumed import check_resumable, refuse_other_steps
 from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -53,43 +51,6 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
     checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
     saved = stamp.refuse_mismatch(checkpoint, run_stamp, train.allow_backend_change)
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
-    for name in ("data_digest", "effective_batch"):
-        if saved.get(name) != run_stamp[name]:
-            logger.warning(
-                "resume: %s was %s and is %s: the rows of the steps to come are not those that "
-                "were left",
-                name,
-                saved.get(name),
-                run_stamp[name],
-            )
+    refuse_other_steps(checkpoint, saved, run_stamp)
     logger.info("resume from=%s", checkpoint)
     return checkpoint
-
-
-def check_resumable(
-    checkpoint: Path, saved: Mapping[str, Any], strategy: str, world_size: int
-) -> None:
-    """Raise CheckpointError unless this run can load the checkpoint's optimizer.
-
-    Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
-    shard of the optimizer for each rank, so the world size must be the same.
-    """
-    is_deepspeed = strategy == "deepspeed"
-    was_deepspeed = saved.get("strategy") == "deepspeed"
-    has_other_world_size = saved.get("world_size") != world_size
-    if was_deepspeed != is_deepspeed or (is_deepspeed and has_other_world_size):
-        saved_by = f"strategy={saved.get('strategy')} world={saved.get('world_size')}"
-        command = "make train or make train-distributed"
-        if was_deepspeed:
-            command = f"make train-deepspeed NUM_GPUS={saved.get('world_size')}"
-        raise CheckpointError(
-            f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is "
-            f"strategy={strategy} world={world_size}; go on with {command}"
-        )
-    needed = ("latest",) if is_deepspeed else ("optimizer.pt", "scheduler.pt")
-    missing = [name for name in needed if not (checkpoint / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint}: has no {', '.join(missing)}, so the run would start its optimizer "
-            "anew; choose another checkpoint"
-        )

@@ -211,8 +211,8 @@ class TrainSection(Section):
     )
     resume_from: str | None = Field(
         None,
-        description="Run or checkpoint folder to resume: its step, optimizer and random state; "
-        "null starts anew.",
+        description="Run or checkpoint folder to resume: its settings, step, optimizer and random "
+        "state; null starts anew.",
     )
     allow_backend_change: bool = Field(
         False,

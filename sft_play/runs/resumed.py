@@ -1,0 +1,242 @@
+"""A run that is resumed: its settings as the layer below new ones, and which may change.
+
+Loads no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sft_play.config import layers
+from sft_play.config.loader import LoadedConfig, RunSettings
+from sft_play.config.messages import refuse, word
+from sft_play.config.schema import Config, settings
+from sft_play.config.yaml_source import Located, parse_scalar
+from sft_play.errors import CheckpointError
+from sft_play.runs import stamp
+from sft_play.runs.asked import AskedRun
+from sft_play.runs.folder import RunFolder
+
+# Of one run alone
+NOT_TAKEN_OVER = ("train.run_name", "train.resume_from", "train.allow_backend_change")
+# Taken as they were asked, auto too, so that they are planned anew for this machine
+PLANNED_ANEW = (
+    "train.batch_size",
+    "train.grad_accum",
+    "train.gradient_checkpointing",
+    "train.eval_batch_size",
+    "train.packing",
+    "train.bf16",
+    "train.fp16",
+    "train.ddp_timeout",
+    "train.dataloader_pin_memory",
+    "train.probe",
+)
+# What a resumed run may change; every other setting is part of what is trained
+MAY_CHANGE = {
+    *NOT_TAKEN_OVER,
+    *PLANNED_ANEW,
+    "model.attn_implementation",
+    "model.trust_remote_code",
+    "tuning.allow_untrained_tokens",
+    "train.output_dir",
+    "train.fast_path",
+    "train.ddp_find_unused_parameters",
+    "train.ddp_broadcast_buffers",
+    "train.ddp_bucket_cap_mb",
+    "train.dataloader_num_workers",
+    "train.predict_with_generate",
+    "train.generation_num_beams",
+    "train.generation_max_new_tokens",
+    "train.generation_max_rows",
+    "train.eval_strategy",
+    "train.eval_steps",
+    "train.eval_do_concat_batches",
+    "train.eval_accumulation_steps",
+    "train.logging_steps",
+    "train.save_strategy",
+    "train.save_steps",
+    "train.save_total_limit",
+    "data.cache_dir",
+    "data.max_lost",
+}
+# Files may have moved: the digest of their content decides, once the rows are read
+BY_DIGEST = {"data.train_path", "data.val_path", "data.test_path"}
+SCHEDULE_LENGTH = {"train.epochs", "train.max_steps"}
+QUANTISATION = {"tuning.bnb_4bit_quant_type", "tuning.bnb_4bit_use_double_quant"}
+
+
+class Change(NamedTuple):
+    """A setting that differs between a run and the one that goes on from it."""
+
+    path: str
+    then: Any
+    now: Any
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The run that `train.resume_from` names, which holds the checkpoint and the config."""
+
+    folder: RunFolder
+    checkpoint: Path
+
+    def refuse_changes(self, config: Config, loaded: LoadedConfig) -> None:
+        """Refuse a resolved config that would train something else than this run did.
+
+        Raises: CheckpointError with a line for each such setting: then, now, who sets it now.
+        """
+        free = may_change(self.folder.read_config(), config, stamp.read(self.checkpoint))
+        refused = [change for change in self.changes(config) if change.path not in free]
+        if not refused:
+            return
+        rows = [("setting", "then", "now", "set by")]
+        for path, then, now in refused:
+            rows.append((path, word(then), word(now), loaded.origin[path]))
+        raise CheckpointError(
+            f"{self.folder.path} cannot go on with other settings than it was trained with:\n"
+            f"{_table(rows)}\n"
+            f"Leave these out: TRAIN_RESUME_FROM={self.folder.path} alone takes over what the run "
+            "was asked for. Without TRAIN_RESUME_FROM a new run starts."
+        )
+
+    def changes(self, config: Config) -> list[Change]:
+        """Return the settings in which a resolved config differs from this run's."""
+        then = self.folder.read_config()
+        found = []
+        for path in settings():
+            if path in NOT_TAKEN_OVER:
+                continue
+            value = attrgetter(path)
+            if value(then) != value(config):
+                found.append(Change(path, value(then), value(config)))
+        return found
+
+
+def resumed_run(resume_from: str) -> RunFolder | None:
+    """Return the run folder around what `train.resume_from` names, None where there is none."""
+    path = Path(resume_from)
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.yaml").is_file() and (folder / "plan.json").is_file():
+            return RunFolder(folder)
+    return None
+
+
+def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
+    """Return what a resumed run was asked, as the layer below what is given now.
+
+    None without a run folder: then CONFIG, which `has_config` says is given, is all there is.
+    Raises: CheckpointError without either; ConfigError when config.yaml is of another version.
+    """
+    folder = resumed_run(resume_from)
+    if folder is None:
+        if Path(resume_from).is_dir() and not has_config:
+            raise CheckpointError(
+                f"train.resume_from={resume_from}: the config.yaml of its run is not beside it; "
+                "set CONFIG to the one that it was trained with, or resume the run's folder"
+            )
+        return None
+    problems: list[str] = []
+    source = folder.path / "config.yaml"
+    layer = layers.from_file(source, problems)
+    refuse(problems)
+    for path in NOT_TAKEN_OVER:
+        layer.pop(path, None)
+    asked = AskedRun.read(folder)
+    if asked is None:  # of an older version: batch and precision stay as they were resolved
+        return RunSettings(layer, source, frozenset())
+    shown = layers.displayed(source)
+    for path in PLANNED_ANEW:
+        if path in asked.settings:
+            layer[path] = Located(parse_scalar(asked.settings[path].value), shown)
+    unset = {path for path, setting in asked.settings.items() if not setting.is_chosen}
+    # else the plan may take another number of rows a step
+    unset.discard("train.effective_batch_size")
+    return RunSettings(layer, source, frozenset(unset))
+
+
+def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
+    """Return the settings that a run which resumes a checkpoint stamped `saved` may change."""
+    free = MAY_CHANGE | BY_DIGEST
+    if now.train.lr_scheduler_type == then.train.lr_scheduler_type == "constant":
+        free |= SCHEDULE_LENGTH  # no step depends on how many there will be
+    if then.tuning.mode == now.tuning.mode == "full":
+        free |= {path for path in settings() if path.startswith("tuning.lora.")}
+    if "qlora" not in (then.tuning.mode, now.tuning.mode):
+        free |= QUANTISATION
+    if now.train.allow_backend_change:
+        free |= QUANTISATION | {"tuning.backend"}
+    is_moved = then.model.name != now.model.name and saved.get("base_digest") is not None
+    if is_moved and stamp.wanted(now)["base_digest"] == saved["base_digest"]:
+        free |= {"model.name"}
+    if _has_equal_file(then.model.chat_template, now.model.chat_template):
+        free |= {"model.chat_template"}
+    return free
+
+
+def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, Any]) -> None:
+    """Refuse to resume where the steps to come would not be those that were left.
+
+    `now` has the data_digest and the effective_batch of the run that goes on.
+    Raises: CheckpointError.
+    """
+    if saved.get("data_digest", now["data_digest"]) != now["data_digest"]:
+        raise CheckpointError(
+            f"{checkpoint}: its run had other rows (digest {saved['data_digest']}, now "
+            f"{now['data_digest']}), so the rows that are left to train are not known; give it "
+            "the files that it was trained on, or start a new run without TRAIN_RESUME_FROM"
+        )
+    if saved.get("effective_batch", now["effective_batch"]) != now["effective_batch"]:
+        rows = saved["effective_batch"]
+        raise CheckpointError(
+            f"{checkpoint}: its run trained {rows} rows a step, and this one would train "
+            f"{now['effective_batch']}; set TRAIN_EFFECTIVE_BATCH_SIZE={rows} "
+            "TRAIN_GRAD_ACCUM=auto"
+        )
+
+
+def check_resumable(
+    checkpoint: Path, saved: Mapping[str, Any], strategy: str, world_size: int
+) -> None:
+    """Raise CheckpointError unless this run can load the checkpoint's optimizer.
+
+    Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
+    shard of the optimizer for each rank, so the world size must be the same.
+    """
+    is_deepspeed = strategy == "deepspeed"
+    was_deepspeed = saved.get("strategy") == "deepspeed"
+    has_other_world_size = saved.get("world_size") != world_size
+    if was_deepspeed != is_deepspeed or (is_deepspeed and has_other_world_size):
+        saved_by = f"strategy={saved.get('strategy')} world={saved.get('world_size')}"
+        command = "make train or make train-distributed"
+        if was_deepspeed:
+            command = f"make train-deepspeed NUM_GPUS={saved.get('world_size')}"
+        raise CheckpointError(
+            f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is "
+            f"strategy={strategy} world={world_size}; go on with {command}"
+        )
+    needed = ("latest",) if is_deepspeed else ("optimizer.pt", "scheduler.pt")
+    missing = [name for name in needed if not (checkpoint / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: has no {', '.join(missing)}, so the run would start its optimizer "
+            "anew; choose another checkpoint"
+        )
+
+
+def _has_equal_file(then: str | None, now: str | None) -> bool:
+    if then is None or now is None or not (Path(then).is_file() and Path(now).is_file()):
+        return False
+    return Path(then).read_bytes() == Path(now).read_bytes()
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Return rows of words as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
