@@ -29,8 +29,8 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop runs eval infer chat merge embedded bench bench-data bench-plan test test-fast \
-  test-gpu lint clean
+  tb-stop runs compare report eval infer chat merge embedded bench bench-data bench-plan test \
+  test-fast test-gpu lint clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -92,6 +92,10 @@ tb-stop: $(ENV) ## stop the TensorBoard that was started here
 	@$(SFT) tb-stop
 runs: $(ENV) ## list the runs with status and scores
 	@$(SFT) runs
+compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; a page in OUT
+	@$(SFT) compare
+report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
+	@$(SFT) report
 eval: $(ENV) ## score RUN, by default the latest, on its test rows
 	@$(SFT) eval
 infer: $(ENV) ## answer PROMPT, or each line of standard input, with RUN

@@ -234,6 +234,31 @@ def runs() -> None:
     _echo_lines(run_table(_call().output_dir))
 
 
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Names of runs; default RUNS=a,b.")
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", help="Where the page goes; default compare-….html beside the runs."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Put runs beside each other: scores, settings that differ, speed, memory, and a page."""
+    from sft_play.commands import compare as comparing
+
+    typer.echo(comparing.compare(_call(), runs or (), out, json))
+
+
+@app.command()
+def report() -> None:
+    """Write report.html of a run (RUN, default the latest) anew, also of one that was killed."""
+    from sft_play.commands import compare as comparing
+
+    typer.echo(comparing.write_report_again(use.chosen_run()))
+
+
 @app.command("eval")
 def evaluate() -> None:
     """Score the weights of a run (RUN, default the latest) on its test rows."""

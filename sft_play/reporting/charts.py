@@ -98,17 +98,22 @@ class _Axis:
 
 
 def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> Drawing | None:
-    """Return lines over a common x, or None where there is no point."""
-    shown = [Series(one.name, thinned(one.points)) for one in series if one.points]
-    if not shown:
+    """Return lines over a common x, or None where there is no point.
+
+    A series keeps its colour where another one has no points.
+    """
+    numbered = {number: one for number, one in enumerate(series) if one.points}
+    if not numbered:
         return None
-    points = [point for one in shown for point in one.points]
+    shown = {number: Series(one.name, thinned(one.points)) for number, one in numbered.items()}
+    points = [point for one in shown.values() for point in one.points]
     x_axis = _axis([0.0, *(x for x, _ in points)], LEFT, RIGHT)
     y_axis = _axis([y for _, y in points], BOTTOM, TOP, padding=0.05)
-    lines = tuple(_line(number, one, x_axis, y_axis) for number, one in enumerate(shown))
-    described = [_described(one, x_name) for one in shown]
+    lines = tuple(_line(number, one, x_axis, y_axis) for number, one in shown.items())
     if len(shown) > 1:
-        described = [f"{one.name}: {words}" for one, words in zip(shown, described, strict=True)]
+        described = [f"{one.name}: {_described(one, x_name)}" for one in shown.values()]
+    else:
+        described = [_described(one, x_name) for one in shown.values()]
     description = "; ".join(described)
     return Drawing(title, description, x_name, x_axis.ticks(True), y_axis.ticks(), lines)
 

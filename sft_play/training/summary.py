@@ -24,6 +24,7 @@ def summary_lines(
         fact_line(report),
         f"weights  {weights}",
         f"run      {folder.path}  (run.json, eval/, logs/, tb/)",
+        f"report   {folder.path / 'report.html'}",
         report.cause or next_line,
     ]
 

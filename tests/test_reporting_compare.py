@@ -1,0 +1,130 @@
+"""`make compare`: runs beside each other, in the terminal, as JSON and as a page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from report_folders import DONE, ROWS, answer_lines, run_folder
+from test_reporting import HOSTILE, Page
+
+from sft_play.commands.call import Call
+from sft_play.commands.compare import compare as compare_command
+from sft_play.config.invocation import Invocation
+from sft_play.config.targets import READS
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.reporting.compare import compare
+from sft_play.runs.report import RunReport
+
+LOW = answer_lines([0.5, 0.7] * (ROWS // 2))
+HIGH = answer_lines([0.6, 0.9] * (ROWS // 2))
+
+
+def call_in(output_dir, **variables: str) -> Call:
+    return Call(Invocation(), {"TRAIN_OUTPUT_DIR": str(output_dir), **variables}, ())
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two runs that differ in the learning rate and in the answers to the same rows."""
+    faster = replace(DONE, tokens_per_second=4321.0)
+    return [
+        run_folder(tmp_path / "slow", after=LOW),
+        run_folder(tmp_path / "fast", faster, after=HIGH, overrides=("train.learning_rate=0.002",)),
+    ]
+
+
+def test_runs_are_printed_with_scores_settings_that_differ_and_a_verdict(two, tmp_path):
+    text = compare_command(call_in(tmp_path, RUNS="slow,fast"), (), None, as_json=False)
+    lines = text.splitlines()
+    assert lines[0].split()[:3] == ["run", "loss", "ROUGE-L,"]
+    assert lines[1].startswith("slow") and "1,234" in lines[1] and "1.00 GiB" in lines[1]
+    assert lines[2].startswith("fast") and "4,321" in lines[2]
+    between = lines[lines.index("settings that differ") + 1 : -4]
+    assert between == ["  train.learning_rate", "    slow: 0.001", "    fast: 0.002", ""]
+    assert "fast against slow: loss +0.000: no clear difference, by the means alone" in lines
+    assert "fast against slow: ROUGE-L +0.150 (95 % interval +0.1" in text
+    assert "over 20 rows): better" in text
+    assert lines[-1] == f"page {tmp_path / 'compare-slow-fast.html'}"
+
+
+def test_the_json_has_the_same_and_the_page_is_where_out_says(two, tmp_path):
+    out = tmp_path / "pages" / "a.html"
+    text = compare_command(call_in(tmp_path, OUT=str(out)), ["slow", "fast"], None, as_json=True)
+    found = json.loads(text)
+    assert [run["run"] for run in found["runs"]] == ["slow", "fast"]
+    assert found["settings"] == [{"name": "train.learning_rate", "values": ["0.001", "0.002"]}]
+    outcomes = {line["score"]["name"]: line["outcome"] for line in found["differences"]}
+    assert outcomes == {"loss": "no clear difference", "ROUGE-L": "better"}
+    assert found["page"] == str(out)
+    page = Page(out.read_text(encoding="utf-8"))
+    assert "2 runs beside each other" in page.words
+    legends = [found for tag, found in page.tags if tag == "polyline"]
+    assert len(legends) >= 4, "two curves in every chart"
+
+
+def test_scores_that_differ_by_chance_are_not_called_better(tmp_path):
+    one = run_folder(tmp_path / "one", after=answer_lines([0.5, 0.6] * (ROWS // 2)))
+    other = run_folder(tmp_path / "other", after=answer_lines([0.61, 0.5] * (ROWS // 2)))
+    (rouge,) = [line for line in compare([one, other]).differences if line.score.name == "ROUGE-L"]
+    assert rouge.score.change > 0
+    assert rouge.score.outcome == "no clear difference"
+
+
+def test_runs_with_other_test_rows_are_said_to_have_them(tmp_path):
+    shared = answer_lines([0.5] * 15) + answer_lines([0.5] * 5, origin="else.jsonl:1")
+    test = {**DONE.data["test"], "trained_tokens": 901}
+    report = replace(DONE, data={**DONE.data, "test": test})
+    one = run_folder(tmp_path / "one", after=LOW)
+    comparison = compare([one, run_folder(tmp_path / "other", report, after=shared)])
+    assert [line.rows for line in comparison.differences] == [15]
+    assert "loss is not compared" in comparison.notes[0]
+    assert "28 samples with 901 tokens with loss" in comparison.notes[0]
+    assert "compared on the 15 rows of both (20 and 20 were answered)" in comparison.notes[1]
+    none = answer_lines([0.5] * ROWS, origin="else.jsonl:1")
+    comparison = compare([one, run_folder(tmp_path / "third", after=none)])
+    assert "because 0 scored test rows are the same; 10 are needed" in comparison.notes[0]
+
+
+def test_a_run_that_failed_before_its_first_score_can_be_compared(two, tmp_path):
+    failed = RunReport(status="failed", exit_class=11, cause="rows.jsonl:3: not JSON")
+    run_folder(tmp_path / "broken", failed, before="", after="")
+    text = compare_command(call_in(tmp_path), ["slow", "broken"], None, as_json=False)
+    assert "Failed: data (exit class 11)" in text
+    assert "broken against slow: loss is not compared, broken has none" in text
+
+
+@pytest.mark.parametrize("runs", ["", "slow", "slow,slow", "a,b,c,d,e,f,g"])
+def test_too_few_or_too_many_runs_are_refused_with_the_names_there_are(runs, two, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        compare_command(call_in(tmp_path, RUNS=runs), (), None, as_json=False)
+    assert "name 2 to 6 runs with commas between them, such as RUNS=a,b" in str(error.value)
+    assert "fast" in str(error.value) and "slow" in str(error.value)
+
+
+def test_every_run_that_does_not_exist_is_named_with_near_ones(two, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        compare_command(call_in(tmp_path, RUNS="slwo,fast,elsewhere"), (), None, as_json=False)
+    first, second = str(error.value).splitlines()
+    assert first == "RUNS: no run is named slwo; did you mean slow?"
+    assert second.startswith("RUNS: no run is named elsewhere; the latest runs of")
+
+
+def test_a_page_that_cannot_be_written_is_an_error_that_names_it(two, tmp_path):
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "a.html")
+    with pytest.raises(EnvironmentFault, match=f"OUT={out}: .*; name a file in a folder"):
+        compare_command(call_in(tmp_path), ["slow", "fast"], out, as_json=False)
+
+
+def test_names_and_settings_with_markup_are_inert_on_the_page(tmp_path):
+    odd = run_folder(tmp_path / "a <img src=x>", overrides=(f"model.chat_template={HOSTILE}",))
+    plain = run_folder(tmp_path / "plain")
+    out = tmp_path / "page.html"
+    compare_command(call_in(tmp_path), [odd.name, plain.name], str(out), as_json=False)
+    page = Page(out.read_text(encoding="utf-8"))
+    assert not {tag for tag, _ in page.tags} & {"script", "img"}
+    assert "a <img src=x>" in page.words
+
+
+def test_make_compare_reads_its_variables():
+    assert {"RUNS", "OUT", "TRAIN_OUTPUT_DIR"} <= READS["compare"]
