@@ -296,7 +296,7 @@ def merge() -> None:
     """Merge a run's adapter into its base: a model folder that needs no PEFT."""
     from sft_play.inference.merge import merge_run
 
-    typer.echo(merge_run(use.chosen_run()))
+    typer.echo(merge_run(use.chosen_run(("adapter",))))
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """plan.devices, with planted NVML answers, so that no host needs a GPU; the rest is real."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -264,3 +265,24 @@ def test_devices_and_monitor_load_neither_torch_nor_nvml_nor_psutil():
         cwd=Path(__file__).parents[1],
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "100000 100000"}, 1),
+        ("0::/a\n", {"a/cpu.max": "max 100000", "cpu.max": "50000 100000"}, 1),
+        ("3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "90000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ("3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {}, None),
+    ],
+)  # fmt: skip
+def test_a_containers_share_bounds_the_cores(tmp_path, membership, files, cores):
+    (tmp_path / "self").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    expected = cores or len(os.sched_getaffinity(0))
+    assert cpu_count(tmp_path / "fs", tmp_path / "self") == expected

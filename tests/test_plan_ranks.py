@@ -18,7 +18,8 @@ from sft_play.plan.ranks import visible_entries
         ("4xH200", {"NUM_GPUS": "2"}, False, (2, "ddp")),
         ("1xH200", {}, True, (1, "single")),
         (CPU, {}, True, (1, "single")),
-        (CPU, {"NUM_GPUS": "2"}, True, (2, "ddp")),
+        (CPU, {"NUM_GPUS": "2", "DEVICE": "cpu"}, True, (2, "ddp")),
+        (CPU, {"NUM_GPUS": "8", "DEVICE": "cpu"}, True, (8, "ddp")),
         ("2xH200", {"NNODES": "3", "MASTER_ADDR": "10.0.0.1"}, True, (6, "ddp")),
         (CPU, {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}, True, (2, "ddp")),
     ],
@@ -45,6 +46,15 @@ def test_more_processes_than_gpus_are_refused() -> None:
         plan_for("2xH200", environ={"NUM_GPUS": "3"})
 
 
+def test_several_processes_without_a_gpu_are_refused_unless_the_cpu_is_asked_for() -> None:
+    message = "NUM_GPUS=64: this host has no usable GPU, .*DEVICE=cpu for up to 8 processes"
+    with pytest.raises(EnvironmentFault, match=message):
+        plan_for(CPU, environ={"NUM_GPUS": "64"})
+    message = "NUM_GPUS=9 with DEVICE=cpu: this host gives 8 cores, .* set NUM_GPUS=8 or less"
+    with pytest.raises(EnvironmentFault, match=message):
+        plan_for(CPU, environ={"NUM_GPUS": "9", "DEVICE": "cpu"})
+
+
 @pytest.mark.parametrize("address", [{}, {"MASTER_ADDR": ""}, {"MASTER_ADDR": " "}])
 def test_several_machines_need_an_address_to_meet_at(address: dict[str, str]) -> None:
     message = (
@@ -64,7 +74,7 @@ def test_a_cluster_that_counts_on_several_machines_is_not_given_single_ones() ->
         plan_for(CPU, environ={"WORLD_SIZE": "8"})
     alone = plan_for(CPU, environ={"WORLD_SIZE": "1"})
     assert alone.plan.ranks.world_size == 1
-    two = plan_for(CPU, environ={"WORLD_SIZE": "8", "NUM_GPUS": "2"})
+    two = plan_for(CPU, environ={"WORLD_SIZE": "8", "NUM_GPUS": "2", "DEVICE": "cpu"})
     assert two.plan.ranks.world_size == 2
 
 

@@ -76,7 +76,7 @@ def test_the_configs_on_the_shipped_model_plan_on_a_cpu(config: str) -> None:
 def test_a_budget_is_what_is_free_less_a_reserve() -> None:
     h200 = parse("1xH200").gpus[0]
     assert plan_for("2xH200").plan.budget_bytes == int(h200.free_bytes * 0.92)
-    on_cpu = plan_for(CPU, environ={"NUM_GPUS": "4"})
+    on_cpu = plan_for(CPU, environ={"NUM_GPUS": "4", "DEVICE": "cpu"})
     assert on_cpu.plan.budget_bytes == int(16 * GIB * 0.92)
 
 
@@ -115,7 +115,7 @@ def test_a_plan_notes_what_others_hold_of_each_gpu() -> None:
     assert every.gpu == "NVIDIA H200"
     assert every.used_before_bytes == (GIB, 2 * GIB, 3 * GIB, 4 * GIB)
     assert plan_for(host, distributed=False).plan.used_before_bytes == (GIB,)
-    on_cpu = plan_for(CPU, environ={"NUM_GPUS": "2"}).plan
+    on_cpu = plan_for(CPU, environ={"NUM_GPUS": "2", "DEVICE": "cpu"}).plan
     assert (on_cpu.gpu, on_cpu.used_before_bytes) == (None, (0, 0))
 
 

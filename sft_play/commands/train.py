@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from sft_play.runs import stamp
 from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import RunReport
+from sft_play.runs.report import STARTED_AT, RunReport
 from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps, resumed_run
 
 FREE_BYTES_FOR_A_RUN = 1 << 30
@@ -86,8 +88,11 @@ def prepare_run(
 
 
 def planned_report(folder: RunFolder) -> RunReport:
-    """Return the run.json of a run that has not started."""
-    return RunReport(run=folder.name, status="planned")
+    """Return the run.json of a run that has not started; this process will be its launcher."""
+    started_at = time.strftime(STARTED_AT)
+    return RunReport(
+        run=folder.name, status="planned", launcher_pid=os.getpid(), started_at=started_at
+    )
 
 
 def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
@@ -97,7 +102,8 @@ def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
     for variables in (given, overrides):
         variables.pop(env_name("train.run_name"), None)  # the name is taken now
     if backend:  # that of a target such as train-unsloth, which may have a config of its own
-        given.setdefault("CONFIG", BACKENDS[backend].default_config)
+        if env_name("train.resume_from") not in given | overrides:
+            given.setdefault("CONFIG", BACKENDS[backend].default_config)
         given[env_name("tuning.backend")] = backend
     return " ".join(next_command.start_command(plan, given, overrides))
 
@@ -162,7 +168,8 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
     if bool(found.get("use_cpu")) != is_cpu:
         return call
     number = found["num_processes"] // max(1, found.get("num_machines", 1))
-    invocation = dataclasses.replace(call.invocation, num_gpus=number)
+    device = "cpu" if is_cpu else call.invocation.device  # the file was written for it
+    invocation = dataclasses.replace(call.invocation, num_gpus=number, device=device)
     return dataclasses.replace(call, invocation=invocation)
 
 
@@ -223,4 +230,8 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
             "a run needs 1; set TRAIN_OUTPUT_DIR to another disk"
         )
     run_name = call.invocation.run or config.train.run_name
+    if run_name:
+        given_up = run_folders.give_up_name(output_dir, run_name)
+        if given_up is not None:
+            print(f"an earlier run {run_name} trained nothing; it is {given_up.path} now")
     return run_folders.create(output_dir, run_name, run_folders.stem_of(loaded.source))

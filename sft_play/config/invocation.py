@@ -23,10 +23,13 @@ class Invocation:
         None, "Config file, or the name of one in configs/; unset is configs/tiny.yaml."
     )
     run: str | None = _variable(
-        None, "Training: the new run's name. Elsewhere: which run, unset is the latest."
+        None,
+        "Training: the new run's name. Elsewhere: which run, unset is the latest with weights.",
     )
     num_gpus: int | None = _variable(
-        None, "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU."
+        None,
+        "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU. Several "
+        "on a CPU need DEVICE=cpu, and a core each.",
     )
     deepspeed_config: str | None = _variable(
         None, "DeepSpeed JSON of train-deepspeed; unset is configs/deepspeed_zero2.json."

@@ -17,13 +17,10 @@ def run_table(output_dir: Path) -> list[str]:
 def _run_line(folder: RunFolder, width: int) -> str:
     """Return name, status, steps and scores of a run."""
     report = folder.read_report()
-    status = report.status
-    if status == "running" and not report.is_alive():
-        status = "died"  # killed before it could write how it ended
     after = (report.metrics or {}).get("after", {})
     scored = [name for name in ("eval_loss", "rougeL") if name in after]
     scores = " ".join(f"{name}={after[name]:.4f}" for name in scored)
     mode = f"{report.mode or '-'}/{report.backend or '-'}"
     cause = (report.cause or "").partition("\n")[0]
     facts = f"world={report.world_size or '-'} step={report.global_step or 0} {scores} {cause}"
-    return f"{folder.name:<{width}}  {status:<8} {mode:<13} {facts}".rstrip()
+    return f"{folder.name:<{width}}  {report.state:<8} {mode:<13} {facts}".rstrip()

@@ -5,6 +5,7 @@ load where they are used.
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -284,9 +285,19 @@ def _gpu_memory(nvml: ModuleType, handle: Any) -> GpuMemory:
         return GpuMemory(host.total_bytes, host.available_bytes)
 
 
-def cpu_count() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cpu_count(
+    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Return the number of cores that this process may use.
+
+    Those that it may run on, or the quota of its container or job where that is less.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    for quota in _cpu_quotas(cgroups, membership):
+        cores = min(cores, max(1, math.ceil(quota)))
+    return cores
 
 
 def host_memory(
@@ -329,20 +340,41 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[CgroupLimit]:
         cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     )
     v2 = CgroupFiles(cgroups, "memory.max", "memory.current", "inactive_file")
+    for folder in _cgroup_folders("memory", cgroups, membership):
+        for files in (v1, v2):
+            if folder.is_relative_to(files.root) and (folder / files.limit).exists():
+                yield from _read_limit(folder, files)
+
+
+def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
+    """Yield the cores that every cgroup around this process may use at once."""
+    for folder in _cgroup_folders("cpu", cgroups, membership):
+        words = ()
+        if (folder / "cpu.max").exists():
+            words = (folder / "cpu.max").read_text().split()
+        elif (folder / "cpu.cfs_quota_us").exists():
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            words = [(folder / name).read_text().strip() for name in names]
+        if words and words[0] not in ("max", "-1"):
+            yield int(words[0]) / int(words[1])
+
+
+def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups of a controller, its own and all above them."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files = v2
-        elif "memory" in controllers.split(","):
-            files = v1
+        if controllers == "":  # version 2, of all controllers
+            root = cgroups
+        elif controller in controllers.split(","):
+            root = cgroups / controller
         else:
             continue
         # inside a container `path` may be the host's: its folders then do not exist here
-        own = files.root / path.lstrip("/")
+        own = root / path.lstrip("/")
         for folder in (own, *own.parents):
-            if folder.is_relative_to(files.root) and (folder / files.limit).exists():
-                yield from _read_limit(folder, files)
+            if folder.is_relative_to(root):
+                yield folder
 
 
 def _read_limit(folder: Path, files: CgroupFiles) -> Iterator[CgroupLimit]:

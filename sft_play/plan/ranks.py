@@ -43,8 +43,9 @@ def plan_ranks(
 ) -> Ranks:
     """Return how many processes run where.
 
-    Raises: EnvironmentFault when NUM_GPUS is more than there are, or a cluster counts on more
-    processes than are asked for; ConfigError for several machines without an address to meet at.
+    Raises: EnvironmentFault when NUM_GPUS is more than there are GPUs, or cores where DEVICE=cpu,
+    or a cluster counts on more processes than are asked for; ConfigError for several machines
+    without an address to meet at.
     """
     if invocation.nnodes > 1 and not environ.get("MASTER_ADDR", "").strip():
         raise ConfigError(
@@ -59,6 +60,8 @@ def plan_ranks(
             f"NUM_GPUS={per_node}: this host has {hardware.count} usable GPUs; "
             f"set NUM_GPUS={hardware.count}, or see make gpu-info"
         )
+    if not is_cuda:
+        _refuse_crowd(per_node, invocation.device, hardware.cpu_count)
     strategy: Strategy = "single"
     if use_deepspeed:
         strategy = "deepspeed"
@@ -85,6 +88,24 @@ def plan_ranks(
         visible=visible,
         cpu_count=hardware.cpu_count,
     )
+
+
+def _refuse_crowd(processes: int, device: str, cores: int) -> None:
+    """Refuse several processes without a GPU, unless DEVICE=cpu asks for as many as have a core.
+
+    Raises: EnvironmentFault.
+    """
+    if processes > 1 and device != "cpu":
+        raise EnvironmentFault(
+            f"NUM_GPUS={processes}: this host has no usable GPU, see make gpu-info; leave NUM_GPUS "
+            f"out to train in one process, or add DEVICE=cpu for up to {cores} processes on its "
+            "cores"
+        )
+    if processes > cores:
+        raise EnvironmentFault(
+            f"NUM_GPUS={processes} with DEVICE=cpu: this host gives {cores} cores, and every "
+            f"process needs one; set NUM_GPUS={cores} or less"
+        )
 
 
 def visible_entries(visible: str | None, count: int) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ It is the only path between the front end and the worker.
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.report import RunReport
 
+WEIGHTS = ("adapter", "model")  # folders of trained weights
 TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
 
 
@@ -103,6 +105,24 @@ class RunFolder:
         """Write data.json."""
         write_json(self.path / "data.json", facts)
 
+    def trained_nothing(self) -> bool:
+        """Return whether the run has ended, before its first step and without weights."""
+        report = self.read_report()
+        has_ended = report.state in ("failed", "stopped", "died")
+        has_weights = any((self.path / name).exists() for name in WEIGHTS)
+        has_checkpoint = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return has_ended and not (report.global_step or has_weights or has_checkpoint)
+
+    def lacks_weights(self, names: Sequence[str] = WEIGHTS) -> str | None:
+        """Return why the run has none of these folders of weights, None where it has one."""
+        for name in names:  # stamped last: with its stamp a folder is whole
+            if (self.path / name / "stamp.json").is_file():
+                return None
+        report = self.read_report()
+        cause = (report.cause or "").partition("\n")[0]
+        reason = f"{report.state}: {cause}" if cause else report.state
+        return f"{self.path} has no {' or '.join(f'{name}/' for name in names)} ({reason})"
+
     def read_report(self) -> RunReport:
         """Return run.json, or a report that knows nothing where there is none."""
         path = self.path / "run.json"
@@ -143,6 +163,22 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
     )
 
 
+def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
+    """Rename the run of this name where it has ended and trained nothing, so that it can be used.
+
+    Returns the folder under its new name, None where the name is free or stays taken.
+    """
+    path = output_dir / run_name
+    if not (path / "run.json").is_file() or not RunFolder(path).trained_nothing():
+        return None
+    for number in range(1, 1000):
+        aside = output_dir / f"{run_name}-untrained-{number}"
+        if not aside.exists():
+            path.rename(aside)
+            return RunFolder(aside)
+    return None
+
+
 def stem_of(source: Path) -> str:
     """Return the start of an unnamed run's name: its config's, or that of the run that it repeats.
 
@@ -169,6 +205,29 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
     if not found:
         raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
     return found[-1]
+
+
+class Latest(NamedTuple):
+    """The latest run with weights, and why each newer one was skipped."""
+
+    folder: RunFolder
+    skipped: list[str]
+
+
+def latest_with_weights(output_dir: Path, names: Sequence[str] = WEIGHTS) -> Latest:
+    """Return the latest run that has one of these folders of weights.
+
+    Raises: EnvironmentFault when there is none.
+    """
+    skipped: list[str] = []
+    for folder in reversed(listing(output_dir)):
+        lack = folder.lacks_weights(names)
+        if lack is None:
+            return Latest(folder, skipped)
+        skipped.append(lack)
+    if not skipped:
+        raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
+    raise EnvironmentFault(f"{skipped[0]}, and no earlier run has; `make runs` lists the runs")
 
 
 def listing(output_dir: Path) -> list[RunFolder]:

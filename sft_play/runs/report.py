@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class RunReport:
     engine: str | None = None  # the class that wraps the model
     global_step: int | None = None
     pid: int | None = None  # of the main rank; None until the worker has begun
-    launcher_pid: int | None = None
+    launcher_pid: int | None = None  # before that, of the front end, which becomes the launcher
     started_at: str | None = None
     versions: dict[str, str] | None = None
     seconds: dict[str, float] | None = None  # of each part of the run
@@ -168,14 +169,24 @@ class RunReport:
             typed["out_of_memory"] = OutOfMemoryReport.from_json(values["out_of_memory"])
         return _known(cls, typed)
 
+    @property
+    def state(self) -> str:
+        """The status, or `died` for a run that was killed before it could write how it ended."""
+        is_open = self.status == "running" or (self.status == "planned" and self.launcher_pid)
+        return "died" if is_open and not self.is_alive() else self.status
+
     def is_alive(self) -> bool:
-        """Return whether the main rank still runs (on this host, started no later than it says)."""
+        """Return whether the main rank still runs (on this host, started no later than it says).
+
+        Before it has begun, its launcher.
+        """
         import psutil
 
-        if self.pid is None or self.started_at is None:
+        pid = self.launcher_pid if self.pid is None else self.pid
+        if pid is None or self.started_at is None:
             return False
         try:
-            started = psutil.Process(self.pid).create_time()
+            started = psutil.Process(pid).create_time()
         except psutil.NoSuchProcess:
             return False
         reported = time.strptime(self.started_at[:19], "%Y-%m-%dT%H:%M:%S")

@@ -16,6 +16,7 @@ from sft_play.reporting.write import write_report_or_warn
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import (
+    STARTED_AT,
     Check,
     LoggedStep,
     OutOfMemoryReport,
@@ -254,7 +255,7 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
         global_step=0,
         pid=os.getpid(),
         launcher_pid=os.getppid(),
-        started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        started_at=time.strftime(STARTED_AT),
         versions=stamp.versions(),
         seconds={},
         peak_bytes=PeakBytes(predicted=plan.memory.predicted_peak),
