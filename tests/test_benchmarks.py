@@ -35,7 +35,7 @@ from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_in
 from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
 from sft_play.data.order import steps
-from sft_play.data.row_formats import read_rows
+from sft_play.data.row_detection import read_rows
 from sft_play.runs.report import LoggedLoss
 
 

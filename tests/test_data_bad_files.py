@@ -22,7 +22,8 @@ from record_files import (
 
 from sft_play.data import csv_files, files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.row_formats import detect_format, parse_rows, read_rows
+from sft_play.data.row_detection import detect_format, read_rows
+from sft_play.data.row_parsing import parse_rows
 from sft_play.data.rows import BadRow, UnreadableRecord
 from sft_play.errors import DataError, ExitClass
 
@@ -150,7 +151,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      "a text is not UTF-8"),
     ("a.parquet", parquet_of(question=[], answer=[]), "", "no rows"),
     ("a.parquet", parquet_of(problem=["q"], answer=["a"]), "",
-     "the columns are problem, answer; a row has"),
+     "the columns are problem, answer; no row format has these. Say"),
     ("a.arrow", b"", "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", LINE, "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", STREAM[:-8], "", "no Arrow stream, or one that breaks off"),

@@ -10,7 +10,7 @@ from record_files import GOLDEN, LINE, WRITERS, to_jsonl, to_table, without_orig
 
 from sft_play.data import files
 from sft_play.data.files import parse_records, read_chunks
-from sft_play.data.row_formats import detect_format, read_rows
+from sft_play.data.row_detection import detect_format, read_rows
 
 
 @pytest.mark.parametrize("name", WRITERS)

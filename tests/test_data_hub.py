@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sft_play.data.row_formats import read_rows
+from sft_play.data.row_detection import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = "a" * 40

@@ -11,7 +11,7 @@ from renderings import CHATML, EVERY, assert_consistent, row, runs, samples_of, 
 
 from sft_play.data.chunk_tokenizer import ChunkTask, ChunkTokenizer, TokenizedChunk, TokenizePolicy
 from sft_play.data.files import read_chunks
-from sft_play.data.row_formats import detect_format, read_rows
+from sft_play.data.row_detection import detect_format, read_rows
 from sft_play.data.rows import Message, Row
 from sft_play.errors import DataError
 

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 
 from sft_play.data.files import read_chunks
-from sft_play.data.row_formats import (
-    ROW_FORMATS,
-    SystemPrompt,
-    detect_format,
-    parse_rows,
-    read_rows,
-)
+from sft_play.data.row_detection import detect_format, read_rows
+from sft_play.data.row_formats import ROW_FORMATS
+from sft_play.data.row_parsing import SystemPrompt, parse_rows
 from sft_play.data.rows import BadRow, Message, Row, raise_bad_rows
 from sft_play.errors import DataError, ExitClass
 
@@ -119,6 +115,17 @@ SHAPED = [
     ("user", {"system": None, "user": "q", "assistant": "a"}, QA),
     ("target", {"input": "q", "target": "a"}, QA),
     ("input", {"input": "q", "output": "a"}, QA),
+    ("conversation", {"conversation": [{"input": "q", "output": "a"}]}, QA),
+    ("instruction_response", {"instruction": "q", "context": "c", "response": "a"},
+     (Message("user", "q\n\nc"), A)),
+    ("prompt_response", {"prompt": "q", "response": "a"}, QA),
+    ("question_response", {"system_prompt": "s", "question": "q", "response": "a"}, (S, *QA)),
+    ("query", {"query": "q", "response": "a"}, QA),
+    ("calls", {"query": "q", "tools": "[]", "answers": [{"name": "add", "arguments": ARGUMENTS}]},
+     (Q, Message("assistant", "", tool_calls=(CALL,)))),
+    ("pretokenized",
+     {"inputs": [1], "inputs_pretokenized": "q", "targets": [2], "targets_pretokenized": "a"}, QA),
+    ("targets", {"inputs": "q", "targets": "a"}, QA),
 ]  # fmt: skip
 
 
@@ -200,7 +207,8 @@ def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
          "a row has messages, or"),
         ({"text": "problem", "answer": "solution"},
          "a.jsonl: the columns are problem, solution besides"),
-        ({}, 'a.jsonl: the columns are problem, solution; a row has messages, or'),
+        ({}, "a.jsonl: the columns are problem, solution; no row format has these. "
+         "Say which hold what: DATA_COLUMNS='{question: problem, answer: solution}'"),
     ],
 )  # fmt: skip
 def test_columns_that_a_file_lacks_are_named_with_the_nearest(
@@ -318,7 +326,7 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
     (CHAT, {"messages": None}, "messages is null, not a list of turns"),
     (CHAT, {"messages": {"role": "user"}}, 'messages is {"role": "user"}, not a list of turns'),
     (CHAT, {"messages": "hello"}, "messages is a text that is no JSON"),
-    (CHAT, {"messages": ["hello"]}, "messages[0] is hello, not an object"),
+    (CHAT, {"messages": [5]}, "messages[0] is 5, not an object"),
     (CHAT, {"messages": [{"from": "human", "value": "x"}]},
      "messages[0] is not an object with role and content; its keys are from, value"),
     (CHAT, turns("user", "robot"),

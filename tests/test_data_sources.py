@@ -8,7 +8,7 @@ import pytest
 from record_files import GOLDEN, to_jsonl, without_origin
 
 from sft_play.config.schema import SourceSection
-from sft_play.data.row_formats import read_rows
+from sft_play.data.row_detection import read_rows
 from sft_play.data.sources import Source, find_source
 from sft_play.errors import DataError
 

@@ -8,15 +8,17 @@ from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, Self
 
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk
+from sft_play.data.files import Chunk, columns_with_values
 from sft_play.data.greetings import GreetingPolicy
 from sft_play.data.ledger import Tally
 from sft_play.data.length import fit_sample
 from sft_play.data.render import RenderedSample, Renderer, RenderError
-from sft_play.data.row_formats import RowFormat, SystemPrompt, parse_rows
+from sft_play.data.row_formats import RowFormat
+from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Message, Row
 from sft_play.data.store import RowIdentity, SampleArrays, StoredSample, to_arrays
 from sft_play.data.tokenized import LongRow, StoredBadRow
+from sft_play.data.unused_keys import UnusedKeys
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class RowHashes(NamedTuple):
     normalized: int
 
 
+class _RecordRows(NamedTuple):
+    """The rows of a record: mostly one."""
+
+    number: int  # of the record in its file
+    rows: list[Row]
+
+
 @dataclass
 class _Progress:
     """What became of the rows of a chunk so far."""
@@ -101,28 +110,42 @@ class ChunkTokenizer:
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
         progress = _Progress(Tally(rows_in=len(task.chunk.records)))
-        numbers: list[int] = []
-        rows: list[Row] = []
-        parsed = parse_rows(task.chunk, task.row_format, self.system_prompt)
-        for number, row in zip(task.chunk.numbers, parsed, strict=True):
-            if isinstance(row, BadRow):
-                progress.drop(row, "bad_row")
-            else:
-                numbers.append(number)
-                rows.append(self._fit_greeting(row, progress.tally))
-        for number, row, rendered in zip(numbers, rows, self.renderer.render(rows), strict=True):
-            if isinstance(rendered, RenderError):
-                reason = str(rendered).removeprefix(f"{row.origin}: ")
-                text = json.dumps(asdict(row), ensure_ascii=False)
-                progress.drop(BadRow(row.origin, reason, text), "unproven")
+        records = self._parse(task, progress)
+        rows = [row for record in records for row in record.rows]
+        rendered = iter(self.renderer.render(rows))
+        for record in records:
+            samples: list[RenderedSample] = []
+            refused: RenderError | None = None
+            for row, result in zip(record.rows, rendered, strict=False):
+                if isinstance(result, RenderError):
+                    refused = refused or result
+                else:
+                    samples += result
+                    progress.tally.untrained.update(_excluded_answers(row))
+            if refused is not None:
+                progress.drop(_unproven(record, refused), "unproven")
                 continue
-            progress.tally.untrained.update(_excluded_answers(row))
-            tokens = max((len(sample.ids) for sample in rendered), default=0)
+            tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self.policy.max_seq_len:
-                progress.long_rows.append(LongRow(task.file, number, tokens))
-            identity = RowIdentity(task.file, number, *hash_row(row))
-            progress.samples.extend(self._fit(rendered, identity, progress.tally))
+                progress.long_rows.append(LongRow(task.file, record.number, tokens))
+            identity = RowIdentity(task.file, record.number, *hash_rows(record.rows))
+            progress.samples.extend(self._fit(samples, identity, progress.tally))
         return _finish(progress, task)
+
+    def _parse(self, task: ChunkTask, progress: "_Progress") -> list["_RecordRows"]:
+        """Return the records that are rows, and count what is not used."""
+        unused = UnusedKeys(task.row_format.file_columns, task.row_format.turn_column)
+        unused.add_columns(columns_with_values(task.chunk))
+        parsed = parse_record_rows(task.chunk, task.row_format, self.system_prompt, unused)
+        records: list[_RecordRows] = []
+        for number, rows in zip(task.chunk.numbers, parsed, strict=True):
+            if isinstance(rows, BadRow):
+                progress.drop(rows, "bad_row")
+            else:
+                fitted = [self._fit_greeting(row, progress.tally) for row in rows]
+                records.append(_RecordRows(number, fitted))
+        progress.tally.unused.update(unused.rows)
+        return records
 
     def _fit_greeting(self, row: Row, tally: Tally) -> Row:
         """Return the row as the template takes it, and count a first turn of the assistant."""
@@ -156,6 +179,14 @@ class ChunkTokenizer:
             tally.dropped[reasons[0] if reasons else "nothing_to_train"] += 1
 
 
+def hash_rows(rows: Sequence[Row]) -> RowHashes:
+    """Return hashes of a record's rows, which are trained or evaluated on together."""
+    hashes = [hash_row(row) for row in rows]
+    if len(hashes) == 1:
+        return hashes[0]
+    return RowHashes(*(_hash(repr(values)) for values in zip(*hashes, strict=True)))
+
+
 def hash_row(row: Row) -> RowHashes:
     """Return hashes of a row without its system message."""
     if row.text is not None:
@@ -169,6 +200,13 @@ def hash_row(row: Row) -> RowHashes:
         content = "\n".join(message.content for message in row.messages if message.role != "system")
     words = " ".join(re.findall(r"\w+", content.casefold()))
     return RowHashes(_hash(exact), _hash(words or content))  # a text may have no words
+
+
+def _unproven(record: _RecordRows, error: RenderError) -> BadRow:
+    origin = record.rows[0].origin
+    facts = [asdict(row) for row in record.rows]
+    text = json.dumps(facts[0] if len(facts) == 1 else facts, ensure_ascii=False)
+    return BadRow(origin, str(error).removeprefix(f"{origin}: "), text)
 
 
 def _excluded_answers(row: Row) -> dict[str, int]:

@@ -114,6 +114,17 @@ def parse_records(
         yield json_parsing.parse_json_line(record) if isinstance(record, bytes) else record
 
 
+def columns_with_values(chunk: Chunk) -> dict[str, int]:
+    """Return the rows that have a value in each column of an Arrow batch; {} for other files."""
+    if isinstance(chunk.records, list):
+        return {}
+    batch = chunk.records
+    return {
+        name: batch.num_rows - column.null_count
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
+
+
 def _parse_batch(
     batch: "pa.RecordBatch", columns: Iterable[str] | None = None
 ) -> Iterator[Json | UnreadableRecord]:

@@ -8,14 +8,16 @@ ledger, and run.json holds it.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Self
 
 import numpy as np
 
 from sft_play.data.rows import Json
+from sft_play.data.unused_keys import unused_notes
 
 PERCENTILES = (50, 90, 99)
-COUNTERS = ("dropped", "shortened", "untrained")  # of a tally
+COUNTERS = ("dropped", "shortened", "untrained", "unused")  # of a tally
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
     shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
     untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
+    unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another chunk or source."""
@@ -43,6 +46,7 @@ class Tally:
         self.dropped.update(other.dropped)
         self.shortened.update(other.shortened)
         self.untrained.update(other.untrained)
+        self.unused.update(other.unused)
 
     def check(self) -> None:
         """Assert the identity of rows."""
@@ -104,6 +108,11 @@ class SourceLedger:
     weight: float | None
     tally: Tally
 
+    @property
+    def notes(self) -> list[str]:
+        """What becomes of the keys of rows that are not used."""
+        return unused_notes(self.tally.unused, self.name)
+
     def as_json(self) -> Json:
         return {"name": self.name, "weight": self.weight, **self.tally.as_json()}
 
@@ -141,6 +150,11 @@ class SplitLedger:
         used_or_dropped = self.rows_used + sum(self.dropped.values())
         assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
 
+    @property
+    def notes(self) -> list[str]:
+        """What becomes of the keys of rows that are not used, of each source once."""
+        return list(chain.from_iterable(source.notes for source in self.sources))
+
     def as_json(self) -> Json:
         """Return the ledger as plain data."""
         facts = {
@@ -149,6 +163,7 @@ class SplitLedger:
             "duplicates": self.duplicates.as_json(),
             "sources": [source.as_json() for source in self.sources],
         }
+        facts["notes"] = self.notes
         del facts["overlap"], facts["epoch"]
         if self.overlap is not None:
             facts["overlap"] = {split: rows.as_json() for split, rows in self.overlap.items()}
@@ -177,6 +192,12 @@ class Ledger:
     @property
     def train(self) -> SplitLedger:
         return self.splits["train"]
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes of all splits, each once."""
+        notes = chain.from_iterable(split.notes for split in self.splits.values())
+        return list(dict.fromkeys(notes))
 
     def splits_as_json(self) -> Json:
         """Return the ledger of each split, as run.json holds them."""

@@ -38,10 +38,14 @@ class Table:
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:
-    """Return a ledger as lines of at most MAX_COLUMNS: splits, then sources, then padding."""
+    """Return a ledger as lines: splits, then sources, then padding, then what is not used.
+
+    The lines of tables have at most MAX_COLUMNS.
+    """
     blocks = [table_lines(split_table(ledger))]
     blocks += [table_lines(table) for table in source_tables(ledger)]
     blocks.append(padding_lines(ledger))
+    blocks.append(ledger.notes)
     return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
 
 

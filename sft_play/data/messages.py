@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sft_play.data.json_parsing import InvalidJsonError, parse_json
 from sft_play.data.loss_flags import FLAG_KEYS, is_excluded
 from sft_play.data.rows import InvalidRowError, Json, Message, Segment, shorten
+from sft_play.data.turn_lists import parse_json_text, parse_message_list
 
 ROLES = {  # role in a file: ours
     "system": "system",
@@ -19,6 +19,7 @@ ROLES = {  # role in a file: ours
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",  # OpenAI's before tools
 }
 SPEAKERS = {  # ShareGPT's `from`: our role
     "system": "system",
@@ -26,6 +27,7 @@ SPEAKERS = {  # ShareGPT's `from`: our role
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    **dict.fromkeys(("chatgpt", "bing", "bard", "model", "bot"), "assistant"),
     "function_call": "function_call",  # of the assistant
     "tool": "tool",
     "observation": "tool",
@@ -63,18 +65,6 @@ def parse_optional_text(value: Any, name: str) -> str | None:
     return None if _is_blank(value) else parse_text(value, name)
 
 
-def parse_message_list(value: Any, name: str) -> list[Json]:
-    """Return a list of objects, which a CSV cell holds as JSON text. Raises InvalidRowError."""
-    if isinstance(value, str):
-        value = _parse_json_text(value, name)
-    if not isinstance(value, list) or not value:
-        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
-    return value
-
-
 def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
     """Return Axolotl's [{"label": true or false, "text": "..."}]. Raises InvalidRowError."""
     segments = []
@@ -99,7 +89,7 @@ def parse_functions(value: Any, name: str) -> tuple[Json, ...]:
     if _is_blank(value):
         return ()
     if isinstance(value, str):
-        value = _parse_json_text(value, name)
+        value = parse_json_text(value, name)
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -158,7 +148,7 @@ def _parse_sharegpt_message(record: Json) -> Message:
     if speaker != "function_call":
         return _build_message(SPEAKERS[speaker], record, value, ".value")
     if isinstance(value, str):
-        value = _parse_json_text(value, ".value")
+        value = parse_json_text(value, ".value")
     calls = _parse_calls(value if isinstance(value, list) else [value], ".value")
     if not calls:
         raise InvalidRowError(".value calls no function")
@@ -188,6 +178,8 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
 
 def _build_answer(record: Json, content: Any, name: str) -> Message:
     calls = _parse_calls(record.get("tool_calls"), ".tool_calls")
+    if record.get("function_call") is not None:  # OpenAI's before tools
+        calls = (*calls, *_parse_calls([record["function_call"]], ".function_call"))
     if calls and _is_blank(content):
         content = content or ""
     else:
@@ -245,7 +237,7 @@ def _parse_call(call: Json, name: str) -> Json:
     if _is_blank(arguments):
         arguments = {}
     if isinstance(arguments, str):
-        arguments = _parse_json_text(arguments, f"{name}.arguments")
+        arguments = parse_json_text(arguments, f"{name}.arguments")
         arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise InvalidRowError(f"{name}.arguments is {shorten(arguments)}, not an object")
@@ -307,15 +299,6 @@ def _reason_for_order(role: str, previous: Message | None) -> str:
 def _is_blank(value: Any) -> bool:
     """Return whether a value is null or a text without a visible character."""
     return value is None or (isinstance(value, str) and not value.strip())
-
-
-def _parse_json_text(text: str, name: str) -> Any:
-    try:
-        return parse_json(text)
-    except InvalidJsonError as error:
-        raise InvalidRowError(
-            f"{name} is a text that is no JSON ({error}): {shorten(text)}"
-        ) from None
 
 
 def _check_encodable(text: str, name: str) -> None:

@@ -1,7 +1,7 @@
 """Messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,6 +12,7 @@ Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts o
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
 MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
+MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 
 
 class InvalidRowError(ValueError):
@@ -87,6 +88,11 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
         text = json.dumps(value, default=str, ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= max_characters else f"{text[:max_characters]}..."
+
+
+def list_columns(names: Iterable[str]) -> str:
+    """Return the names of columns for an error."""
+    return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
 
 
 def raise_bad_rows(listed: Sequence[BadRow], total: int) -> NoReturn:

@@ -11,7 +11,8 @@ from pathlib import Path
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data import hub
 from sft_play.data.files import FORMATS, file_format, read_chunks, suggest_path
-from sft_play.data.row_formats import SystemPrompt, detect_format, parse_rows
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_parsing import SystemPrompt, parse_rows
 from sft_play.data.rows import BadRow, raise_bad_rows
 from sft_play.errors import DataError
 

@@ -31,7 +31,7 @@ from sft_play.data.chunk_tokenizer import (
 from sft_play.data.files import read_chunks
 from sft_play.data.ledger import Tally
 from sft_play.data.render import template_of
-from sft_play.data.row_formats import detect_format
+from sft_play.data.row_detection import detect_format
 from sft_play.data.rows import MAX_LISTED_ROWS, raise_bad_rows
 from sft_play.data.sources import Source
 from sft_play.data.store import StoreWriter

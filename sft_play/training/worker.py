@@ -254,6 +254,8 @@ def log_data(data: RunData) -> None:
             split.tokens,
             split.trained_tokens,
         )
+    for note in data.ledger.notes:
+        logger.info("data %s", note)
 
 
 def log_model(model: torch.nn.Module, context: RunContext) -> None:

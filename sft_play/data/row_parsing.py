@@ -1,0 +1,207 @@
+"""Records to rows, in a file's row format. Pure: reads no files. Texts keep their whitespace."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.data.column_paths import expand_record
+from sft_play.data.files import Chunk, parse_records
+from sft_play.data.messages import (
+    MessageList,
+    parse_conversation,
+    parse_functions,
+    parse_optional_text,
+    parse_segments,
+    parse_text,
+)
+from sft_play.data.row_formats import ROW_FORMATS, TURN_FORMATS, RowFormat
+from sft_play.data.rows import (
+    BadRow,
+    InvalidRowError,
+    Json,
+    Message,
+    Row,
+    UnreadableRecord,
+    list_columns,
+)
+from sft_play.data.unused_keys import UnusedKeys
+
+MEDIA_MARKS = ("<image>", "<video>", "<audio>")  # stand in a text for what another column holds
+
+
+@dataclass(frozen=True)
+class SystemPrompt:
+    """The system message that a run puts before conversations."""
+
+    text: str | None = None
+    replaces_own: bool = False  # else conversations with a system message keep their own
+
+
+def parse_record_rows(
+    chunk: Chunk,
+    row_format: RowFormat,
+    system_prompt: SystemPrompt | None = None,
+    unused: UnusedKeys | None = None,
+) -> Iterator[list[Row] | BadRow]:
+    """Yield the rows of every record of a chunk, or why it has none, one for one.
+
+    A record has one row, or several if a path of data.columns leads through a list. Keys that are
+    not used are counted in `unused`.
+    """
+    system_prompt = system_prompt or SystemPrompt()
+    for position, record in enumerate(parse_records(chunk, row_format.file_columns)):
+        origin = chunk.origin(position)
+        if isinstance(record, UnreadableRecord):
+            yield BadRow(origin, record.reason, record.raw)
+            continue
+        if unused is not None:
+            unused.add(record)
+        try:
+            yield parse_record(record, row_format, origin, system_prompt)
+        except InvalidRowError as error:
+            yield BadRow(origin, str(error), chunk.raw(position))
+
+
+def parse_rows(
+    chunk: Chunk, row_format: RowFormat, system_prompt: SystemPrompt | None = None
+) -> Iterator[Row | BadRow]:
+    """Yield the rows of a chunk; where a record has none, why."""
+    for rows in parse_record_rows(chunk, row_format, system_prompt):
+        if isinstance(rows, BadRow):
+            yield rows
+        else:
+            yield from rows
+
+
+def parse_record(
+    record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
+) -> list[Row]:
+    """Return the rows of a record. Raises InvalidRowError."""
+    if not row_format.paths:
+        return [_parse_row(record, row_format, origin, system_prompt)]
+    expanded = expand_record(record, row_format.paths)
+    return [_parse_row(fields, row_format, origin, system_prompt) for fields in expanded]
+
+
+def _parse_row(
+    record: Json, row_format: RowFormat, origin: str, system_prompt: SystemPrompt
+) -> Row:
+    for column in row_format.required:
+        if column not in record:
+            raise InvalidRowError(
+                f"the keys are {list_columns(record)}; "
+                f"the rows of this file have {' and '.join(row_format.required)}"
+            )
+    if row_format.name == "text":
+        (column,) = row_format.required
+        return Row((), origin, text=parse_text(record[column], column))
+    if row_format.name == "segments":
+        (column,) = row_format.required
+        return Row((), origin, segments=parse_segments(record[column], column))
+    messages = _MESSAGE_PARSERS[row_format.name](record, row_format)
+    if row_format.media_column is not None:
+        _refuse_media(messages, row_format.media_column)
+    tools_column = row_format.columns["tools"]
+    tools = parse_functions(record.get(tools_column), tools_column)
+    if tools_column == "functions":
+        tools = tuple(map(_as_tool, tools))
+    system_column = row_format.columns["system"]
+    own_system = parse_optional_text(record.get(system_column), system_column)
+    if own_system is not None:
+        if messages[0].role == "system":
+            raise InvalidRowError("a system column and a system message; keep one of them")
+        messages = (Message("system", own_system), *messages)
+    return Row(_with_system_prompt(messages, system_prompt), origin, tools=tools)
+
+
+def _as_tool(function: Json) -> Json:
+    """Return a function of OpenAI's `functions` as one of `tools`."""
+    return function if "function" in function else {"type": "function", "function": function}
+
+
+def _refuse_media(messages: Sequence[Message], column: str) -> None:
+    for message in messages:
+        for mark in MEDIA_MARKS:
+            if mark in message.content:
+                raise InvalidRowError(
+                    f"the text holds {mark}, for what is in the column {column}; "
+                    "models here take text"
+                )
+
+
+def _with_system_prompt(
+    messages: tuple[Message, ...], system_prompt: SystemPrompt
+) -> tuple[Message, ...]:
+    has_own = messages[0].role == "system"
+    if not system_prompt.text or (has_own and not system_prompt.replaces_own):
+        return messages
+    rest = messages[1:] if has_own else messages
+    return (Message("system", system_prompt.text), *rest)
+
+
+def _parse_message_column(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    (column,) = row_format.required
+    return parse_conversation([MessageList(column, record[column])], row_format.is_sharegpt)
+
+
+def _parse_instruction(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    instruction, output = row_format.required
+    question = parse_text(record[instruction], instruction)
+    field = "input" if row_format.name == "instruction" else "context"
+    extra_column = row_format.columns[field]
+    extra = parse_optional_text(record.get(extra_column), extra_column)
+    if extra is not None:
+        question = f"{question}\n\n{extra}"
+    return Message("user", question), Message("assistant", parse_text(record[output], output))
+
+
+def _parse_prompt(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    columns = row_format.required
+    if not any(_holds_turns(record[column]) for column in columns):
+        return _parse_pair(record, row_format)
+    lists = []
+    for column, role in zip(columns, ("user", "assistant"), strict=True):
+        value = record[column]
+        if isinstance(value, dict):
+            value = [value]
+        elif isinstance(value, str):
+            value = [_turn(role, parse_text(value, column), row_format.is_sharegpt)]
+        lists.append(MessageList(column, value))
+    return parse_conversation(lists, row_format.is_sharegpt)
+
+
+def _holds_turns(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(turn, dict) for turn in value)
+    return isinstance(value, dict)
+
+
+def _turn(role: str, text: str, is_sharegpt: bool) -> Json:
+    return {"from": role, "value": text} if is_sharegpt else {"role": role, "content": text}
+
+
+def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    question, answer = row_format.required
+    return (
+        Message("user", parse_text(record[question], question)),
+        Message("assistant", parse_text(record[answer], answer)),
+    )
+
+
+def _parse_calls(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+    """Return a question and the calls that answer it, as xLAM writes them."""
+    query, _, answers = row_format.required
+    question = {"role": "user", "content": record[query]}
+    answer = {"role": "assistant", "tool_calls": record[answers]}
+    return parse_conversation([MessageList(answers, [question, answer])], is_sharegpt=False)
+
+
+_MESSAGE_PARSERS: dict[str, Callable[[Json, RowFormat], tuple[Message, ...]]] = {
+    **dict.fromkeys(ROW_FORMATS, _parse_pair),
+    **dict.fromkeys(TURN_FORMATS, _parse_message_column),
+    "instruction": _parse_instruction,
+    "instruction_response": _parse_instruction,
+    "prompt": _parse_prompt,
+    "prompt_response": _parse_prompt,
+    "calls": _parse_calls,
+}

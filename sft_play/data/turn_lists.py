@@ -1,0 +1,82 @@
+"""The ways in which files write the turns of a conversation, as one list of objects. Pure.
+
+- objects with role and content, or ShareGPT's from and value: taken as they are
+- objects with input and output (Capybara): a question and an answer each
+- texts (LIMA): the user's and the assistant's in turn
+- one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
+- JSON text of any of these, as in a CSV cell
+"""
+
+import re
+from typing import Any
+
+from sft_play.data.json_parsing import InvalidJsonError, parse_json
+from sft_play.data.rows import InvalidRowError, Json, shorten
+
+MARKED_TEXT = re.compile(r"\s*(?:### ?)?(?:Human|User): ?")
+# A mark begins a paragraph, or stands behind ###
+TURN_MARK = re.compile(r"(?:^|\n\n|\s*###) ?(Human|User|Assistant): ?")
+MARKED_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
+
+
+def parse_message_list(value: Any, name: str) -> list[Json]:
+    """Return the turns of a conversation as objects. Raises InvalidRowError."""
+    if isinstance(value, str):
+        if is_marked_text(value):
+            return _split_marked_text(value, name)
+        value = parse_json_text(value, name)
+    if not isinstance(value, list) or not value:
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
+    first = value[0]
+    if isinstance(first, str):
+        return _texts_in_turn(value, name)
+    for number, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise InvalidRowError(f"{name}[{number}] is {shorten(message)}, not an object")
+    if "input" in first and "output" in first:
+        return _pairs(value, name)
+    return value
+
+
+def is_marked_text(text: str) -> bool:
+    """Return whether a text is a conversation with marks before its turns."""
+    return MARKED_TEXT.match(text) is not None and "Assistant:" in text
+
+
+def parse_json_text(text: str, name: str) -> Any:
+    """Return the value of a JSON text. Raises InvalidRowError, which calls it `name`."""
+    try:
+        return parse_json(text)
+    except InvalidJsonError as error:
+        raise InvalidRowError(
+            f"{name} is a text that is no JSON ({error}): {shorten(text)}"
+        ) from None
+
+
+def _split_marked_text(text: str, name: str) -> list[Json]:
+    before, *parts = TURN_MARK.split(text.strip())
+    if before.strip():
+        raise InvalidRowError(f"{name} has text before its first turn: {shorten(before)}")
+    turns = []
+    for mark, content in zip(parts[::2], parts[1::2], strict=True):
+        turns.append({"role": MARKED_ROLES[mark], "content": content.strip()})
+    return turns
+
+
+def _texts_in_turn(texts: list[Any], name: str) -> list[Json]:
+    turns = []
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidRowError(f"{name}[{number}] is {shorten(text)}, and others are texts")
+        turns.append({"role": ("user", "assistant")[number % 2], "content": text})
+    return turns
+
+
+def _pairs(pairs: list[Json], name: str) -> list[Json]:
+    turns = []
+    for number, pair in enumerate(pairs):
+        if "input" not in pair or "output" not in pair:
+            raise InvalidRowError(f"{name}[{number}] has no input and output, and others have")
+        turns.append({"role": "user", "content": pair["input"]})
+        turns.append({"role": "assistant", "content": pair["output"]})
+    return turns
