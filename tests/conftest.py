@@ -88,7 +88,8 @@ def prepared_rows(rows, tokenizer, tmp_path_factory):
         "val_path": str(rows["val"]),
         "cache_dir": str(tmp_path_factory.mktemp("samples")),
     }
-    return build_run_data(Config.model_validate({"data": data}), tokenizer)
+    config = Config.model_validate({"data": data, "model": {"max_seq_len": 2048}})
+    return build_run_data(config, tokenizer)
 
 
 @pytest.fixture(scope="session")

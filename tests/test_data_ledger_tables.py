@@ -18,7 +18,7 @@ def build(
 ) -> RunData:
     settings = {
         "data": {"cache_dir": str(folder / "cache"), "max_lost": 0.9, **data},
-        "model": model or {},
+        "model": model or {"max_seq_len": 2048},
     }
     return build_run_data(Config.model_validate(settings), tokenizer)
 

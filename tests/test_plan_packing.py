@@ -24,7 +24,7 @@ def resolved(settings: dict[str, Any], model_type: str) -> PackingChoice:
         ({}, "mamba", False),
         ({"train.packing": True}, "mamba", True),
         ({"train.packing": False}, "llama", False),
-        ({"tuning.backend": "unsloth"}, "llama", True),
+        ({"tuning.backend": "unsloth", "model.max_seq_len": 8192}, "llama", True),
         ({"tuning.backend": "unsloth"}, "olmo", False),
         ({"tuning.backend": "unsloth", "model.max_seq_len": 8193}, "llama", False),
         ({"tuning.backend": "unsloth", "tuning.mode": "full"}, "llama", False),

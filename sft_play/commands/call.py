@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from sft_play.config import loader
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
-from sft_play.plan import devices
+from sft_play.plan import devices, recipe, sources
+from sft_play.plan.model_shape import load_positions, load_shape
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.resumed import settings_of_run
@@ -57,11 +58,36 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     return loader.load(path, call.environ, call.overrides, target, resumed)
 
 
+def settle(call: Call, loaded: LoadedConfig, may_fetch: bool) -> LoadedConfig:
+    """Return the config with the numbers of the recipe, after a look at model and rows.
+
+    Raises: EnvironmentFault where the model is nowhere. `may_fetch` is what `look_at_rows` says.
+    """
+    config = loaded.config
+    if recipe.is_settled(config):
+        return loaded
+    sources.require(loaded)
+    model = config.model
+    shape = load_shape(model.name, model.revision, call.environ)
+    facts = recipe.RecipeFacts(parameters=shape.parameters)
+    if recipe.depends_on_rows(config):
+        from sft_play.data.first_look import look_at_rows
+
+        facts = replace(
+            facts,
+            positions=load_positions(model.name, model.revision, call.environ, may_fetch),
+            rows=look_at_rows(config, call.environ, may_fetch),
+        )
+    return recipe.settle(loaded, facts)
+
+
 def plan_run(
     call: Call, loaded: LoadedConfig, distributed: bool = False, use_deepspeed: bool = False
 ) -> PlannedRun:
     """Return the plan for this machine, or for the hardware that GPUS names."""
-    distributed = distributed or bool(call.invocation.gpus)
+    is_elsewhere = bool(call.invocation.gpus)
+    loaded = settle(call, loaded, may_fetch=not is_elsewhere)
+    distributed = distributed or is_elsewhere
     hardware = hardware_of(call)
     return resolve(loaded, call.invocation, hardware, call.environ, distributed, use_deepspeed)
 

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from sft_play.commands.call import Call, as_text, hardware_of, load_config, plan_run
+from sft_play.commands.call import Call, as_text, hardware_of, load_config, plan_run, settle
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_counts import count_rows_or_reason
 from sft_play.plan import accuracy, launch, next_command, report
@@ -25,7 +25,7 @@ LAUNCH_VARIABLES = (
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
     """Return the plan of `make plan`: the fastest strategy that fits, unless one is asked for."""
-    loaded = load_config(call)
+    loaded = settle(call, load_config(call), may_fetch=False)
     if distributed or use_deepspeed:
         return plan_run(call, loaded, distributed, use_deepspeed)
     return fastest(loaded, call.invocation, hardware_of(call), call.environ)

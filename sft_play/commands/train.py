@@ -66,6 +66,8 @@ def prepare_run(
     refuse_what_does_not_fit(planned.plan)
     for warning in planned.plan.warnings:
         print(f"warning: {warning}")
+    for sentence in planned.plan.recipe:
+        print(f"recipe {sentence}")
     check_resume(planned, loaded)
     folder = new_run(call, loaded, planned.config)
     command = launch.launch_command(planned.plan.ranks, folder.path, call.environ)

@@ -20,7 +20,9 @@ class Invocation:
     """How a command was called; None leaves the choice to the machine."""
 
     config: str | None = _variable(
-        None, "Config file, or the name of one in configs/; unset is configs/tiny.yaml."
+        None,
+        "Config file, or the name of one in configs/; unset is configs/tiny.yaml for the included "
+        "model, configs/base.yaml for any other.",
     )
     run: str | None = _variable(
         None,

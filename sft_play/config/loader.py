@@ -8,7 +8,7 @@ import difflib
 import operator
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ from sft_play.errors import ConfigError
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = PROJECT_ROOT / "configs"
 BASE = CONFIGS / "base.yaml"
-DEFAULT = CONFIGS / "tiny.yaml"
+DEFAULT = CONFIGS / "tiny.yaml"  # of the model that ships, and of no other
+SHIPPED_MODEL = PROJECT_ROOT / "data" / "tiny_llama"
 
 SettingValue = Any  # of the type that its field in the schema has
 
@@ -53,6 +54,21 @@ class LoadedConfig:
         """Return `train.batch_size=4 (environment TRAIN_BATCH_SIZE)` for a message."""
         return f"{path}={word(self.value(path))} ({self.origin[path]})"
 
+    def with_values(self, values: Layer) -> "LoadedConfig":
+        """Return the config with other values and their origins.
+
+        Raises: ConfigError where they break a rule between settings.
+        """
+        config = self.config
+        for path, located in values.items():
+            section, _, name = path.partition(".")
+            changed = getattr(config, section).model_copy(update={name: located.value})
+            config = config.model_copy(update={section: changed})
+        origins = {path: located.origin for path, located in values.items()}
+        loaded = replace(self, config=config, origin={**self.origin, **origins})
+        refuse(rules.broken(loaded.config, loaded.described))
+        return loaded
+
 
 class RunSettings(NamedTuple):
     """The settings of a run that is resumed, in place of the defaults and configs/base.yaml."""
@@ -76,15 +92,21 @@ def load(
 ) -> LoadedConfig:
     """Return the merged config.
 
-    `config_path` is a file, the name of one in configs/ ("tiny"), or None for the embedded default.
+    `config_path` is a file, the name of one in configs/ ("tiny"), or None: for the model that ships
+    its own config, for any other configs/base.yaml.
     `overrides` are words such as `train.batch_size=4`; `target` is what the make target itself
     sets (train-unsloth: the backend). `resumed` are the settings of the run that goes on: they
     take the place of configs/base.yaml, and without a `config_path` of the embedded default.
 
     Raises: ConfigError that lists every problem with its origin and what to write instead.
     """
-    source = _find(config_path) if config_path else DEFAULT
     problems: list[str] = []
+    given = [
+        layers.from_environment(environ or {}, problems),
+        target or {},
+        layers.from_overrides(overrides, problems),
+    ]
+    source = _find(config_path) if config_path else _default_source(given)
     if resumed is None:
         files = layers.from_files(source, BASE, problems)
     elif config_path:
@@ -92,11 +114,6 @@ def load(
     else:
         files = [resumed.layer]
         source = resumed.source
-    given = [
-        layers.from_environment(environ or {}, problems),
-        target or {},
-        layers.from_overrides(overrides, problems),
-    ]
     merged = _merged([layers.defaults(), *files, *given])
     origin = {path: located.origin for path, located in merged.items()}
     unset = frozenset()
@@ -134,6 +151,13 @@ def _merged(chain: Iterable[Layer]) -> Layer:
     return merged
 
 
+def is_shipped_model(name: str) -> bool:
+    """Return whether model.name is the model that ships, the only one DEFAULT is meant for."""
+    # the built-in name is relative to the project, whatever the current folder is
+    places = (os.path.abspath(name), os.path.abspath(os.path.join(PROJECT_ROOT, name)))
+    return str(SHIPPED_MODEL) in places
+
+
 def nested(values: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
     """Return `{"train.batch_size": 4}` as `{"train": {"batch_size": 4}}`."""
     tree: dict[str, SettingValue] = {}
@@ -144,6 +168,12 @@ def nested(values: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
             node = node.setdefault(section, {})
         node[name] = value
     return tree
+
+
+def _default_source(above_files: Iterable[Layer]) -> Path:
+    """Return the config where CONFIG names none."""
+    names = [layer["model.name"].value for layer in above_files if "model.name" in layer]
+    return DEFAULT if not names or is_shipped_model(str(names[-1])) else BASE
 
 
 def _find(config_path: str) -> Path:

@@ -68,6 +68,7 @@ RULES = (
         ("train.generation_max_new_tokens", "model.max_seq_len"),
         lambda c: (
             c.train.predict_with_generate
+            and c.model.max_seq_len != "auto"
             and c.train.generation_max_new_tokens >= c.model.max_seq_len
         ),
         "no room is left for a prompt; lower train.generation_max_new_tokens or raise "

@@ -7,10 +7,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.rows import Json, Message
-from sft_play.errors import DataError
+from sft_play.errors import ConfigError, DataError
 
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere and DeepSeek Coder
@@ -130,6 +131,19 @@ class ChatTemplate:
         if not has_marks:
             return TemplateText(texts[0], None)
         return TemplateText(texts[0], [CharacterSpan(*span) for span in marks[0]])
+
+
+def read_template(setting: str) -> str:
+    """Return the template of model.chat_template. Raises: ConfigError for an unreadable file."""
+    if setting == "default":
+        return DEFAULT_TEMPLATE
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(
+            f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default"
+        ) from None
 
 
 def template_of(tokenizer: Any) -> str:

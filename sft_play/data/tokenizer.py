@@ -4,13 +4,11 @@ Separate from the weights, so that reading data imports no model class, adapters
 transformers' AutoTokenizer itself imports torch.
 """
 
-from pathlib import Path
-
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
-from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
-from sft_play.errors import ConfigError, EnvironmentFault, first_line
+from sft_play.data.templates import read_template, template_of
+from sft_play.errors import EnvironmentFault, first_line
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -42,20 +40,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         # padding is masked out everywhere, so any existing id will do
         tokenizer.pad_token = tokenizer.eos_token
     if config.model.chat_template is not None:
-        tokenizer.chat_template = _read_template(config.model.chat_template)
+        tokenizer.chat_template = read_template(config.model.chat_template)
     # saved with the adapter, so that inference renders prompts as training did
     tokenizer.chat_template = template_of(tokenizer)
     return tokenizer
-
-
-def _read_template(setting: str) -> str:
-    """Return the template of model.chat_template. Raises: ConfigError for an unreadable file."""
-    if setting == "default":
-        return DEFAULT_TEMPLATE
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(
-            f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default"
-        ) from None

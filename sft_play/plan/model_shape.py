@@ -15,6 +15,8 @@ from sft_play.errors import EnvironmentFault, first_line
 
 KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings")
 # the linear layers of a block, as transformers names them
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -133,8 +135,39 @@ def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> M
     config = known_config(name)
     if config is not None:  # before the cache: the plan of a shipped config is the same everywhere
         return shape_of(config, name)
-    path = _find_cached(name, revision, environ) or _download(name, revision)
+    path = find_file(name, "config.json", revision, environ) or _download(name, revision)
     return shape_of(_read(path, name), name)
+
+
+def load_positions(
+    name: str, revision: str | None, environ: Mapping[str, str], may_fetch: bool
+) -> int | None:
+    """Return the tokens of the longest sequence that a model can take, None where nobody says.
+
+    Models of the same shape differ in it, so that of a well-known model is unknown too before its
+    config.json is in the hub's cache, unless `may_fetch`.
+
+    Raises: EnvironmentFault when it cannot be fetched.
+    """
+    path = find_file(name, "config.json", revision, environ)
+    if path is None and may_fetch:
+        path = _download(name, revision)
+    return None if path is None else positions_of(_read(path, name))
+
+
+def positions_of(config: ModelConfigJson) -> int | None:
+    """Return the tokens of the longest sequence that a model can take, None where it says nothing.
+
+    A rope that is stretched by a factor takes as much more than the sequences it began with.
+    """
+    text = config.get("text_config") or config
+    positions = next((text[key] for key in POSITIONS if isinstance(text.get(key), int)), None)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings")
+    factor = rope.get("factor")
+    if positions is None or not original or not factor:
+        return positions
+    return max(positions, int(original * factor))
 
 
 def known_config(name: str) -> ModelConfigJson | None:
@@ -187,16 +220,25 @@ def _read(path: Path, name: str) -> ModelConfigJson:
     return config
 
 
-def _find_cached(name: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the config.json in the cache of huggingface_hub, whose import takes half a second."""
-    cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
-    home = Path(environ.get("HF_HOME") or cache_home / "huggingface")
-    hub = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    repo = hub / f"models--{name.replace('/', '--')}"
-    reference = repo / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else revision or ""
-    path = repo / "snapshots" / commit / "config.json"
-    return path if commit and path.is_file() else None
+def find_file(
+    name: str, file: str, revision: str | None, environ: Mapping[str, str]
+) -> Path | None:
+    """Return a file of a local model or of one in the cache of huggingface_hub, None without it.
+
+    The import of huggingface_hub would take half a second.
+    """
+    path = Path(name) / file
+    if not Path(name).is_dir():
+        cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
+        home = Path(environ.get("HF_HOME") or cache_home / "huggingface")
+        hub = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        repo = hub / f"models--{name.replace('/', '--')}"
+        reference = repo / "refs" / (revision or "main")
+        commit = reference.read_text().strip() if reference.is_file() else revision or ""
+        if not commit:
+            return None
+        path = repo / "snapshots" / commit / file
+    return path if path.is_file() else None
 
 
 def _download(name: str, revision: str | None) -> Path:

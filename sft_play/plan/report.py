@@ -12,6 +12,7 @@ from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
 from sft_play.plan.precision import DTYPE_NAMES, precision
+from sft_play.plan.recipe import count_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload
@@ -119,6 +120,8 @@ def lines(
     shown += _labelled("batch", _batch(plan))
     shown += _labelled("checkpointing", _checkpointing(plan))
     shown += _labelled("packing", _packing(plan))
+    for number, sentence in enumerate(plan.recipe):
+        shown += _labelled("" if number else "recipe", sentence)
     shown += _labelled("precision", _precision(planned))
     shown += _labelled("speed", _speed(plan))
     shown += _labelled("run", _run(workload))
@@ -198,14 +201,8 @@ def _what(planned: PlannedRun) -> str:
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title
-    weights = _count(planned.plan.step.model.parameters)
+    weights = count_in_words(planned.plan.step.model.parameters)
     return f"{planned.config.model.name} ({weights} weights), {method}, {kernels}"
-
-
-def _count(number: float) -> str:
-    if number >= 1e9:
-        return f"{number / 1e9:.2f} billion"
-    return f"{number / 1e6:.1f} million"
 
 
 def _where(plan: RunPlan) -> str:

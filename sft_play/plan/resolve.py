@@ -10,7 +10,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import advice, memory, sources
+from sft_play.plan import advice, memory, recipe, sources
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage
 from sft_play.plan.layout import Layout
@@ -43,6 +43,8 @@ def resolve(
     Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError
     for numbers that contradict; DataError for a missing data file.
     """
+    # assumes what no look at model and rows has settled
+    loaded = recipe.settle(loaded, recipe.RecipeFacts())
     ranks = plan_ranks(invocation, hardware, environ, distributed, use_deepspeed)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
@@ -113,7 +115,7 @@ def _resolve(
     )
     _refuse_combinations(loaded, inputs)
     layout = choose_layout(inputs)
-    warnings += _batch_warnings(loaded, layout)
+    warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
     plan = RunPlan(
@@ -131,6 +133,7 @@ def _resolve(
         shortage=lack,
         changes=advice.changes(inputs, hardware.count) if lack else (),
         warnings=tuple(warnings),
+        recipe=recipe.sentences(loaded),
     )
     planned = PlannedRun(_resolved(config, plan, precision, environ), plan)
     return planned.with_layout(layout, plan.memory)

@@ -63,6 +63,7 @@ class RunPlan:
     shortage: str | None = None  # why it is not expected to fit
     changes: tuple[Change, ...] = ()  # that would make it fit
     warnings: tuple[str, ...] = ()
+    recipe: tuple[str, ...] = ()  # learning rate, epochs, longest row: where each comes from
     launch: Launch | None = None  # the command; None until the run has a folder
     probe: ProbeReport | None = None
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sft_play.config.sections.base import Fraction, PositiveFloat, PositiveInt, Section
+from sft_play.config.sections.base import Auto, Fraction, PositiveFloat, PositiveInt, Section
 
 
 class ModelSection(Section):
@@ -18,10 +18,10 @@ class ModelSection(Section):
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; null is the hub's default branch."
     )
-    max_seq_len: PositiveInt = Field(
-        2048,
+    max_seq_len: PositiveInt | Auto = Field(
+        "auto",
         description="Longest training sequence in tokens; longer rows are handled as data.too_long "
-        "says.",
+        "says. auto holds 99.5 % of the training rows, within what the model can take.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

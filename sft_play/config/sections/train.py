@@ -55,7 +55,10 @@ class TrainSection(Section):
         description="Rows of one optimizer step over all devices, kept while batch_size or "
         "grad_accum is auto; with both set, it is their product.",
     )
-    learning_rate: PositiveFloat = Field(2e-4, description="Peak learning rate.")
+    learning_rate: PositiveFloat | Auto = Field(
+        "auto",
+        description="Peak learning rate; auto follows from tuning.mode and the size of the model.",
+    )
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = Field("cosine", description="Learning rate schedule after the warm-up.")
@@ -84,8 +87,10 @@ class TrainSection(Section):
     adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment.")
     adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
-    epochs: PositiveFloat = Field(
-        1.0, description="Passes over the training rows; train.max_steps overrides it."
+    epochs: PositiveFloat | Auto = Field(
+        "auto",
+        description="Passes over the training rows; train.max_steps overrides it. auto is 3, more "
+        "where the rows are few, down to 1 where they are many.",
     )
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps of the run; null is as many as train.epochs takes."

@@ -1,0 +1,203 @@
+"""Learning rate, epochs and longest row where the config says auto. Pure: no torch, no I/O.
+
+They follow from mode, model and rows. Each choice has a reason, which becomes the setting's origin.
+"""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sft_play.config.layers import displayed
+from sft_play.config.loader import DEFAULT, SHIPPED_MODEL, LoadedConfig, is_shipped_model
+from sft_play.config.schema import Config
+from sft_play.config.yaml_source import Located
+
+SETTINGS = ("train.learning_rate", "train.epochs", "model.max_seq_len")
+
+# (weights below which it holds, peak learning rate)
+# QLoRA (Dettmers et al. 2023, table 9): 2e-4 for 7B and 13B, 1e-4 for 33B and 65B. The best rate
+# hardly depends on the rank (Thinking Machines, "LoRA Without Regret", 2025).
+ADAPTER_RATES = ((30e9, 2e-4), (math.inf, 1e-4))
+# A tenth of an adapter's (the same article); of larger models less: 2e-5 and 5e-6 for 7B and 8B
+# (Alpaca, Tulu 3), 1e-5 and 2e-6 for 65B and 70B (LIMA, Tulu 3). These are the means of such pairs.
+FULL_RATES = ((3e9, 2e-5), (30e9, 1e-5), (math.inf, 5e-6))
+
+# As OpenAI's cookbook chooses them: three passes, and fewer where that is more than 25,000 rows
+EPOCHS = 3
+MOST_ROWS_SEEN = 25_000
+# 100 steps of 32 rows: in fewer, an adapter hardly moves. LIMA takes 15 passes over 1,000 rows.
+FEWEST_ROWS_SEEN = 3_200
+MOST_EPOCHS = 10
+
+KEPT_ROWS = 0.995
+KEPT_TOKENS = 0.99  # a few rows that are very long may hold a large part of the tokens
+SHORTEST_LIMIT = 512  # packed rows share a sequence, so a shorter one saves nothing
+ASSUMED_LIMIT = 2048
+
+
+class Choice(NamedTuple):
+    """A value and why it was chosen."""
+
+    value: int | float
+    reason: str
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What a first look at the training rows tells."""
+
+    rows: int  # of an epoch
+    lengths: tuple[int, ...]  # tokens of some rows, shortest first; at least one
+    is_estimated: bool = False  # from the first part of large files
+    # why the tokens were estimated from the characters; None: a tokenizer counted them
+    uncounted_because: str | None = None
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """What the choices follow from; None is not known."""
+
+    parameters: int | None = None
+    positions: int | None = None  # longest sequence that the base can take, in tokens
+    rows: RowFacts | str = "nobody looked at the rows"  # or why there are none
+
+
+def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
+    """Return the config with a number for each auto of SETTINGS; its origin has the reason.
+
+    Raises: ConfigError where a number breaks a rule between settings.
+    """
+    config = loaded.config
+    choices: dict[str, Choice] = {}
+    if config.train.learning_rate == "auto":
+        choices["train.learning_rate"] = choose_learning_rate(config.tuning.mode, facts.parameters)
+    if config.train.epochs == "auto":
+        choices["train.epochs"] = choose_epochs(facts.rows)
+    if config.model.max_seq_len == "auto":
+        choices["model.max_seq_len"] = choose_max_seq_len(
+            facts.rows, facts.positions, _generated_tokens(config)
+        )
+    values = {}
+    for path, choice in choices.items():
+        values[path] = Located(choice.value, f"auto: {choice.reason}")
+    return loaded.with_values(values) if values else loaded
+
+
+def depends_on_rows(config: Config) -> bool:
+    """Return whether some auto needs a look at the rows."""
+    return "auto" in (config.train.epochs, config.model.max_seq_len)
+
+
+def is_settled(config: Config) -> bool:
+    """Return whether no auto of SETTINGS is left."""
+    return config.train.learning_rate != "auto" and not depends_on_rows(config)
+
+
+def choose_learning_rate(mode: str, parameters: int | None) -> Choice:
+    """Return the peak learning rate of AdamW for a mode and the model's number of weights.
+
+    >>> choose_learning_rate("lora", 1_540_000_000)
+    Choice(value=0.0002, reason='lora of 1.54 billion weights')
+    """
+    rates = FULL_RATES if mode == "full" else ADAPTER_RATES
+    if parameters is None:
+        return Choice(rates[0][1], f"{mode}, of a model of unknown size")
+    rate = next(rate for below, rate in rates if parameters < below)
+    return Choice(rate, f"{mode} of {count_in_words(parameters)} weights")
+
+
+def choose_epochs(facts: RowFacts | str) -> Choice:
+    """Return the passes over the training rows: whole ones, so that each row counts the same.
+
+    >>> choose_epochs(RowFacts(7473, (100,)))
+    Choice(value=3.0, reason='7,473 training rows')
+    """
+    if isinstance(facts, str):
+        return Choice(1.0, f"assumed, as {facts}")
+    fewest = min(MOST_EPOCHS, math.ceil(FEWEST_ROWS_SEEN / facts.rows))
+    most = max(1, MOST_ROWS_SEEN // facts.rows)
+    epochs = max(fewest, min(EPOCHS, most))
+    about = "about " if facts.is_estimated else ""
+    plural = "" if facts.rows == 1 else "s"
+    return Choice(float(epochs), f"{about}{facts.rows:,} training row{plural}")
+
+
+def choose_max_seq_len(
+    facts: RowFacts | str, positions: int | None, generated_tokens: int = 0
+) -> Choice:
+    """Return the tokens that hold almost all rows, within the `positions` of the base.
+
+    An evaluation that generates `generated_tokens` needs room for them and for a prompt.
+    """
+    limit = math.inf if positions is None else positions
+    shortest = max(SHORTEST_LIMIT, round_up(2 * generated_tokens))
+    if isinstance(facts, str):
+        return Choice(int(min(max(shortest, ASSUMED_LIMIT), limit)), f"assumed, as {facts}")
+    needed = _tokens_of_almost_all(facts.lengths)
+    reason = f"{_share(facts.lengths, needed)} rows have at most {needed:,} tokens"
+    if facts.uncounted_because:
+        reason = f"by their characters {reason}, as {facts.uncounted_because}"
+    chosen = max(shortest, round_up(needed))
+    if chosen > limit:
+        chosen = int(limit)
+        reason = f"the model takes {positions:,}; {reason}"
+    return Choice(chosen, reason)
+
+
+def round_up(tokens: int) -> int:
+    """Return the next multiple of 64, or of an eighth of the power of two below.
+
+    >>> [round_up(tokens) for tokens in (1, 300, 1000, 1025, 5000)]
+    [64, 320, 1024, 1152, 5120]
+    """
+    step = max(64, 2 ** (max(tokens - 1, 1).bit_length() - 1) // 8)
+    return math.ceil(tokens / step) * step
+
+
+def sentences(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Return the settings of the recipe with their values and where each comes from."""
+    return tuple(loaded.described(path) for path in SETTINGS)
+
+
+def foreign_recipe(loaded: LoadedConfig) -> list[str]:
+    """Return a warning where another model is trained by what suits the model that ships."""
+    if is_shipped_model(loaded.config.model.name):
+        return []
+    file = displayed(DEFAULT)
+    foreign = [path for path in SETTINGS if loaded.origin[path].startswith(f"{file}:")]
+    if not foreign:
+        return []
+    return [
+        f"{', '.join(map(loaded.described, foreign))} suit {displayed(SHIPPED_MODEL)}, not "
+        f"{loaded.described('model.name')}; without CONFIG they are chosen for it"
+    ]
+
+
+def count_in_words(number: float) -> str:
+    """Return a large number as `1.54 billion` or `2.7 million`."""
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} billion"
+    return f"{number / 1e6:.1f} million"
+
+
+def _generated_tokens(config: Config) -> int:
+    return config.train.generation_max_new_tokens if config.train.predict_with_generate else 0
+
+
+def _tokens_of_almost_all(lengths: tuple[int, ...]) -> int:
+    """Return the tokens that hold KEPT_ROWS of the rows and KEPT_TOKENS of their tokens."""
+    by_rows = lengths[math.ceil(KEPT_ROWS * len(lengths)) - 1]
+    wanted = KEPT_TOKENS * sum(lengths)
+    held = 0
+    for by_tokens in lengths:
+        held += by_tokens
+        if held >= wanted:
+            break
+    return max(by_rows, by_tokens)
+
+
+def _share(lengths: tuple[int, ...], limit: int) -> str:
+    """Return how many of the rows a limit holds, in words."""
+    share = bisect_right(lengths, limit) / len(lengths)
+    return "all" if share == 1 else f"{share:.1%} of the"
