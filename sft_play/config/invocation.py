@@ -30,8 +30,8 @@ class Invocation:
     )
     num_gpus: int | None = _variable(
         None,
-        "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU. Several "
-        "on a CPU need DEVICE=cpu, and a core each.",
+        "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU. "
+        "Several on a CPU need DEVICE=cpu, and a core each.",
     )
     deepspeed_config: str | None = _variable(
         None, "DeepSpeed JSON of train-deepspeed; unset is configs/deepspeed_zero2.json."
