@@ -1,12 +1,5 @@
-"""A fake of GPU memory: real passes of a real model, whose decoder layers raise OutOfMemoryError.
+"""A fake of GPU memory: real passes of a real model, whose decoder layers raise OutOfMemoryError."""
 
-As a program it runs one rank of a planned run with such memory, given in GiB for each rank:
-`fake_gpu.py RUN_FOLDER '{"allocatable": [2.0, 1.5]}'`. With `{}` it uses the host's own memory.
-"""
-
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,17 +74,12 @@ class FakeGpu(MemoryMeter):
             )
 
 
-def main() -> int:
-    from sft_play.training import entry, runtime, worker
+def use_fake_memory(values_by_rank: dict[str, list[float]]) -> None:
+    """Give this rank its part of `values_by_rank`, FakeGpu's arguments; {} is the host's memory."""
+    from sft_play.training import runtime, worker
 
-    values_by_rank = json.loads(sys.argv[2])
     memory = {name: values[runtime.rank()] for name, values in values_by_rank.items()}
     if memory:
         gpu = FakeGpu(**memory)
         gpu.count_forward_passes()
         worker.MemoryMeter = gpu.of_process
-    return entry.main(Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

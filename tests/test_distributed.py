@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rank_processes import run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
 
@@ -115,21 +116,21 @@ def launch(settings_of, taught_base, tmp_path_factory) -> Callable[..., Launched
 
 
 @pytest.fixture(scope="module")
-def pair(launch) -> Callable[[object, str], Launched]:
-    """A function that returns a finished run of two processes, the same one to every test; `engine` is ddp or a ZeRO stage."""
-    runs: dict[tuple[object, str], Launched] = {}
+def pair(launch) -> Callable[[object], Launched]:
+    """A function that returns a finished LoRA run of two processes that make launched, the same one to every test; `engine` is ddp or a ZeRO stage."""
+    runs: dict[object, Launched] = {}
 
-    def run(engine: object, mode: str) -> Launched:
-        if (engine, mode) not in runs:
-            changes = {**STEPS, "tuning.mode": mode, "train.grad_accum": 2}
+    def run(engine: object) -> Launched:
+        if engine not in runs:
+            changes = {**STEPS, "train.grad_accum": 2}
             ddp = engine == "ddp"
-            runs[engine, mode] = (
+            runs[engine] = (
                 launch("train-distributed", changes)
                 if ddp
                 else launch("train-deepspeed", changes, DEEPSPEED_CONFIG=STAGE[engine])
             )
-            runs[engine, mode].finish()
-        return runs[engine, mode]
+            runs[engine].finish()
+        return runs[engine]
 
     return run
 
@@ -170,24 +171,14 @@ def differences(one: RunFolder, two: RunFolder, mode: str) -> dict[str, float]:
     }
 
 
-CASES = [("ddp", mode) for mode in ("lora", "full", "qlora")] + [
-    (2, "lora"),
-    (2, "full"),
-    (3, "lora"),
-    (3, "full"),
-]
-
-
-@pytest.mark.parametrize(("engine", "mode"), CASES)
-def test_two_processes_train_as_one(pair, alone, engine, mode):
-    """Float32, rows of unequal length, accumulation, a last step that is partly filled: losses, scores, answers and weights agree."""
-    launched, one = pair(engine, mode), alone(mode)
-    found = differences(one, launched.folder, mode)
+def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> None:
+    """Assert that losses, scores, answers and weights of a run of two processes are those of one."""
+    found = differences(one, two, mode)
     print(
         f"\nparity {engine} {mode} "
         + " ".join(f"{name}={value:.1e}" for name, value in found.items())
     )
-    assert (launched.folder.evaluation / "after.jsonl").read_text() == (
+    assert (two.evaluation / "after.jsonl").read_text() == (
         one.evaluation / "after.jsonl"
     ).read_text()
     assert run_json(one)["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
@@ -196,9 +187,31 @@ def test_two_processes_train_as_one(pair, alone, engine, mode):
     assert max(found.values()) <= (5e-5 if engine == 3 else 1e-5)
 
 
+CASES = [("ddp", "full"), ("ddp", "qlora"), (2, "full"), (3, "lora"), (3, "full")]
+
+
+@pytest.mark.parametrize(("engine", "mode"), CASES)
+def test_two_processes_train_as_one(plan_run, taught_base, alone, engine, mode):
+    """Float32, rows of unequal length, accumulation, a last step that is partly filled."""
+    settings = {
+        **STEPS,
+        "model.name": taught_base,
+        "tuning.mode": mode,
+        "train.grad_accum": 2,
+    }
+    folder = plan_run(settings, num_gpus=2, deepspeed_config=STAGE.get(engine))
+    assert run_two_workers(folder) == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    check_parity(alone(mode), folder, engine, mode)
+
+
+@pytest.mark.parametrize("engine", ["ddp", 2])
+def test_two_processes_that_make_launches_train_as_one(pair, alone, engine):
+    check_parity(alone("lora"), pair(engine).folder, engine, "lora")
+
+
 @pytest.mark.parametrize("engine", ["ddp", 2])
 def test_two_processes_are_two_and_say_so_once(pair, engine):
-    launched = pair(engine, "lora")
+    launched = pair(engine)
     report = run_json(launched.folder)
     assert (report["status"], report["world_size"], report["exit_class"]) == ("done", 2, 0)
     assert (report["engine"], report["strategy"]) == (
@@ -227,24 +240,26 @@ def test_plain_torchrun_starts_a_planned_run(plan_run, taught_base, alone):
     assert max(differences(alone("lora"), folder, "lora").values()) <= 1e-5
 
 
-PROBE = """
-import json, sys
-from pathlib import Path
-import torch
-from sft_play.training import entry, worker
+def note_ddp_settings(folder: Path) -> None:
+    """Make a rank's check of its engine write down how DDP was set up."""
+    import torch
 
-def look(model, strategy):
-    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    found = [model.find_unused_parameters, model.bucket_bytes_cap, model.broadcast_buffers, group.options._timeout.total_seconds()]
-    (Path(sys.argv[1]) / f"found-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    from sft_play.training import worker
 
-worker.check_engine = look
-sys.exit(entry.main(Path(sys.argv[1])))
-"""
+    def note(model, strategy):
+        group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+        found = [
+            model.find_unused_parameters,
+            model.bucket_bytes_cap,
+            model.broadcast_buffers,
+            group.options._timeout.total_seconds(),
+        ]
+        (folder / f"found-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+    worker.check_engine = note
 
 
-def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run, tmp_path):
-    (tmp_path / "probe.py").write_text(PROBE)
+def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run):
     settings = {
         "ddp_find_unused_parameters": True,
         "ddp_bucket_cap_mb": 3,
@@ -256,7 +271,7 @@ def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run, tmp_p
         | {"train.predict_with_generate": False},
         num_gpus=2,
     )
-    torchrun(str(tmp_path / "probe.py"), str(folder.path))
+    assert run_two_workers(folder, note_ddp_settings, folder.path) == [0, 0]
     assert [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [
         [True, 3 * 2**20, True, 77.0]
     ] * 2

@@ -1,16 +1,14 @@
 """A probe does not change a run, to the bit; ranks with different free memory choose the same."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, use_fake_memory
+from rank_processes import run_two_workers
 from run_files import plan_json, run_json
 from safetensors.torch import load_file
 from torch import nn
@@ -373,33 +371,9 @@ def test_where_one_row_does_not_fit_the_run_ends_before_training(
 
 def run_on(folder: RunFolder, **memory: list[float]) -> int:
     """Run two ranks, each with its own fake memory if given; return the exit class in run.json."""
-    script = str(ROOT / "tests" / "fake_gpu.py"), str(folder.path), json.dumps(memory)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        *script,
-    ]
-    uses_deepspeed = read_plan(folder).deepspeed is not None
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": PYTHONPATH,
-        "DS_ACCELERATOR": "cpu",
-    }
-    env |= {
-        "ACCELERATE_USE_CPU": str(not uses_deepspeed).lower(),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS
-    )
+    codes = run_two_workers(folder, use_fake_memory, memory)
     report = run_json(folder)
-    assert report["exit_class"] is not None, done.stdout[-2000:] + done.stderr[-3000:]
+    assert report["exit_class"] is not None, (codes, (folder.path / "output.txt").read_text())
     return report["exit_class"]
 
 

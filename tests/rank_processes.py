@@ -1,0 +1,118 @@
+"""Ranks as forks of a process that has imported everything: they start in a moment.
+
+For tests of what ranks do together. A launcher, which imports torch for each process, is started
+only where a test is about the launcher.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from sft_play.plan.run_plan import read_plan
+from sft_play.runs.folder import RunFolder
+
+SECONDS = 240  # the first run under DeepSpeed on a machine compiles one op
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "sft_play.training.worker",
+        "sft_play.data.tokenize",
+        "transformers.models.llama.modeling_llama",
+        "peft",
+        "bitsandbytes",
+        "deepspeed",
+        "torch.utils.tensorboard",
+    ]
+)
+QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+Target = Callable[..., Any]
+
+
+def start_rank(
+    target: Target, arguments: tuple[Any, ...], rank: int, port: int, output: Path | None = None
+) -> BaseProcess:
+    """Start one rank of two, which calls `target(*arguments)`; its result is the exit code.
+
+    What it prints goes to the file `output`.
+    """
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    environ = {**QUIET, **ON_CPU, **{name: str(value) for name, value in place.items()}}
+    before = {name: os.environ.get(name) for name in {**QUIET, **ON_CPU}}
+    os.environ.update(QUIET | ON_CPU)  # of the fork server, which the first rank starts
+    try:
+        process = FORKS.Process(target=_be_rank, args=(target, arguments, environ, output))
+        process.start()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return process
+
+
+def run_two(target: Target, *arguments: Any, output: Path | None = None) -> list[int]:
+    """Return the exit codes of two ranks, each of which calls `target(*arguments)`."""
+    port = free_port()
+    ranks = [start_rank(target, arguments, rank, port, output) for rank in (0, 1)]
+    return [wait_for(rank) for rank in ranks]
+
+
+def wait_for(rank: BaseProcess) -> int:
+    """Return the exit code of a rank; one that does not end is killed."""
+    rank.join(SECONDS)
+    if rank.is_alive():
+        rank.kill()
+        rank.join()
+        raise AssertionError(f"a rank did not end within {SECONDS} s")
+    return rank.exitcode
+
+
+def work(folder: Path, prepare: Target | None = None, *arguments: Any) -> int:
+    """Be a rank of a planned run; `prepare(*arguments)` comes first. Returns the exit class."""
+    from sft_play.training import entry
+
+    uses_deepspeed = read_plan(RunFolder(folder)).deepspeed is not None
+    os.environ["ACCELERATE_USE_CPU"] = str(not uses_deepspeed).lower()
+    if prepare is not None:
+        prepare(*arguments)
+    return entry.main(folder)
+
+
+def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments: Any) -> list[int]:
+    """Run a planned run of two ranks, as `work`; return their exit codes."""
+    return run_two(work, folder.path, prepare, *arguments, output=folder.path / "output.txt")
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _be_rank(
+    target: Target, arguments: tuple[Any, ...], environ: dict[str, str], output: Path | None
+) -> None:
+    os.environ.update(environ)
+    bin_folder = Path(sys.executable).parent  # of ninja, which compiles DeepSpeed's ops
+    os.environ["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    if output is not None:
+        with output.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    sys.exit(target(*arguments) or 0)
