@@ -8,17 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 
 from sft_play.commands import call as calls
 from sft_play.config import invocation
-from sft_play.errors import ExitClass, OutOfMemory
+from sft_play.errors import DataError, ExitClass, OutOfMemory
 from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import StepBytes
@@ -329,21 +331,37 @@ def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, m
 FAULTY = """
 import sys
 from pathlib import Path
-import torch
+sys.path.append(TESTS)
+from test_out_of_memory import fail_in_step_3, run_out
 from sft_play.training import entry
-from sft_play.training.trainer import SftTrainer
 
-real = SftTrainer.compute_loss
-
-def fail(self, *arguments, **options):
-    if self.state.global_step == 2 and self.args.process_index == RANK:
-        FAULT
-    return real(self, *arguments, **options)
-
-SftTrainer.compute_loss = fail
+fail_in_step_3(RANK, run_out)
 sys.exit(entry.main(Path(sys.argv[1])))
 """
-RUNS_OUT = f"torch.empty({TOO_MUCH}, dtype=torch.uint8)"
+
+
+def run_out() -> None:
+    """Ask for more memory than any host has."""
+    torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def find_no_row() -> None:
+    """Fail otherwise."""
+    raise DataError("row 7 is no row")
+
+
+def fail_in_step_3(rank: int, fault: Callable[[], None]) -> None:
+    """Make the forward pass of step 3 fail on one rank."""
+    compute_loss = SftTrainer.compute_loss
+
+    def fail(self, *arguments, **options):
+        if self.state.global_step == 2 and self.args.process_index == rank:
+            fault()
+        return compute_loss(self, *arguments, **options)
+
+    SftTrainer.compute_loss = fail
+
+
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": PYTHONPATH}
 LONG = {"train.max_steps": 3000, "train.predict_with_generate": False, "train.packing": False}
 SECONDS = 240  # the first launch under DeepSpeed on a machine compiles one op
@@ -351,11 +369,12 @@ SECONDS = 240  # the first launch under DeepSpeed on a machine compiles one op
 
 @pytest.fixture
 def faulty(tmp_path):
-    """A function that returns a worker in which a rank fails in the forward pass of step 3."""
+    """A function that returns a worker in which a rank runs out of memory in step 3."""
 
-    def write(rank: int, fault: str = RUNS_OUT) -> Path:
+    def write(rank: int) -> Path:
         script = tmp_path / "faulty.py"
-        script.write_text(FAULTY.replace("RANK", str(rank)).replace("FAULT", fault))
+        tests = repr(str(ROOT / "tests"))
+        script.write_text(FAULTY.replace("RANK", str(rank)).replace("TESTS", tests))
         return script
 
     return write
@@ -443,45 +462,24 @@ def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, faulty
     assert f"rank {rank} ran out of memory" in output, "the terminal says it, whichever rank it was"
 
 
-def alone(folder, script: Path, rank: int, port: int) -> subprocess.Popen:
-    """One rank of two without a launcher."""
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    environ = {
-        **os.environ,
-        **QUIET,
-        **{name: str(value) for name, value in place.items()},
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.Popen(
-        [sys.executable, str(script), str(folder.path)],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_both_ranks_end_with_the_class_of_the_first(plan_run, faulty, rank):
+def test_both_ranks_end_with_the_class_of_the_first(plan_run, rank):
     """Run without a launcher, whose signals end ranks too. Rank 0 hosts the store and ends last."""
-    folder, script, port = plan_run(LONG, num_gpus=2), faulty(rank), free_port()
-    both = [alone(folder, script, number, port) for number in (0, 1)]
-    assert [process.wait(SECONDS) for process in both] == [15, 15]
+    folder = plan_run(LONG, num_gpus=2)
+    assert run_two_workers(folder, fail_in_step_3, rank, run_out) == [15, 15]
     check_both_ended(folder, rank, "")
 
 
 @pytest.mark.slow
-def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(plan_run, faulty):
-    folders, script, port = [plan_run(LONG, num_gpus=2) for _ in range(2)], faulty(1), free_port()
-    both = [alone(folder, script, number, port) for number, folder in enumerate(folders)]
-    assert [process.wait(SECONDS) for process in both] == [15, 15]
+def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(plan_run):
+    folders = [plan_run(LONG, num_gpus=2) for _ in range(2)]
+    port = free_port()
+    ranks = [
+        start_rank(work, (folder.path, fail_in_step_3, 1, run_out), number, port)
+        for number, folder in enumerate(folders)
+    ]
+    assert [wait_for(rank) for rank in ranks] == [15, 15]
     first, second = (run_json(folder) for folder in folders)
     assert first["cause"] == second["cause"] and first["cause"].startswith(
         "rank 1 ran out of memory"
@@ -490,9 +488,7 @@ def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(p
 
 
 @pytest.mark.slow
-def test_another_error_ends_both_ranks_with_its_class_too(plan_run, faulty):
-    folder, port = plan_run(LONG, num_gpus=2), free_port()
-    script = faulty(1, "from sft_play.errors import DataError; raise DataError('row 7 is no row')")
-    both = [alone(folder, script, number, port) for number in (0, 1)]
-    assert [process.wait(SECONDS) for process in both] == [11, 11]
+def test_another_error_ends_both_ranks_with_its_class_too(plan_run):
+    folder = plan_run(LONG, num_gpus=2)
+    assert run_two_workers(folder, fail_in_step_3, 1, find_no_row) == [11, 11]
     assert run_json(folder)["cause"] == "row 7 is no row"

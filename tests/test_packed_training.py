@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from rank_processes import run_two
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +30,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import bnb
 from sft_play.plan.layout import Layout
 from sft_play.process import Process
+from sft_play.training import runtime
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.cross_document import check_cross_document, measure_cross_document
 from sft_play.training.trainer import SftTrainer, token_mean_loss
@@ -470,16 +471,9 @@ def test_workers_of_the_loader_collate_the_same_batches(tmp_path: Path, curve: l
     )
 
 
-def train_one_rank(rank: int, port: int, folder: Path, packed: bool) -> None:
+def train_one_rank(folder: Path, packed: bool) -> None:
     """Be one of two processes of a run, and leave the losses in `folder`."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    rank = runtime.rank()
     trainer = trainer_of(
         folder / f"rank-{rank}",
         1,
@@ -498,9 +492,9 @@ def train_one_rank(rank: int, port: int, folder: Path, packed: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_two_processes_have_the_losses_of_one(
-    tmp_path: Path, curve: list[float], free_port: int, packed: bool
+    tmp_path: Path, curve: list[float], packed: bool
 ) -> None:
-    torch.multiprocessing.spawn(train_one_rank, (free_port, tmp_path, packed), nprocs=2)
+    assert run_two(train_one_rank, tmp_path, packed) == [0, 0]
     (losses, first), (_, second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert losses == pytest.approx(curve, abs=1e-5)
     assert first + second == EPOCHS * sum(len(sample.ids) for sample in documents(SAMPLES))

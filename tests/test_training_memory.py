@@ -3,27 +3,24 @@
 The counters of a GPU are tested in test_gpu_memory.py.
 """
 
-import contextlib
 import itertools
 import json
 import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_two, run_two_workers
 from run_files import run_json
 from torch import distributed
 
 from sft_play.config.schema import Config
 from sft_play.models.load import load_model
-from sft_play.plan import launch
-from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.training.memory import MemoryMeter, Peaks, components
+from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -184,10 +181,9 @@ def test_flattened_parameters_are_the_storage_that_they_share():
 # Several ranks
 
 
-def be_one_rank(rank: int, port: int, folder: Path) -> None:
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+def be_one_rank(folder: Path) -> None:
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
 
     class Planted(MemoryMeter):
         def phase_peaks(self) -> dict[str, int]:
@@ -203,7 +199,7 @@ def be_one_rank(rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_worst_rank_counts_in_each_phase(tmp_path):
-    torch.multiprocessing.spawn(be_one_rank, (free_port(), tmp_path), nprocs=2)
+    assert run_two(be_one_rank, tmp_path) == [0, 0]
     assert (
         torch.load(tmp_path / "0.pt")
         == torch.load(tmp_path / "1.pt")
@@ -211,40 +207,33 @@ def test_the_worst_rank_counts_in_each_phase(tmp_path):
     )
 
 
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from sft_play.training import entry
-from sft_play.training.memory import MemoryMeter, components
-from sft_play.training.trainer import SftTrainer
+def note_phases(folder: Path) -> None:
+    """Make a rank write down its phases, and the bytes that it holds in its second step."""
+    entered: list[str | None] = []
+    enter = MemoryMeter.enter
+    build = SftTrainer.__init__
 
-entered, held = [], []
-real, build = MemoryMeter.enter, SftTrainer.__init__
+    def keep_trainer(self, *arguments, **options):
+        build(self, *arguments, **options)
+        self.memory.trainer = self
 
-def keep(self, *arguments, **options):
-    build(self, *arguments, **options)
-    self.memory.trainer = self
+    def note(self, phase):
+        enter(self, phase)
+        entered.append(phase)
+        (folder / f"entered-{self.process.rank}.json").write_text(json.dumps(entered))
+        file = folder / f"held-{self.process.rank}.json"
+        is_first = phase == "optimizer" and not file.exists()
+        if is_first and self.trainer.state.global_step == 1:  # now it has a state
+            held = components(self.trainer.model, self.trainer.optimizer, self.process.device)
+            file.write_text(json.dumps(held))
 
-def enter(self, phase):
-    real(self, phase)
-    entered.append(phase)
-    if phase == "optimizer" and self.trainer.state.global_step == 1:  # now it has a state
-        held.append(components(self.trainer.model, self.trainer.optimizer, self.process.device))
-
-SftTrainer.__init__, MemoryMeter.enter = keep, enter
-code, folder = entry.main(Path(sys.argv[1])), Path(sys.argv[1])
-(folder / f"found-{entry.runtime.rank()}.json").write_text(json.dumps({"entered": entered, "held": held[0]}))
-sys.exit(code)
-"""
+    SftTrainer.__init__ = keep_trainer
+    MemoryMeter.enter = note
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "mode"), [(2, "lora"), (2, "full"), (3, "full")])
-def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(
-    plan_run, tmp_path, stage, mode
-):
-    script = tmp_path / "noting.py"
-    script.write_text(SCRIPT)
+def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):
     settings = {
         "tuning.mode": mode,
         "train.max_steps": 2,
@@ -252,32 +241,18 @@ def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(
         "train.predict_with_generate": False,
     }
     folder = plan_run(settings, num_gpus=2, deepspeed_config=f"configs/deepspeed_zero{stage}.json")
-    command = launch.launch_command(
-        Ranks("deepspeed", "cpu", 2, 1, 0, "127.0.0.1", free_port(), (), 2), folder.path, os.environ
-    )
-    argv = [str(script) if word == str(launch.WORKER) else word for word in command.argv]
-    environ = {**os.environ, **command.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    with (tmp_path / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            argv, cwd=ROOT, env=environ, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            assert process.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    found = [json.loads((folder.path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    assert run_two_workers(folder, note_phases, folder.path) == [0, 0]
     predicted = vars(read_plan(folder).memory.phases["optimizer"])
     micro_step = ["forward", "backward"]
-    for one in found:
+    for rank in (0, 1):
         # DeepSpeed steps a group of parameters at a time
-        phases = [
-            phase for phase, _ in itertools.groupby(phase for phase in one["entered"] if phase)
-        ]
+        entered = json.loads((folder.path / f"entered-{rank}.json").read_text())
+        phases = [phase for phase, _ in itertools.groupby(filter(None, entered))]
         begin = phases.index("forward")
         assert (phases[0], phases[begin - 1]) == ("load", "evaluation")
         assert phases[begin : begin + 10] == 2 * [*micro_step, *micro_step, "optimizer"]
-        held, gradients = one["held"], predicted["gradients"]
+        held = json.loads((folder.path / f"held-{rank}.json").read_text())
+        gradients = predicted["gradients"]
         for name, expected in {
             "weights": predicted["weights"],
             "adapters": predicted["adapters"],

@@ -1,11 +1,11 @@
 """No stalls between steps: the fused loss in the trainer, and one collective a step."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_two
 from test_packed_training import (
     ALONE,
     CPU,
@@ -21,6 +21,7 @@ from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.linear_cross_entropy import fuse_loss, is_loss_fused
 from sft_play.process import Process
+from sft_play.training import runtime
 from sft_play.training.callbacks import BeforeFirstStep
 from sft_play.training.trainer import (
     LOSS_POSITIONS,
@@ -87,16 +88,9 @@ def test_a_first_token_is_never_predicted() -> None:
     assert (positions.tolist(), targets.tolist()) == ([2], [5])
 
 
-def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> None:
+def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
     """Run one of two ranks; save losses, the steps of all-reduced buckets, and other facts."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    rank = runtime.rank()
     trainer = fused_trainer(
         folder / f"rank-{rank}", 1, True, Process(rank, rank, 2, CPU), **options
     )
@@ -127,11 +121,11 @@ def be_one_rank(rank: int, port: int, folder: Path, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
 @pytest.mark.parametrize("looks_for_unused", [False, True])
 def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
-    tmp_path: Path, free_port: int, is_full: bool, looks_for_unused: bool
+    tmp_path: Path, is_full: bool, looks_for_unused: bool
 ) -> None:
     one = losses_of(trainer_of(tmp_path, 2, packed=False, model=llama(is_lora=not is_full)))
     options = {"is_full": is_full, "ddp_find_unused_parameters": looks_for_unused}
-    torch.multiprocessing.spawn(be_one_rank, (free_port, tmp_path, options), nprocs=2)
+    assert run_two(be_one_rank, tmp_path, options) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["micro"] == 2, "gradients are accumulated"
     assert first["sent"] == second["sent"] == list(range(STEPS)), "one bucket, once a step"
