@@ -23,6 +23,7 @@ PY ?= .venv/bin/python
 export PYTHON
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 SFT := $(PY) -m sft_play
+PARALLEL_TESTS = $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Where the recipe itself does not start sft_play
 CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
@@ -30,7 +31,7 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
   data-check preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop runs compare report eval infer chat merge embedded bench bench-data bench-plan test \
-  test-fast test-gpu lint clean
+  test-fast test-faults test-long test-gpu lint clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -122,10 +123,16 @@ bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write doc
 	$(PY) -m benchmarks.planner --docs docs
 test: $(ENV) ## run all tests that need no GPU
 	@$(CHECK)
-	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu"
+	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long"
 test-fast: $(ENV) ## run the fast tests
 	@$(CHECK)
-	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
+	@$(PARALLEL_TESTS) -m "not gpu and not slow and not faults and not long"
+test-faults: $(ENV) ## kill and interrupt launched runs (minutes; one at a time)
+	@$(CHECK)
+	@$(PY) -m pytest -m faults
+test-long: $(ENV) ## run the tests with long counts (minutes)
+	@$(CHECK)
+	@$(PARALLEL_TESTS) -m long
 test-gpu: $(ENV) ## run the tests that need a GPU
 	@$(CHECK)
 	@$(PY) -m pytest -m gpu

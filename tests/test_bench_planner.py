@@ -436,7 +436,7 @@ def test_the_tiny_model_is_planned_run_and_read_and_what_counts_is_kept(tmp_path
     assert kept["toy-refused"]["wall_seconds"] > 0 and not kept["toy-refused"]["why_not"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_of_the_tiny_model_meets_real_out_of_memory_errors(tmp_path: Path) -> None:
     sweep = bench(tmp_path, "--works", "sweep-toy")["sweeps"]["sweep-toy"]
     assert not sweep["why_not"]

@@ -322,7 +322,7 @@ def test_arms_that_were_measured_without_a_reference_are_judged_when_there_is_on
     assert found.arms["hf-best"].verdict == Verdict(True, [], pytest.approx(0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) -> None:
     work, path = WORKLOADS["toy-fixed"], tmp_path / "results.json"
     report = tmp_path / "work" / "toy-fixed-5" / "reference" / "report.json"

@@ -1,10 +1,7 @@
 """sft_play.data.preview: which samples are shown, their spans, and the command."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,9 @@ import pytest
 from previews import LEDGER, TEXTS, sample_of, text_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from sft_play import cli
 from sft_play.commands import call as calls
 from sft_play.commands import preview as previews
 from sft_play.config.invocation import Invocation
@@ -249,25 +248,10 @@ def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, ro
 
 
 def test_the_command_prints_samples_and_the_path_of_the_page(tmp_path) -> None:
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "TRAIN_OUTPUT_DIR": str(tmp_path),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    words = [
-        sys.executable,
-        "-m",
-        "sft_play",
-        "preview",
-        "--rows",
-        "1",
-        "--set",
-        "train.packing=true",
-    ]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    env = {"TRAIN_OUTPUT_DIR": str(tmp_path), "CONFIG": "tiny"}
+    words = ["preview", "--rows", "1", "--set", "train.packing=true"]
+    done = CliRunner().invoke(cli.app, words, env=env)
+    assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[-1] == str(tmp_path / "preview.html")
     assert lines[0].startswith("── train  ")

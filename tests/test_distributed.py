@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
-from rank_processes import run_two_workers
+from rank_processes import SECONDS, free_port, run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file
 
@@ -33,7 +34,6 @@ STEPS = {
     "train.save_strategy": "no",
 }
 STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
-SECONDS = 240
 
 
 class Launched:
@@ -298,7 +298,7 @@ def torchrun(*script: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-# Signals
+# Signals to what make has launched
 
 LONG = {"train.max_steps": 3000, "train.save_strategy": "no", "train.predict_with_generate": False}
 
@@ -323,13 +323,15 @@ def check_stopped(launched: Launched) -> int:
     return report["global_step"]
 
 
-def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(launch):
+@pytest.mark.faults
+def test_a_signal_to_a_launched_rank_stops_all_of_them_with_a_checkpoint(launch):
     launched = launch("train-distributed", LONG)
     launched.wait_for("step 2/")
     launched.ranks()[1].terminate()
     assert 2 <= check_stopped(launched) < 3000
 
 
+@pytest.mark.faults
 def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_resumes(launch):
     """Its launcher answers the interrupt that all processes get with a SIGTERM to each."""
     launched = launch("train-deepspeed", LONG)
@@ -347,7 +349,8 @@ def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_
     ]
 
 
-def test_a_killed_rank_takes_the_others_with_it(launch):
+@pytest.mark.faults
+def test_a_killed_launched_rank_takes_the_others_with_it(launch):
     launched = launch("train-distributed", LONG)
     launched.wait_for("step 2/")
     launched.ranks()[1].kill()
@@ -357,8 +360,60 @@ def test_a_killed_rank_takes_the_others_with_it(launch):
     assert report["cause"].startswith("another rank is gone or hangs: ")
 
 
+@pytest.mark.faults
 def test_a_killed_launcher_leaves_no_rank_behind(launch):
     launched = launch("train-distributed", LONG)
     launched.wait_for("step 2/")
     launched.ranks()[0].parent().kill()
     check_stopped(launched)
+
+
+# Signals to ranks without a launcher, whose own signals end ranks too
+
+
+def start_two(folder: RunFolder) -> list[BaseProcess]:
+    """Start two ranks and return them once the second step is done."""
+    port = free_port()
+    arguments = (folder.path,)
+    ranks = [start_rank(work, arguments, rank, port, folder.path / "output.txt") for rank in (0, 1)]
+    log = folder.logs / "rank-0.log"
+    deadline = time.monotonic() + SECONDS
+    while not (log.exists() and "step 2/" in log.read_text()):
+        assert all(rank.is_alive() for rank in ranks) and time.monotonic() < deadline
+        time.sleep(0.05)
+    return ranks
+
+
+def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(plan_run):
+    folder = plan_run(LONG, num_gpus=2)
+    ranks = start_two(folder)
+    ranks[1].terminate()
+    assert [wait_for(rank) for rank in ranks] == [75, 75]
+    step = run_json(folder)["global_step"]
+    assert run_json(folder)["status"] == "stopped" and 2 <= step < 3000
+    assert (folder.checkpoints / f"checkpoint-{step}" / "stamp.json").is_file()
+
+
+def test_the_rank_that_is_left_of_two_says_that_the_other_is_gone(plan_run):
+    folder = plan_run(LONG, num_gpus=2)
+    ranks = start_two(folder)
+    ranks[1].kill()
+    assert [wait_for(rank) for rank in ranks] == [17, -signal.SIGKILL]
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"]) == ("failed", 17)
+    assert report["cause"].startswith("another rank is gone or hangs: ")
+
+
+def test_a_deepspeed_run_that_was_stopped_resumes_where_it_was(plan_run):
+    folder = plan_run(LONG, num_gpus=2, deepspeed_config=STAGE[2])
+    ranks = start_two(folder)
+    for rank in ranks:
+        rank.terminate()
+    assert [wait_for(rank) for rank in ranks] == [75, 75]
+    step = run_json(folder)["global_step"]
+    longer = {**LONG, "train.max_steps": step + 2, "train.resume_from": folder.path}
+    again = plan_run(longer, num_gpus=2, deepspeed_config=STAGE[2])
+    assert run_two_workers(again) == [0, 0]
+    curve = [entry["loss"] for entry in run_json(again)["loss"]]
+    assert len(curve) == step + 2
+    assert curve[:step] == [entry["loss"] for entry in run_json(folder)["loss"]]

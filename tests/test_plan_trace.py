@@ -92,15 +92,17 @@ def loaded(step: StepSetup) -> Any:
 # Against real models
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "lora",
-        pytest.param("qlora", marks=pytest.mark.slow),
-        pytest.param("full", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# the modes are the same code for every architecture, and one of each is tried by `make test`
+MODES_AND_NAMES = [
+    *(("lora", name) for name in ARCHITECTURES),
+    ("qlora", "qwen2"),
+    ("full", "gemma3"),
+    *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
+    *(pytest.param("full", name, marks=pytest.mark.long) for name in ARCHITECTURES),
+]
+
+
+@pytest.mark.parametrize(("mode", "name"), MODES_AND_NAMES)
 def test_a_step_without_data_has_the_bytes_of_the_real_one(name: str, mode: str, folder_of) -> None:
     step = step_for(folder_of(name), mode)
     assert trace_step(step) == measure_step(loaded(step), step)

@@ -78,6 +78,8 @@ READS: dict[str, frozenset[str]] = {
     "bench-plan": frozenset({"WORKS", "SECONDS"}),
     "test": NOTHING,
     "test-fast": NOTHING,
+    "test-faults": NOTHING,
+    "test-long": NOTHING,
     "test-gpu": NOTHING,
     "lint": NOTHING,
 }
