@@ -18,7 +18,7 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth
 from sft_play.models.load import load_base, load_model, weight_dtype
-from sft_play.models.losses import labelled_tokens, summed_nll
+from sft_play.models.losses import labelled_tokens, nll_of_rows, summed_nll
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process
 
@@ -294,6 +294,16 @@ def test_summed_nll_is_the_sum_over_labelled_tokens():
     assert summed_nll(half, labels).item() == pytest.approx(
         naive_nll(half.float(), labels)[0], rel=1e-6
     )
+
+
+def test_the_loss_of_a_row_is_that_of_the_row_alone():
+    torch.manual_seed(1)
+    logits, labels = torch.randn(3, 9, 11) * 5, torch.randint(0, 11, (3, 9))
+    labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
+    labels[1] = IGNORE_INDEX
+    alone = [summed_nll(logits[row : row + 1], labels[row : row + 1]) for row in range(3)]
+    torch.testing.assert_close(nll_of_rows(logits, labels), torch.stack(alone))
+    assert alone[1] == 0.0
 
 
 def test_a_batch_without_labels_gives_zero_with_a_gradient_of_zero():

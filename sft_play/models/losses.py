@@ -20,6 +20,16 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(predicted, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+def nll_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the `summed_nll` of each row, float32 (B,)."""
+    predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
+    targets = labels[:, 1:]
+    nll = functional.cross_entropy(
+        predicted, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return nll.view_as(targets).sum(dim=1)
+
+
 def labelled_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens of labels (B, T) that have a loss, an int64 scalar."""
     return labels[:, 1:].ne(IGNORE_INDEX).sum()

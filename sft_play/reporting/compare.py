@@ -5,11 +5,13 @@ Loads no torch. Every run is compared with the first one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from sft_play.reporting import bootstrap
 from sft_play.reporting.answers import Answer, read_answers
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
-from sft_play.reporting.summary import RunSummary, read_summary
+from sft_play.reporting.row_losses import RowLoss, loss_difference, read_losses
+from sft_play.reporting.summary import LOSS, ROUGE_L, RunSummary, read_summary
 from sft_play.reporting.verdict import Score
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedStep
@@ -78,12 +80,16 @@ class Comparison:
 def compare(folders: Sequence[RunFolder]) -> Comparison:
     """Return two or more runs beside each other."""
     summaries = [read_summary(folder) for folder in folders]
-    answers = [read_answers(folder, "after") for folder in folders]
+    rows = [_TestRows.read(folder) for folder in folders]
     differences: list[ScoreDifference] = []
     notes: list[str] = []
-    for summary, found in zip(summaries[1:], answers[1:], strict=True):
-        _compare_loss(summaries[0], summary, differences, notes)
-        _compare_rouge(summaries[0], summary, answers[0], found, differences, notes)
+    for summary, test in zip(summaries[1:], rows[1:], strict=True):
+        pair = _Pair(summaries[0], summary, rows[0], test)
+        for found in (pair.loss(), pair.rouge_l()):
+            if found.difference is not None:
+                differences.append(found.difference)
+            if found.note is not None:
+                notes.append(found.note)
     return Comparison(
         runs=[_compared(summary) for summary in summaries],
         settings=differing_settings(summaries),
@@ -114,86 +120,111 @@ def _compared(summary: RunSummary) -> ComparedRun:
         tone=summary.verdict.tone,
         headline=summary.verdict.headline,
         steps=report.global_step,
-        loss=scores.get("loss"),
-        rouge_l=scores.get("ROUGE-L"),
+        loss=scores.get(LOSS),
+        rouge_l=scores.get(ROUGE_L),
         tokens_per_second=report.tokens_per_second,
         peak_bytes=report.peak_bytes.measured if report.peak_bytes else None,
         seconds=(report.seconds or {}).get("total"),
     )
 
 
+@dataclass(frozen=True)
+class _TestRows:
+    """The answers to the test rows, and their losses, after training."""
+
+    answers: list[Answer]
+    losses: list[RowLoss]
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Self:
+        return cls(read_answers(folder, "after"), read_losses(folder, "after"))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """How a score differs, and what has to be said of that."""
+
+    difference: ScoreDifference | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The first run and another one."""
+
+    first: RunSummary
+    other: RunSummary
+    first_rows: _TestRows
+    other_rows: _TestRows
+
+    def loss(self) -> _Found:
+        """Return how the losses differ, or why they cannot be compared."""
+        early = _after(self.first, LOSS)
+        late = _after(self.other, LOSS)
+        if early is None or late is None:
+            return self._unscored(LOSS, early)
+        if _test_tokens(self.first) != _test_tokens(self.other):
+            note = (
+                "loss is not compared, because their test rows or their tokenizers differ: "
+                f"{_token_words(self.other)} and {_token_words(self.first)}"
+            )
+            return self._only_note(note)
+        difference = loss_difference(self.first_rows.losses, self.other_rows.losses)
+        return self._found(Score(LOSS, early, late, difference, higher_is_better=False), late.rows)
+
+    def rouge_l(self) -> _Found:
+        """Return how ROUGE-L differs on the rows that both answered, or why that is unknown."""
+        answered = (self.first_rows.answers, self.other_rows.answers)
+        if not all(answered):
+            return self._unscored(ROUGE_L, _after(self.first, ROUGE_L))
+        early, late = _common_scores(*answered)
+        if len(early) < MIN_ROWS:
+            note = (
+                f"ROUGE-L is not compared, because {len(early)} scored test rows are the same; "
+                f"{MIN_ROWS} are needed"
+            )
+            return self._only_note(note)
+        score = Score(
+            ROUGE_L,
+            bootstrap.estimate(early),
+            bootstrap.estimate(late),
+            bootstrap.paired_difference(early, late),
+            higher_is_better=True,
+        )
+        note = None
+        if len(early) < max(map(len, answered)):
+            note = (
+                f"{self._start}the test rows differ; ROUGE-L is compared on the {len(early)} rows "
+                f"of both ({len(answered[1])} and {len(answered[0])} were answered)"
+            )
+        return self._found(score, len(early), note)
+
+    @property
+    def _start(self) -> str:
+        return f"{self.other.run} against {self.first.run}: "
+
+    def _found(self, score: Score, rows: int, note: str | None = None) -> _Found:
+        return _Found(ScoreDifference(self.other.run, self.first.run, score, rows), note)
+
+    def _only_note(self, note: str) -> _Found:
+        return _Found(note=f"{self._start}{note}")
+
+    def _unscored(self, name: str, first_score: Estimate | None) -> _Found:
+        without = self.first.run if first_score is None else self.other.run
+        return self._only_note(f"{name} is not compared, {without} has none")
+
+
+def _common_scores(
+    first: Sequence[Answer], other: Sequence[Answer]
+) -> tuple[list[float], list[float]]:
+    """Return the ROUGE-L of the rows that both lists score, in the order of the second."""
+    by_row = {answer.row: answer.rouge_l for answer in first if answer.rouge_l is not None}
+    common = [answer for answer in other if answer.row in by_row and answer.rouge_l is not None]
+    return [by_row[answer.row] for answer in common], [answer.rouge_l for answer in common]
+
+
 def _after(summary: RunSummary, name: str) -> Estimate | None:
     return next((score.after for score in summary.scores if score.name == name), None)
-
-
-def _compare_loss(
-    first: RunSummary,
-    other: RunSummary,
-    differences: list[ScoreDifference],
-    notes: list[str],
-) -> None:
-    """Add how the losses differ, or a note why they cannot be compared."""
-    early = _after(first, "loss")
-    late = _after(other, "loss")
-    if early is None or late is None:
-        notes.append(_unscored(first, other, "loss", early))
-        return
-    if _test_tokens(first) != _test_tokens(other):
-        notes.append(
-            f"{other.run} against {first.run}: loss is not compared, because their test rows or "
-            "their tokenizers differ: "
-            f"{_token_words(other)} and {_token_words(first)}"
-        )
-        return
-    score = Score("loss", early, late, None, higher_is_better=False)
-    differences.append(ScoreDifference(other.run, first.run, score, late.rows))
-
-
-def _compare_rouge(
-    first: RunSummary,
-    other: RunSummary,
-    first_answers: Sequence[Answer],
-    other_answers: Sequence[Answer],
-    differences: list[ScoreDifference],
-    notes: list[str],
-) -> None:
-    """Add how ROUGE-L differs on the rows that both answered, or a note why it cannot be said."""
-    by_row = {answer.row: answer.rouge_l for answer in first_answers if answer.rouge_l is not None}
-    pairs = [
-        (by_row[answer.row], answer.rouge_l)
-        for answer in other_answers
-        if answer.row in by_row and answer.rouge_l is not None
-    ]
-    if not first_answers or not other_answers:
-        notes.append(_unscored(first, other, "ROUGE-L", _after(first, "ROUGE-L")))
-        return
-    start = f"{other.run} against {first.run}: "
-    if len(pairs) < MIN_ROWS:
-        notes.append(
-            f"{start}ROUGE-L is not compared, because {len(pairs)} scored test rows are the same; "
-            f"{MIN_ROWS} are needed"
-        )
-        return
-    if len(pairs) < max(len(first_answers), len(other_answers)):
-        notes.append(
-            f"{start}the test rows differ; ROUGE-L is compared on the {len(pairs)} rows of both "
-            f"({len(other_answers)} and {len(first_answers)} were answered)"
-        )
-    early = [before for before, _ in pairs]
-    late = [after for _, after in pairs]
-    score = Score(
-        "ROUGE-L",
-        bootstrap.estimate(early),
-        bootstrap.estimate(late),
-        bootstrap.paired_difference(early, late),
-        higher_is_better=True,
-    )
-    differences.append(ScoreDifference(other.run, first.run, score, len(pairs)))
-
-
-def _unscored(first: RunSummary, other: RunSummary, name: str, first_score: Estimate | None) -> str:
-    without = first.run if first_score is None else other.run
-    return f"{other.run} against {first.run}: {name} is not compared, {without} has none"
 
 
 def _test_tokens(summary: RunSummary) -> tuple[int | None, int | None]:

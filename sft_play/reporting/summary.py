@@ -15,6 +15,12 @@ from sft_play.reporting import answers, bootstrap
 from sft_play.reporting.answers import Answer, AnsweredRow
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.checks import ShownCheck, shown_checks
+from sft_play.reporting.row_losses import (
+    RowLoss,
+    loss_difference,
+    loss_estimate,
+    read_losses,
+)
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs.asked import VALUE_LENGTH, AskedRun
 from sft_play.runs.folder import RunFolder
@@ -113,7 +119,9 @@ def read_summary(folder: RunFolder) -> RunSummary:
     before = answers.read_answers(folder, "before")
     after = answers.read_answers(folder, "after")
     pairs = answers.scored_pairs(before, after)
-    scores = run_scores(report, before, after)
+    losses = loss_score(report, read_losses(folder, "before"), read_losses(folder, "after"))
+    rouge = rouge_score(report, before, after)
+    scores = [score for score in (losses, rouge) if score is not None]
     asked = AskedRun.read(folder)
     used = used_settings(folder)
     return RunSummary(
@@ -137,20 +145,44 @@ def read_summary(folder: RunFolder) -> RunSummary:
     )
 
 
-def run_scores(report: RunReport, before: list[Answer], after: list[Answer]) -> list[Score]:
-    """Return loss and ROUGE-L of the test rows, those that the run has."""
-    metrics = report.metrics or {}
-    early = metrics.get("before", {})
-    late = metrics.get("after", {})
+def loss_score(report: RunReport, before: list[RowLoss], after: list[RowLoss]) -> Score | None:
+    """Return the loss of the test rows, None for a run that has none."""
+    means = _metric(report, "eval_loss")
+    if means == (None, None):
+        return None
     rows = ((report.data or {}).get("test") or {}).get("samples", 0)
-    scores = []
-    if "eval_loss" in early or "eval_loss" in late:
-        loss_before = _plain(early.get("eval_loss"), rows)
-        loss_after = _plain(late.get("eval_loss"), rows)
-        scores.append(Score(LOSS, loss_before, loss_after, None, higher_is_better=False))
-    if "rougeL" in early or "rougeL" in late:
-        scores.append(_rouge_score(early, late, before, after))
-    return scores
+    estimates = []
+    for mean, losses in zip(means, (before, after), strict=True):
+        plain = None if mean is None else Estimate(mean, rows)
+        estimates.append(loss_estimate(losses) if losses and plain else plain)
+    difference = loss_difference(before, after)
+    return Score(LOSS, *estimates, difference, higher_is_better=False)
+
+
+def rouge_score(report: RunReport, before: list[Answer], after: list[Answer]) -> Score | None:
+    """Return ROUGE-L, with intervals where every answer has its score; None without ROUGE-L."""
+    mean_before, mean_after = _metric(report, "rougeL")
+    if mean_before is None and mean_after is None:
+        return None
+    pairs = answers.scored_pairs(before, after)
+    difference = None
+    if pairs and len(pairs) == len(after):
+        difference = bootstrap.paired_difference(
+            [answer.rouge_l for answer, _ in pairs], [answer.rouge_l for _, answer in pairs]
+        )
+    return Score(
+        ROUGE_L,
+        _rouge_estimate(mean_before, before),
+        _rouge_estimate(mean_after, after),
+        difference,
+        higher_is_better=True,
+    )
+
+
+def _metric(report: RunReport, name: str) -> tuple[float | None, float | None]:
+    """Return a metric before and after training."""
+    metrics = report.metrics or {}
+    return metrics.get("before", {}).get(name), metrics.get("after", {}).get(name)
 
 
 def used_settings(folder: RunFolder) -> dict[str, str]:
@@ -175,28 +207,6 @@ def _at(tree: Any, name: str) -> tuple[Any, bool]:
             return None, False
         node = node[key]
     return node, True
-
-
-def _plain(mean: float | None, rows: int) -> Estimate | None:
-    return None if mean is None else Estimate(mean, rows)
-
-
-def _rouge_score(
-    early: dict[str, float],
-    late: dict[str, float],
-    before: list[Answer],
-    after: list[Answer],
-) -> Score:
-    """Return ROUGE-L, with intervals where every row has its score."""
-    rouge_before = _rouge_estimate(early.get("rougeL"), before)
-    rouge_after = _rouge_estimate(late.get("rougeL"), after)
-    pairs = answers.scored_pairs(before, after)
-    difference = None
-    if pairs and len(pairs) == len(after):
-        difference = bootstrap.paired_difference(
-            [answer.rouge_l for answer, _ in pairs], [answer.rouge_l for _, answer in pairs]
-        )
-    return Score(ROUGE_L, rouge_before, rouge_after, difference, higher_is_better=True)
 
 
 def _rouge_estimate(mean: float | None, found: list[Answer]) -> Estimate | None:

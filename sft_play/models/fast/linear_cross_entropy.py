@@ -14,7 +14,7 @@ Legend: B rows, T tokens, H hidden features, V vocabulary, N labelled tokens.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ class FusedHead:
         self.head = head
         self.softcap = softcap
         self._labels: tuple[Tensor, Tensor] | None = None
+        self._tokens_of_rows: Sequence[int] | None = None
         self._nll: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -160,20 +161,39 @@ class FusedHead:
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden = hidden.to(dtype)
             weight = weight.to(dtype)
+        if self._tokens_of_rows is not None:
+            self._nll = self._nll_of_rows(hidden, weight, targets)
+            return self._nll.sum().reshape(1, 1, 1)
         self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.softcap)
         # Returned in place of logits, so that DDP finds the graph. A model may apply its cap to it;
         # the value is not used.
         return self._nll.reshape(1, 1, 1)
 
+    def _nll_of_rows(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed nll of each row, (B,), of the hidden states (N, H) of all rows."""
+        counts = list(self._tokens_of_rows)
+        rows = zip(hidden.split(counts), targets.split(counts), strict=True)
+        nll = [
+            fused_linear_cross_entropy(row, weight, of_row, self.softcap) for row, of_row in rows
+        ]
+        return torch.stack(nll)
+
     @contextlib.contextmanager
-    def expecting(self, positions: Tensor, targets: Tensor) -> Iterator[None]:
-        """Compute the loss in the one forward pass inside this context."""
+    def expecting(
+        self, positions: Tensor, targets: Tensor, tokens_of_rows: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Compute the loss in the one forward pass inside this context.
+
+        With `tokens_of_rows`, the labelled tokens of each row, that is the loss of each row.
+        """
         self._labels = (positions, targets)
+        self._tokens_of_rows = tokens_of_rows
         self._nll = None
         try:
             yield
         finally:
             self._labels = None
+            self._tokens_of_rows = None
 
     def take_nll(self) -> Tensor:
         """Return the loss of the last pass, and drop the reference to its graph."""
@@ -210,6 +230,20 @@ def fused_nll(
     assert isinstance(head, FusedHead), "fuse_loss comes first"
     with head.expecting(positions, targets):
         wrapped(**inputs)
+    return head.take_nll()
+
+
+def fused_nll_of_rows(
+    model: nn.Module, inputs: dict[str, Any], labels: tuple[Tensor, Tensor], counts: Sequence[int]
+) -> Tensor:
+    """Return the summed nll of each row of a forward pass, float32 (B,), for evaluations.
+
+    `labels` are the positions and targets of `fused_nll`; row r has counts[r] of them.
+    """
+    head = _forward_of_head(model)
+    assert isinstance(head, FusedHead), "fuse_loss comes first"
+    with head.expecting(*labels, counts):
+        model(**inputs)
     return head.take_nll()
 
 
