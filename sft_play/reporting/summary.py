@@ -97,6 +97,7 @@ class RunSummary:
     run: str
     folder: str
     model: str | None
+    facts: list[str]  # model, mode, device and start, those that are known
     report: RunReport
     verdict: Verdict
     scores: list[Score]
@@ -128,6 +129,7 @@ def read_summary(folder: RunFolder) -> RunSummary:
         run=folder.name,
         folder=str(folder.path),
         model=used.get("model.name"),
+        facts=_facts(report, used),
         report=report,
         verdict=verdict(folder, report, scores),
         scores=scores,
@@ -177,6 +179,19 @@ def rouge_score(report: RunReport, before: list[Answer], after: list[Answer]) ->
         difference,
         higher_is_better=True,
     )
+
+
+def _facts(report: RunReport, used: dict[str, str]) -> list[str]:
+    mode = used.get("tuning.mode")
+    backend = used.get("tuning.backend")
+    facts = [used.get("model.name")]
+    if mode and backend:
+        facts.append(f"{mode} with {backend}")
+    if report.world_size:
+        facts.append(f"{report.world_size} × {report.device} ({report.strategy})")
+    if report.started_at:
+        facts.append(f"started {report.started_at}")
+    return [fact for fact in facts if fact]
 
 
 def _metric(report: RunReport, name: str) -> tuple[float | None, float | None]:
