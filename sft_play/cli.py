@@ -256,7 +256,7 @@ def report() -> None:
     """Write report.html of a run (RUN, default the latest) anew, also of one that was killed."""
     from sft_play.commands import compare as comparing
 
-    typer.echo(comparing.write_report_again(use.chosen_run()))
+    typer.echo(comparing.write_report_again(_call()))
 
 
 @app.command("eval")

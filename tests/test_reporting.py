@@ -4,11 +4,15 @@ import json
 import logging
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from report_folders import DONE, ROWS, answer_lines, run_folder
 
+from sft_play.commands.call import Call
+from sft_play.commands.compare import write_report_again
 from sft_play.commands.train import failure_recorded
+from sft_play.config.invocation import Invocation
 from sft_play.errors import DataError, ExitClass
 from sft_play.reporting import bootstrap, charts
 from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
@@ -211,6 +215,15 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path):
     verdict = read_summary(folder).verdict
     assert verdict.headline == "Stopped on request at step 40"
     assert verdict.next == f"make train TRAIN_RESUME_FROM={folder.path}"
+
+
+def test_a_report_that_is_written_anew_says_that_its_run_was_killed(tmp_path):
+    killed = replace(DONE, status="running", exit_class=None, pid=2**22 + 1)  # no such process
+    run_folder(tmp_path / "run", killed, after="")
+    call = Call(Invocation(run="run"), {"TRAIN_OUTPUT_DIR": str(tmp_path)}, ())
+    page = Path(write_report_again(call))
+    assert page == tmp_path / "run" / "report.html"
+    assert "Died: the run was killed" in Page(page.read_text(encoding="utf-8")).words
 
 
 def test_a_report_that_cannot_be_written_is_one_warning_and_changes_nothing(tmp_path, caplog):

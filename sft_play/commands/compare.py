@@ -40,11 +40,11 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
     return "\n".join([*lines, "", f"page {path}"])
 
 
-def write_report_again(folder: RunFolder) -> str:
-    """Write report.html and report.json of a run anew; return the path of the page."""
+def write_report_again(call: Call) -> str:
+    """Write the report of RUN anew, or of the latest run; return the path of the page."""
     from sft_play.reporting.write import write_report
 
-    return str(write_report(folder))
+    return str(write_report(run_folders.find(call.output_dir, call.invocation.run)))
 
 
 def named_runs(call: Call, names: list[str]) -> list[RunFolder]:

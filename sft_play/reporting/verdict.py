@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft_play.errors import ExitClass
+from sft_play.plan.next_command import TARGETS, make_command
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
@@ -59,14 +60,18 @@ def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdic
         return _done(folder, scores)
     cause = report.cause.splitlines() if report.cause else []
     if report.status == "stopped":
-        resume = f"make train TRAIN_RESUME_FROM={folder.path}"
+        target = TARGETS.get(report.strategy or "", "train")
+        resume = " ".join(make_command(target, {"TRAIN_RESUME_FROM": folder.path}))
         has_checkpoint = any(folder.checkpoints.glob("checkpoint-*/stamp.json"))
         headline = f"Stopped on request at step {report.global_step or 0}"
         return Verdict("open", headline, cause, resume if has_checkpoint else None)
     if report.status == "failed":
         advice = report.out_of_memory.next if report.out_of_memory else None
         return Verdict("bad", f"Failed: {exit_words(report.exit_class)}", cause, advice)
-    return Verdict("open", f"Not ended: {report.status}", cause, None)
+    if report.state == "died":
+        headline = "Died: the run was killed before it could say how it ended"
+        return Verdict("bad", headline, cause, None)
+    return Verdict("open", f"Not ended: {report.state}", cause, None)
 
 
 def exit_words(exit_class: int | None) -> str:
