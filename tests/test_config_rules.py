@@ -11,6 +11,15 @@ from sft_play.errors import ConfigError
 EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 NO_16_BITS = ["train.bf16=false", "train.fp16=false"]
 
+# Each setting of tuning.lora that only some runs can have, set
+OPTIONS = [
+    "tuning.lora.init_lora_weights=gaussian",
+    "tuning.lora.layers_to_transform=0",
+    "tuning.lora.loraplus_lr_ratio=16",
+    "tuning.lora.modules_to_save=norm",
+    "tuning.lora.trainable_tokens=<s>",
+    "tuning.lora.use_dora=true",
+]
 # settings that break the rule, settings beside it that do not; in the order of RULES
 CASES = [
     (["tuning.backend=unsloth", *NO_16_BITS], ["tuning.backend=bnb", *NO_16_BITS]),
@@ -32,6 +41,32 @@ CASES = [
     (
         ["train.generation_max_new_tokens=64", "model.max_seq_len=64"],
         ["train.generation_max_new_tokens=64", "model.max_seq_len=65"],
+    ),
+    *((["tuning.mode=full", option], ["tuning.mode=qlora", option]) for option in OPTIONS),
+    *(
+        (["tuning.backend=unsloth", option], ["tuning.backend=bnb", option])
+        for option in OPTIONS
+        if "loraplus" not in option
+    ),
+    (
+        ["tuning.backend=unsloth", "train.neftune_noise_alpha=5"],
+        ["tuning.backend=bnb", "train.neftune_noise_alpha=5"],
+    ),
+    (
+        ["tuning.lora.init_lora_weights=orthogonal", "tuning.lora.r=3"],
+        ["tuning.lora.init_lora_weights=orthogonal", "tuning.lora.r=4"],
+    ),
+    (
+        ["tuning.lora.init_lora_weights=orthogonal", "tuning.mode=qlora"],
+        ["tuning.lora.init_lora_weights=gaussian", "tuning.mode=qlora"],
+    ),
+    (
+        ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj,up_proj"],
+        ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj"],
+    ),
+    (
+        ["tuning.lora.trainable_tokens=<s>", "tuning.lora.modules_to_save=embed_tokens"],
+        ["tuning.lora.trainable_tokens=<s>", "tuning.lora.modules_to_save=norm"],
     ),
 ]
 

@@ -29,6 +29,7 @@ ANSWERS = {
     "packing": "here it is train.packing",
     "padding_free": "here it is train.packing",
     "use_liger_kernel": "here it is train.fast_path",
+    "neftune_noise_alpha": "here it is train.neftune_noise_alpha",
     "assistant_only_loss": "answers alone carry loss here",
     "dataset_text_field": "data.columns: {text:",
     "deepspeed": "DEEPSPEED_CONFIG=",
@@ -40,7 +41,12 @@ ANSWERS = {
     "tuning.r": "here it is tuning.lora.r",
     "tuning.lora_alpha": "here it is tuning.lora.alpha",
     "tuning.lora.lora_dropout": "here it is tuning.lora.dropout",
+    "use_dora": "here it is tuning.lora.use_dora",
+    "tuning.use_dora": "here it is tuning.lora.use_dora",
     "target_modules": "here it is tuning.lora.target_modules",
+    "modules_to_save": "here it is tuning.lora.modules_to_save",
+    "layers_to_transform": "here it is tuning.lora.layers_to_transform",
+    "loraplus_lr_ratio": "here it is tuning.lora.loraplus_lr_ratio",
     "tuning.lora.bias": "biases of adapted layers stay frozen",
     # bitsandbytes and Unsloth
     "load_in_4bit": "tuning.mode: qlora",
@@ -70,6 +76,7 @@ ANSWERS = {
     "quantization_bit": "tuning.mode: qlora",
     "template": "model.chat_template",
     "neat_packing": "here it is train.packing",
+    "pissa_init": "there is no PiSSA",
     # sections and data
     "data.path": "here it is data.train_path",
     "data.name": "here it is data.train_path",

@@ -380,7 +380,7 @@ def test_dora_keeps_its_own_forward() -> None:
     model = get_peft_model(
         nn.ModuleList([nn.Linear(IN, OUT)]), LoraConfig(r=4, target_modules=["0"], use_dora=True)
     )
-    assert "Dora" in why_not_fusable(model.base_model.model[0])
+    assert "DoRA" in why_not_fusable(model.base_model.model[0])
 
 
 def test_linears_that_cannot_be_fused_compute_as_they_do() -> None:

@@ -178,12 +178,17 @@ def test_a_token_whose_row_is_zero_or_almost_is_refused_where_embeddings_are_fro
         )
         assert "<|assistant|>" not in text
         assert "set MODEL_NAME to the instruct model" in text and "TUNING_MODE=full" in text
+        assert "TUNING_LORA_TRAINABLE_TOKENS='<|user|>' to train their rows" in text
 
 
 def test_untrained_rows_are_fine_where_embeddings_are_trained_or_no_row_holds_the_token(base):
     set_rows(base, {SYSTEM: 0.0, USER: 0.0})
     check(base, mode="full")
     check(base, target_modules=["q_proj", "embed_tokens"])
+    check(base, modules_to_save=["embed_tokens"])
+    check(base, trainable_tokens=["<|system|>", "<|user|>"])
+    with pytest.raises(EnvironmentFault, match=r"<.user.>.*TOKENS='<.system.>,<.user.>'"):
+        check(base, trainable_tokens=["<|system|>"])
     check(base, allow_untrained_tokens=True)
     check(base, ids=(END, ASSISTANT, WORD))
 

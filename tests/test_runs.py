@@ -272,6 +272,12 @@ def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path: Path
         ({"tuning": {"lora": {"alpha": 8}}}, "adapter"),
         ({"tuning": {"lora": {"target_modules": ["q_proj"]}}}, "adapter"),
         ({"tuning": {"lora": {"use_rslora": True}}}, "adapter"),
+        ({"tuning": {"lora": {"use_dora": True}}}, "adapter"),
+        ({"tuning": {"lora": {"loraplus_lr_ratio": 16}}}, "adapter"),
+        ({"tuning": {"lora": {"layers_to_transform": [0]}}}, "adapter"),
+        ({"tuning": {"lora": {"modules_to_save": ["norm"]}}}, "adapter"),
+        ({"tuning": {"lora": {"trainable_tokens": ["<s>"]}}}, "adapter"),
+        ({"train": {"neftune_noise_alpha": 5}}, "neftune_noise_alpha"),
         ({"tuning": {"mode": "qlora"}}, "quantisation"),
         ({"model": {"name": "org/other"}}, "base_model"),
         ({"model": {"revision": "v2"}}, "base_revision"),
@@ -282,6 +288,13 @@ def test_what_would_train_something_else_is_a_difference(
 ) -> None:
     differing = stamp.differences(stamp.wanted(Config()), stamp.wanted(config(**sections)))
     assert any(line.startswith(f"{name}: the checkpoint has ") for line in differing)
+
+
+def test_a_checkpoint_of_before_a_setting_is_resumed_where_the_setting_is_not_used() -> None:
+    shape = {"r": 16, "alpha": 32, "dropout": 0, "target_modules": "all-linear"}
+    old = {**stamp.wanted(Config()), "adapter": {**shape, "use_rslora": False}}
+    del old["neftune_noise_alpha"]
+    assert stamp.differences(old, stamp.wanted(Config())) == []
 
 
 @pytest.mark.parametrize(

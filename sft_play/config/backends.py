@@ -19,6 +19,13 @@ BNB_PACKED_MODEL_TYPES = frozenset(
 # Architectures that Unsloth computes, under adapters, with code of its own that takes the lengths
 # of a packed sequence's documents. Checked on an H200.
 UNSLOTH_PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"})
+# Settings of tuning.lora that a backend may lack
+LORA_OPTIONS = frozenset(
+    """
+    use_dora init_lora_weights loraplus_lr_ratio layers_to_transform modules_to_save
+    trainable_tokens
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class Backend:
     supports_probe: bool  # train.probe=auto measures a step before training
     has_own_kernels: bool  # fused kernels of its own, whatever train.fast_path says
     patches_transformers: bool  # when imported, so it must be imported before transformers
+    lora_options: frozenset[str]  # settings of tuning.lora beyond those that every backend has
+    has_embedding_noise: bool  # train.neftune_noise_alpha
     packing: PackingSupport
 
 
@@ -72,6 +81,8 @@ BNB = Backend(
     supports_probe=True,
     has_own_kernels=False,
     patches_transformers=False,
+    lora_options=LORA_OPTIONS,
+    has_embedding_noise=True,
     packing=PackingSupport(BNB_PACKED_MODEL_TYPES, frozenset({"lora", "qlora", "full"})),
 )
 UNSLOTH = Backend(
@@ -91,6 +102,8 @@ UNSLOTH = Backend(
     supports_probe=False,
     has_own_kernels=True,
     patches_transformers=True,
+    lora_options=frozenset({"loraplus_lr_ratio"}),
+    has_embedding_noise=False,
     packing=PackingSupport(
         UNSLOTH_PACKED_MODEL_TYPES,
         frozenset({"lora", "qlora"}),

@@ -39,6 +39,14 @@ SAME_SETTING = {
     "lora_target_modules": "tuning.lora.target_modules",
     "peft_use_rslora": "tuning.lora.use_rslora",
     "rslora": "tuning.lora.use_rslora",
+    "peft_use_dora": "tuning.lora.use_dora",
+    "dora": "tuning.lora.use_dora",
+    "lora_plus_lr_ratio": "tuning.lora.loraplus_lr_ratio",
+    "loraplus_ratio": "tuning.lora.loraplus_lr_ratio",
+    "peft_layers_to_transform": "tuning.lora.layers_to_transform",
+    "lora_layers_to_transform": "tuning.lora.layers_to_transform",
+    "additional_target": "tuning.lora.modules_to_save",
+    "lora_modules_to_save": "tuning.lora.modules_to_save",
     "bnb_4bit_use_nested_quant": "tuning.bnb_4bit_use_double_quant",
     "double_quantization": "tuning.bnb_4bit_use_double_quant",
     "use_bnb_nested_quant": "tuning.bnb_4bit_use_double_quant",
@@ -70,6 +78,8 @@ SAME_SETTING = {
     "gradient_clipping": "train.max_grad_norm",
     "grad_clip": "train.max_grad_norm",
     "max_norm": "train.max_grad_norm",
+    "noisy_embedding_alpha": "train.neftune_noise_alpha",
+    "neftune_alpha": "train.neftune_noise_alpha",
     "max_epochs": "train.epochs",
     "n_epochs": "train.epochs",
     "num_epochs": "train.epochs",
@@ -180,6 +190,10 @@ ROW_FORMAT = "the format of rows is recognised by their keys; data.columns names
 TEMPLATE = (
     "the model's own chat template is used; model.chat_template names a Jinja file in its place"
 )
+NO_PISSA = (
+    "there is no PiSSA, which changes the base weights; tuning.lora.init_lora_weights has default, "
+    "gaussian and orthogonal"
+)
 NOT_8_BIT = "an 8-bit base cannot be trained here; write tuning.mode: qlora for a 4-bit one"
 DEEPSPEED = "name the JSON with DEEPSPEED_CONFIG=, as in make train-deepspeed DEEPSPEED_CONFIG=..."
 FSDP = "FSDP is not supported; make train-deepspeed shards a model over GPUs"
@@ -207,11 +221,13 @@ ADVICE = {
     "stage": "this program does supervised fine-tuning alone; delete the line",
     "task_type": "this program trains causal language models alone; delete the line",
     "use_lora": "write tuning.mode: lora",
+    "trainable_token_indices": "write the tokens, not their ids, in tuning.lora.trainable_tokens",
     "use_peft": "write tuning.mode: lora, or full without adapters",
     "use_qlora": QLORA,
     "use_unsloth": "write tuning.backend: unsloth",
     "unsloth": "write tuning.backend: unsloth",
     "bias": "biases of adapted layers stay frozen; there is no such setting",
+    "pissa_init": NO_PISSA,
     "lora_target_linear": "write tuning.lora.target_modules: all-linear",
     "lora_fan_in_fan_out": "it follows from the model; nothing to set",
     "adapter_name_or_path": BASE_LORA,

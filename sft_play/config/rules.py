@@ -1,10 +1,11 @@
 """Rules between settings, as a table of (when, message). Pure: a Config in, sentences out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sft_play.config.backends import backend_of
-from sft_play.config.schema import Config
+from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
+from sft_play.config.schema import Config, LoraSection
+from sft_play.config.sections.model import EMBEDDINGS, HEADS
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,47 @@ class Rule:
 
 def _computes_in_float32(config: Config) -> bool:
     return config.train.bf16 is False and config.train.fp16 is False
+
+
+def _is_set(config: Config, option: str) -> bool:
+    """Return whether an option of tuning.lora has another value than its default."""
+    return getattr(config.tuning.lora, option) != LoraSection.model_fields[option].default
+
+
+def _rule_of_mode(option: str) -> Rule:
+    return Rule(
+        ("tuning.mode", f"tuning.lora.{option}"),
+        lambda c: c.tuning.mode == "full" and _is_set(c, option),
+        "mode full trains every weight and has no adapters; set TUNING_MODE=lora, or delete the "
+        "setting",
+    )
+
+
+def _rule_of_backend(option: str) -> Rule:
+    return Rule(
+        ("tuning.backend", f"tuning.lora.{option}"),
+        lambda c: _is_set(c, option) and option not in backend_of(c).lora_options,
+        "this backend has no such adapters; set TUNING_BACKEND=bnb, or delete the setting",
+    )
+
+
+def _names_of_both(config: Config) -> set[str]:
+    """Return the modules that are to be trained whole and by adapters."""
+    lora = config.tuning.lora
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
+    return _last_words(lora.modules_to_save) & _last_words(targets)
+
+
+def _last_words(names: Iterable[str] | None) -> set[str]:
+    return {name.rpartition(".")[2] for name in names or ()}
+
+
+def _trains_matrix_and_rows(config: Config) -> bool:
+    """Return whether embedding or head are trained, and rows of them as well."""
+    lora = config.tuning.lora
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else []
+    named = _last_words(lora.modules_to_save) | _last_words(targets)
+    return bool(lora.trainable_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 
 RULES = (
@@ -73,6 +115,39 @@ RULES = (
         ),
         "no room is left for a prompt; lower train.generation_max_new_tokens or raise "
         "model.max_seq_len",
+    ),
+    *map(_rule_of_mode, sorted(LORA_OPTIONS)),
+    *map(_rule_of_backend, sorted(LORA_OPTIONS - UNSLOTH.lora_options)),
+    Rule(
+        ("tuning.backend", "train.neftune_noise_alpha"),
+        lambda c: c.train.neftune_noise_alpha is not None and not backend_of(c).has_embedding_noise,
+        "this backend trains without noise on the embeddings; set TUNING_BACKEND=bnb, or "
+        "TRAIN_NEFTUNE_NOISE_ALPHA=null",
+    ),
+    Rule(
+        ("tuning.lora.init_lora_weights", "tuning.lora.r"),
+        lambda c: c.tuning.lora.init_lora_weights == "orthogonal" and c.tuning.lora.r % 2 == 1,
+        "orthogonal adapters share the rank between A and B; set an even TUNING_LORA_R",
+    ),
+    Rule(
+        ("tuning.lora.init_lora_weights", "tuning.mode"),
+        lambda c: c.tuning.lora.init_lora_weights == "orthogonal" and c.tuning.mode == "qlora",
+        "PEFT makes orthogonal adapters for 16-bit weights alone; set "
+        "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_MODE=lora",
+    ),
+    Rule(
+        ("tuning.lora.modules_to_save", "tuning.lora.target_modules"),
+        lambda c: bool(_names_of_both(c)),
+        "a module is trained whole or by adapters; name it in one of them",
+    ),
+    Rule(
+        (
+            "tuning.lora.trainable_tokens",
+            "tuning.lora.modules_to_save",
+            "tuning.lora.target_modules",
+        ),
+        _trains_matrix_and_rows,
+        "a matrix that is trained trains all its rows; leave tuning.lora.trainable_tokens out",
     ),
 )
 

@@ -45,7 +45,8 @@ def build_on_meta(
     if config.tuning.mode == "qlora":
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage))
     if config.tuning.mode != "full":
-        model = lora.add_adapters(model, config)
+        tokens = config.tuning.lora.trainable_tokens or ()
+        model = lora.add_adapters(model, config, range(len(tokens)))  # any rows take as many bytes
     return model
 
 

@@ -30,7 +30,7 @@ def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrai
         return unsloth.load(config, process)
     model = load_base(config, process, zero_stage)
     if config.tuning.mode != "full":
-        model = lora.add_adapters(model, config)
+        model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
     install_fused_kernels(model, config, process, zero_stage)
     return model
 

@@ -1,21 +1,31 @@
 """LoRA adapters through PEFT, over frozen base weights."""
 
+from collections.abc import Sequence
+
+import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from torch import nn
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, LoraSection
+from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
 
 
-def add_adapters(model: PreTrainedModel, config: Config) -> PeftModel:
+def add_adapters(
+    model: PreTrainedModel, config: Config, token_ids: Sequence[int] = ()
+) -> PeftModel:
     """Return the model with trainable adapters in float32 over frozen base weights.
+
+    `token_ids` are those of `tuning.lora.trainable_tokens`.
 
     peft.prepare_model_for_kbit_training is not used: it copies embeddings, norms and head to
     float32, which costs 4 GiB for an 8B model and does not change the loss.
 
-    Raises: ConfigError when a target names no linear layer.
+    Raises: ConfigError when a setting names a layer, a module or a token that the model lacks.
     """
     lora = config.tuning.lora
     if isinstance(lora.target_modules, list):
@@ -29,16 +39,44 @@ def add_adapters(model: PreTrainedModel, config: Config) -> PeftModel:
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
         bias="none",
     )
-    return get_peft_model(model, adapters)
+    if lora.layers_to_transform is not None:
+        _check_layers(model, lora.layers_to_transform)
+        adapters.layers_to_transform = sorted(set(lora.layers_to_transform))
+        adapters.target_modules = _target_names(model, lora)
+    if lora.modules_to_save:
+        adapters.modules_to_save = _modules_named(model, lora.modules_to_save)
+        adapters.ensure_weight_tying = _is_tied(model) and _names_a_matrix(model, adapters)
+    if token_ids:
+        adapters.trainable_token_indices = _token_rows(model, token_ids)
+    adapted = get_peft_model(model, adapters)
+    _train_modules_in_float32(adapted)
+    return adapted
+
+
+def trainable_token_ids(config: Config) -> list[int]:
+    """Return the ids of `tuning.lora.trainable_tokens`, in order.
+
+    Raises: ConfigError for a text that is no single token of the tokenizer.
+    """
+    tokens = config.tuning.lora.trainable_tokens
+    if config.tuning.mode == "full" or not tokens:
+        return []
+    vocabulary = load_tokenizer(config).get_vocab()
+    unknown = [token for token in tokens if token not in vocabulary]
+    if unknown:
+        raise ConfigError(
+            f"tuning.lora.trainable_tokens: the tokenizer of {config.model.name} has no token "
+            f"{', '.join(unknown)}; write tokens as its tokenizer.json has them"
+        )
+    return sorted({vocabulary[token] for token in tokens})
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            linears.append(name)
+    linears = _linear_names(model)
     unknown = [target for target in targets if not _matches_any(target, linears)]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in linears})
@@ -48,6 +86,124 @@ def _check_targets(model: nn.Module, targets: list[str]) -> None:
         )
 
 
+def _linear_names(model: nn.Module) -> list[str]:
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            names.append(name)
+    return names
+
+
 def _matches_any(target: str, names: list[str]) -> bool:
     """Return whether a target names one of the modules, by PEFT's rule."""
     return any(f".{name}".endswith(f".{target}") for name in names)
+
+
+def _check_layers(model: PreTrainedModel, layers: list[int]) -> None:
+    count = model.config.get_text_config().num_hidden_layers
+    unknown = [str(layer) for layer in layers if layer >= count]
+    if unknown:
+        raise ConfigError(
+            f"tuning.lora.layers_to_transform: the model has no layer {', '.join(unknown)}; "
+            f"its {count} layers are 0 to {count - 1}"
+        )
+
+
+def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
+    """Return the targets as names: PEFT chooses layers for a list of names alone."""
+    if isinstance(lora.target_modules, list):
+        return lora.target_modules
+    head = model.get_output_embeddings()
+    names: set[str] = set()
+    for name in _linear_names(model):
+        if model.get_submodule(name) is not head:
+            names.add(name.rpartition(".")[2])
+    return sorted(names)
+
+
+def _modules_named(model: nn.Module, wanted: list[str]) -> list[str]:
+    """Return the full names of the modules to train whole.
+
+    PEFT would take every module whose name ends alike: input_layernorm for norm.
+
+    Raises: ConfigError for a name that the model lacks, or of a module that cannot be trained.
+    """
+    found: list[str] = []
+    names = [name for name, _ in model.named_modules() if name]
+    for target in wanted:
+        named = [name for name in names if f".{name}".endswith(f".{target}")]
+        if not named:
+            last_words = sorted({name.rpartition(".")[2] for name in names})
+            known = [word for word in last_words if not word.isdecimal()]
+            raise ConfigError(
+                f"tuning.lora.modules_to_save: the model has no module {target}; "
+                f"it has {', '.join(known)}"
+            )
+        found += named
+    for name in found:
+        module = model.get_submodule(name)
+        if any(isinstance(part, Linear4bit) for part in module.modules()):
+            raise ConfigError(
+                f"tuning.lora.modules_to_save: {name} is quantised to 4 bits, which cannot be "
+                "trained; set TUNING_MODE=lora, or leave it to the adapters"
+            )
+    return found
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _names_a_matrix(model: PreTrainedModel, adapters: LoraConfig) -> bool:
+    """Return whether embedding or output head are trained whole."""
+    matrices = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(model.get_submodule(name) in matrices for name in adapters.modules_to_save)
+
+
+def _token_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, list[int]]:
+    """Return the rows to train of each matrix; PEFT finds a tied head by itself."""
+    rows = {_name_of(model, model.get_input_embeddings()): list(token_ids)}
+    head = model.get_output_embeddings()
+    if head is not None and not _is_tied(model):
+        rows[_name_of(model, head)] = list(token_ids)
+    return rows
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def _train_modules_in_float32(model: PeftModel) -> None:
+    """Train whole modules in float32, while they read and write the type of the base.
+
+    A 16-bit weight would round most updates away.
+    """
+    for module in model.modules():
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        dtype = next(module.original_module.parameters()).dtype
+        for trained in module.modules_to_save.values():
+            trained.to(torch.float32)
+            if dtype != torch.float32:
+                casts = _InputAndOutputCasts(dtype)
+                trained.register_forward_pre_hook(casts.cast_input)
+                trained.register_forward_hook(casts.cast_output)
+
+
+class _InputAndOutputCasts:
+    """Forward hooks of a module whose weights have another dtype than the model around it."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype  # of the model around it
+
+    def cast_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cast a floating-point input to the dtype of the module's weights."""
+        x, *others = args
+        if x.is_floating_point():
+            x = x.to(next(module.parameters()).dtype)
+        return (x, *others)
+
+    def cast_output(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Cast the output to the dtype of the model."""
+        return output.to(self.dtype)

@@ -21,7 +21,7 @@ Rows are read one by one, never a whole matrix at once. Legend: V rows, D featur
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -34,15 +34,14 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
+from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.data.used_tokens import UsedTokens
 from sft_play.errors import EnvironmentFault, first_line
 
 logger = logging.getLogger(__name__)
 
-# Names of the module in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-HEADS = ("lm_head", "embed_out")  # most others; GPT-NeoX
 FLOATS = ("F32", "F16", "BF16")
 # Rows from resize_token_embeddings are 3e-5 standard deviations from the mean, or 1e-3 after
 # rounding to bfloat16. Ten training steps at a learning rate of 1e-5 move a row further than this:
@@ -158,7 +157,7 @@ def _on_disk(config: Config, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _find_matrix(files: dict[str, Path], modules: tuple[str, ...]) -> Matrix | None:
+def _find_matrix(files: dict[str, Path], modules: Collection[str]) -> Matrix | None:
     name = _weight_name(files, modules)
     if name is None:
         return None
@@ -167,7 +166,7 @@ def _find_matrix(files: dict[str, Path], modules: tuple[str, ...]) -> Matrix | N
         return Matrix(files[name], name, tensor.get_shape()[0], tensor.get_dtype())
 
 
-def _weight_name(names: Iterable[str], modules: tuple[str, ...]) -> str | None:
+def _weight_name(names: Iterable[str], modules: Collection[str]) -> str | None:
     """Return the shortest name of a weight of one of these modules, None if there is none.
 
     Layers that predict further tokens repeat the weight under longer names (DeepSeek V3).
@@ -186,14 +185,15 @@ def _vocab_size(config: Config) -> int:
 
 
 def _is_trained(config: Config, name: str) -> bool:
-    """Return whether the run trains a matrix: in mode full, or as a target of adapters."""
+    """Return whether the run trains a matrix: in mode full, whole, or as a target of adapters."""
     if config.tuning.mode == "full":
         return True
-    targets = config.tuning.lora.target_modules
-    if not isinstance(targets, list):
-        return False  # all-linear leaves out embedding and head
+    lora = config.tuning.lora
+    trained = list(lora.modules_to_save or ())
+    if isinstance(lora.target_modules, list):  # all-linear leaves out embedding and head
+        trained += lora.target_modules
     module = f".{name.removesuffix('.weight')}"
-    return any(module.endswith(f".{target}") for target in targets)  # PEFT's rule
+    return any(module.endswith(f".{target}") for target in trained)  # PEFT's rule
 
 
 def _refuse_ids_without_rows(
@@ -227,6 +227,8 @@ def _refuse_untrained(
     """Raise EnvironmentFault for tokens that a run reads or writes and whose rows are untrained."""
     ids = used.ids if use == "read" else used.trained_ids
     untrained = untrained_tokens(matrix, ids, tokenizer)
+    for token in tokenizer.convert_tokens_to_ids(config.tuning.lora.trainable_tokens or []):
+        untrained.pop(token, None)
     if not untrained:
         return
     described = "; ".join(
@@ -236,10 +238,22 @@ def _refuse_untrained(
     raise EnvironmentFault(
         f"model.name={config.model.name} never learned tokens that the rows hold: {described}. "
         f"tuning.mode={config.tuning.mode} leaves these rows as they are, so the model could not "
-        f"{use} them; set MODEL_NAME to the instruct model of this base, TUNING_MODE=full, or "
+        f"{use} them; set MODEL_NAME to the instruct model of this base, "
+        f"{_train_them(config, tokenizer, untrained)}TUNING_MODE=full, or "
         "MODEL_CHAT_TEMPLATE=default, which needs no new token "
         "(TUNING_ALLOW_UNTRAINED_TOKENS=true trains all the same)"
     )
+
+
+def _train_them(
+    config: Config, tokenizer: PreTrainedTokenizerBase, untrained: Iterable[int]
+) -> str:
+    """Return the setting that trains these tokens too, '' where the backend has none."""
+    if "trainable_tokens" not in backend_of(config).lora_options:
+        return ""
+    tokens = [*(config.tuning.lora.trainable_tokens or ())]
+    tokens += tokenizer.convert_ids_to_tokens(list(untrained))
+    return f"TUNING_LORA_TRAINABLE_TOKENS='{','.join(tokens)}' to train their rows, "
 
 
 def _describe(token: int, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) -> str:

@@ -1,32 +1,209 @@
-"""Which architectures the fused kernels fit, part by part. Loads no torch.
+"""Which parts of a run the fused kernels compute, and why they do not compute the others. No torch.
 
-The installer puts these parts on a model, and the memory estimate counts on them.
+`models.fast.install` installs by what it finds in the loaded model, and the plan and the memory
+estimate follow from the rules here, before there is a model. tests/test_plan_fast.py holds the two
+against each other.
 """
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
+from sft_play.config.sections.model import HEADS
+from sft_play.plan.adapters import LAYER_NORMS
 
-PARTS = frozenset({"linears", "mlp", "norms", "attention", "loss"})
+PARTS = ("attention", "linears", "mlp", "norms", "loss")
+ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gemma3_text", "phi3")
 # Gemma 2 caps its attention scores, which no fused attention does.
 FAST_PARTS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(LLAMA_LIKE, PARTS),
-    "gemma2": PARTS - {"attention"},
+    **dict.fromkeys(LLAMA_LIKE, frozenset(PARTS)),
+    "gemma2": frozenset(PARTS) - {"attention"},
+}
+# Architectures whose layers compute h += attention(norm(h)) and then h += mlp(norm(h))
+RESIDUAL_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"})
+MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
+LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
+DORA = "PEFT computes DoRA"
+DROPOUT = "PEFT computes the dropout of tuning.lora.dropout"
+TRAINED_TOKENS = "the output head has trained tokens"
+
+
+@dataclass(frozen=True)
+class FastSetup:
+    """What the choice of kernels follows from."""
+
+    config: Config
+    model_type: str
+    is_gpu: bool
+    is_half: bool  # matrix products in 16 bits
+    zero_stage: int
+    has_liger: bool = True
+    capability: tuple[int, int] | None = None  # of the GPU, where it is known
+
+
+@dataclass(frozen=True)
+class FastPlan:
+    """The parts that are fused, and why the others are not."""
+
+    on: tuple[str, ...]
+    off: dict[str, str]
+
+    def words(self) -> str:
+        """Return `fused kernels`, `fused kernels but for linears (...)` or `no fused kernels`."""
+        if not self.on:
+            return f"no fused kernels ({'; '.join(self.off.values())})"
+        if not self.off:
+            return "fused kernels"
+        parts_by_reason: dict[str, list[str]] = {}
+        for part, reason in self.off.items():
+            parts_by_reason.setdefault(reason, []).append(part)
+        missing = [f"{' and '.join(parts)} ({reason})" for reason, parts in parts_by_reason.items()]
+        return f"fused kernels but for {'; '.join(missing)}"
+
+
+def plan_kernels(setup: FastSetup) -> FastPlan:
+    """Return which parts of a run are planned to be fused."""
+    known_parts = FAST_PARTS.get(setup.model_type, frozenset())
+    if setup.config.train.fast_path is False:
+        return FastPlan((), {"fused kernels": "train.fast_path=false"})
+    if not known_parts:
+        return FastPlan((), {"fused kernels": unknown_model(setup.model_type)})
+    on: list[str] = []
+    off: dict[str, str] = {}
+    for part in PARTS:
+        reason = f"{setup.model_type} computes it in another way"
+        if part in known_parts:
+            reason = WHY_NOT[part](setup)
+        if reason is None:
+            on.append(part)
+        else:
+            off[part] = reason
+    reason = _why_not_mlp_linears(setup)
+    if reason is not None:
+        off[LINEARS_OF_MLP] = reason
+    return FastPlan(tuple(on), off)
+
+
+def unknown_model(model_type: str) -> str:
+    """Return why nothing of an architecture that is not in FAST_PARTS is fused."""
+    return f"nobody has looked whether they fit {model_type}"
+
+
+def is_fast(setup: FastSetup) -> bool:
+    """Return whether memory and speed of the layers are those of the fused kernels.
+
+    The estimates know them on a GPU in 16 bits. In mode full the linears are plain by nature.
+    """
+    if not setup.is_gpu or not setup.is_half or setup.zero_stage == 3:
+        return False
+    if setup.model_type not in FAST_PARTS:
+        return False
+    if setup.config.tuning.mode != "full" and _why_not_adapters(setup) is not None:
+        return False
+    if backend_of(setup.config).has_own_kernels:
+        return True
+    has_sdpa = setup.config.model.attn_implementation in ("auto", "sdpa")
+    return setup.config.train.fast_path is not False and has_sdpa
+
+
+def fuses_loss(setup: FastSetup) -> bool:
+    """Return whether head and loss take the memory of the fused kernel."""
+    if not setup.is_gpu or not setup.is_half:
+        return False
+    if backend_of(setup.config).has_own_kernels:
+        return is_fast(setup)
+    return "loss" in plan_kernels(setup).on
+
+
+def _why_not_attention(setup: FastSetup) -> str | None:
+    implementation = setup.config.model.attn_implementation
+    if implementation not in ("auto", "sdpa"):
+        return f"model.attn_implementation={implementation}"
+    if setup.is_gpu and not setup.is_half:
+        return "its kernels compute in 16 bits"
+    if setup.is_gpu and setup.capability is not None and setup.capability < MIN_CAPABILITY:
+        return "its kernels need a GPU of capability 8.0"
+    if setup.is_gpu and not setup.has_liger:
+        return "liger-kernel is not installed"
+    return None
+
+
+def _why_not_linears(setup: FastSetup) -> str | None:
+    tuning = setup.config.tuning
+    if tuning.mode == "full":
+        return "mode full trains the weights themselves"
+    if setup.zero_stage != 3 and not _targets(setup) & ATTENTION_LINEARS:
+        return "no adapters there"
+    return _why_not_adapters(setup)
+
+
+def _why_not_mlp_linears(setup: FastSetup) -> str | None:
+    is_plain = setup.zero_stage != 3 and not _targets(setup) & MLP_LINEARS
+    if setup.config.tuning.mode == "full" or is_plain:
+        return None
+    return _why_not_adapters(setup)
+
+
+def _why_not_adapters(setup: FastSetup) -> str | None:
+    """Return why PEFT computes the linears with adapters."""
+    lora = setup.config.tuning.lora
+    if lora.use_dora:
+        return DORA
+    if lora.dropout:
+        return DROPOUT
+    if setup.zero_stage == 3:
+        return "weights partitioned by ZeRO-3"
+    return None
+
+
+def _targets(setup: FastSetup) -> set[str]:
+    """Return the last words of the names of the layers with adapters."""
+    targets = setup.config.tuning.lora.target_modules
+    if targets == "all-linear":
+        return {*ATTENTION_LINEARS, *MLP_LINEARS}
+    return {target.rpartition(".")[2] for target in targets}
+
+
+def _why_not_norms(setup: FastSetup) -> str | None:
+    if setup.zero_stage == 3:
+        return "ZeRO-3 partitions the weights"
+    if setup.is_gpu and setup.has_liger:
+        return None
+    saved = {name.rpartition(".")[2] for name in setup.config.tuning.lora.modules_to_save or ()}
+    are_frozen = setup.config.tuning.mode != "full" and not saved & set(LAYER_NORMS)
+    if are_frozen and setup.model_type in RESIDUAL_MODEL_TYPES:
+        return None  # fused with the residual adds before them
+    return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
+
+
+def _why_not_loss(setup: FastSetup) -> str | None:
+    if setup.zero_stage == 3:
+        return "ZeRO-3 partitions the output head"
+    tuning = setup.config.tuning
+    if tuning.mode != "full" and tuning.lora.trainable_tokens:
+        return TRAINED_TOKENS
+    if tuning.mode != "full" and _targets(setup) & HEADS:
+        return "the output head has adapters"
+    return None
+
+
+def _always(_: FastSetup) -> str | None:
+    return None
+
+
+WHY_NOT: dict[str, Callable[[FastSetup], str | None]] = {
+    "attention": _why_not_attention,
+    "linears": _why_not_linears,
+    "mlp": _always,
+    "norms": _why_not_norms,
+    "loss": _why_not_loss,
 }
 
 
-def is_fast(config: Config, model_type: str, is_gpu: bool, is_half: bool, zero_stage: int) -> bool:
-    """Return whether a run is planned on the fused kernels.
-
-    They need a known architecture in 16 bits on a GPU. Not under ZeRO-3, which gathers a weight
-    where its own module runs, and a fused call leaves that module out; not with a dropout on the
-    adapters' input, which is PEFT's alone.
-    """
-    if not is_gpu or not is_half or zero_stage == 3 or model_type not in FAST_PARTS:
-        return False
-    if config.tuning.mode != "full" and config.tuning.lora.dropout:
-        return False
-    if backend_of(config).has_own_kernels:
-        return True
-    has_sdpa = config.model.attn_implementation in ("auto", "sdpa")
-    return config.train.fast_path is not False and has_sdpa
+def has_liger() -> bool:
+    """Return whether the package with the kernels for norms and rotary embeddings is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None

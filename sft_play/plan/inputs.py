@@ -6,8 +6,9 @@ from functools import cached_property
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan import batch, cards, memory, speed
+from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.fast import is_fast
+from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
@@ -48,6 +49,18 @@ class PlanInputs:
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
         )
 
+    @property
+    def fast_setup(self) -> FastSetup:
+        """What the choice of kernels follows from."""
+        return FastSetup(
+            config=self.config,
+            model_type=self.model.model_type,
+            is_gpu=self.ranks.device == "cuda",
+            is_half=self.is_half,
+            zero_stage=self.zero_stage,
+            has_liger=has_liger(),
+        )
+
     @cached_property
     def step(self) -> StepSpec:
         """What each rank computes."""
@@ -67,9 +80,9 @@ class PlanInputs:
             lora_targets=targets if isinstance(targets, str) else tuple(targets),
             optim=train.optim,
             double_quant=tuning.bnb_4bit_use_double_quant,
-            is_fast=is_fast(
-                self.config, self.model.model_type, is_gpu, self.is_half, self.zero_stage
-            ),
+            is_fast=is_fast(self.fast_setup),
+            fuses_loss=fuses_loss(self.fast_setup),
+            adapter_options=AdapterOptions.of(tuning.lora),
             zero_stage=self.zero_stage,
             offload=self.offload,
             is_gpu=is_gpu,

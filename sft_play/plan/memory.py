@@ -294,7 +294,7 @@ def _context_bytes(step: StepSpec, world_size: int) -> int:
 
 def _evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
     """Return the bytes of logits in an evaluation: fused, a chunk; else all of them."""
-    if step.is_fast:
+    if step.has_fused_loss:
         return _loss_bytes(step, tokens).forward
     return tokens * step.model.vocab * LOGIT_BYTES
 
@@ -342,7 +342,7 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     The gradient of a head that is trained comes with the loss.
     """
     logits = tokens * step.model.vocab * LOGIT_BYTES
-    if not step.is_fast:
+    if not step.has_fused_loss:
         return _Moments(logits, logits)
     hidden = 2 * tokens * step.compute_bytes * step.model.hidden
     if step.is_full:

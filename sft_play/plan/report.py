@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sft_play.config.backends import backend_of
+from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
@@ -196,8 +197,8 @@ def _what(planned: PlannedRun) -> str:
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         layers = "all linear layers" if targets == "all-linear" else ", ".join(targets)
-        method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}"
-    kernels = "fused kernels" if planned.plan.step.is_fast else "no fused kernels"
+        method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}{adapter_words(tuning.lora)}"
+    kernels = planned.kernels.words()
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title

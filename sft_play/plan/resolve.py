@@ -25,6 +25,7 @@ RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does n
 ZERO_CONFIGS = tuple(PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (2, 3))
 NCCL_SECONDS = 1800
 # accelerate puts DeepSpeed's CPU Adam in the place of any other optimizer too, without a word
+UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")  # settings of tuning.lora
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -200,6 +201,13 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
         raise ConfigError(
             "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or "
             "DEEPSPEED_CONFIG=configs/deepspeed_zero2.json"
+        )
+    unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
+    if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
+        raise ConfigError(
+            f"{', '.join(loaded.described(f'tuning.lora.{name}') for name in unsharded)}: PEFT "
+            "reads whole weights for it, which ZeRO-3 shares among the GPUs; set "
+            "DEEPSPEED_CONFIG=configs/deepspeed_zero2.json, or delete the setting"
         )
     backend = backend_of(config)
     if inputs.zero_stage and not backend.runs_under_deepspeed:

@@ -14,6 +14,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, speed
 from sft_play.plan.advice import Change
 from sft_play.plan.batch import BatchRequest
+from sft_play.plan.fast import FastPlan, FastSetup, has_liger, plan_kernels
 from sft_play.plan.launch import Launch
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
@@ -125,6 +126,22 @@ class PlannedRun:
 
     config: Config
     plan: RunPlan
+
+    @property
+    def kernels(self) -> FastPlan:
+        """Which parts of the run are planned to be fused."""
+        plan = self.plan
+        return plan_kernels(
+            FastSetup(
+                config=self.config,
+                model_type=plan.step.model.model_type,
+                is_gpu=plan.ranks.device == "cuda",
+                is_half=plan.step.is_half,
+                zero_stage=plan.zero_stage,
+                has_liger=has_liger(),
+                capability=plan.card.capability if plan.card else None,
+            )
+        )
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self:

@@ -105,7 +105,7 @@ def predict(
 
 
 def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
-    adapters = None if step.is_full else step.adapter_weights
+    adapters = None if step.is_full else step.linear_adapter_weights
     length = max(1, round(work.row_tokens))
     return work.rows * step_flops(step.model, adapters, [length], round(labelled * length))
 
@@ -113,7 +113,9 @@ def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
 def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card) -> float:
     """Return the seconds of forward and backward passes of one GPU alone."""
     model = step.model
-    labelled = work.labelled if step.is_fast else 1.0  # unfused, the head computes every token
+    labelled = (
+        work.labelled if step.has_fused_loss else 1.0
+    )  # unfused, the head computes every token
     flops = work.padding * _flops(step, work, labelled)
     tokens = work.padding * work.rows * work.row_tokens
     passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sft_play.plan.adapters import PLAIN, AdapterOptions
 from sft_play.plan.model_shape import ModelShape
 
 
@@ -24,6 +25,8 @@ class StepSpec:
     eval_batch_size: int | None = None  # None: as many as `memory.evaluation_rows` allows
     generates: bool = False  # evaluations answer with a key-value cache
     offload_weights: bool = False  # ZeRO-3's, to the host
+    adapter_options: AdapterOptions = PLAIN
+    fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
 
     @property
     def is_full(self) -> bool:
@@ -37,10 +40,20 @@ class StepSpec:
 
     @property
     def adapter_weights(self) -> int:
-        """Weights of all adapters, 0 where the base itself is trained."""
+        """Weights trained beside a frozen base, 0 where the base itself is trained."""
         if self.is_full:
             return 0
-        return self.model.lora_parameters(self.lora_rank, self.lora_targets)
+        return self.linear_adapter_weights + self.adapter_options.other_weights(self.model)
+
+    @property
+    def linear_adapter_weights(self) -> int:
+        """Weights of the adapters on linear layers, each of which every token meets."""
+        return self.adapter_options.adapter_weights(self.model, self.lora_rank, self.lora_targets)
+
+    @property
+    def has_fused_loss(self) -> bool:
+        """Whether head and loss are computed in chunks, so that all logits never exist."""
+        return self.is_fast if self.fuses_loss is None else self.fuses_loss
 
     @property
     def trained_weights(self) -> int:

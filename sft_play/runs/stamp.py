@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, LoraSection
 from sft_play.errors import CheckpointError
 from sft_play.runs.files import read_json, write_json
 
@@ -28,6 +28,7 @@ PACKAGES = (
     "liger-kernel",
     "unsloth",
 )
+SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # What a resume must agree on. World size and strategy may change: the trainer checks the optimizer.
 BINDING = (
     "backend",
@@ -37,6 +38,7 @@ BINDING = (
     "base_revision",
     "base_digest",
     "adapter",
+    "neftune_noise_alpha",
     "template_digest",
 )
 
@@ -67,10 +69,19 @@ def wanted(config: Config) -> Stamp:
         "base_model": config.model.name,
         "base_revision": config.model.revision,
         "base_digest": digest_of_model(base) if base.is_dir() else None,
-        "adapter": None if tuning.mode == "full" else tuning.lora.model_dump(),
+        "adapter": None if tuning.mode == "full" else _adapter_shape(tuning.lora),
+        "neftune_noise_alpha": config.train.neftune_noise_alpha,
         "seed": config.train.seed,
         "data_seed": config.train.data_seed,
     }
+
+
+def _adapter_shape(lora: LoraSection) -> Stamp:
+    """Return rank, scale and targets, and every other setting that has another value than usual.
+
+    So a stamp does not change where a version adds a setting.
+    """
+    return {**lora.model_dump(include=SHAPE), **lora.model_dump(exclude_defaults=True)}
 
 
 def write(folder: Path, stamp: Stamp) -> None:

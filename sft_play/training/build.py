@@ -12,6 +12,7 @@ from sft_play.data.order import StepSampler
 from sft_play.data.store import Split
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.fast.install import uses_varlen_attention
 from sft_play.plan.packing import needs_boundaries
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
@@ -32,6 +33,8 @@ def build_trainer(
     layout = context.plan.layout
     if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
         checkpoint_layers(model, layout.checkpointed_layers)
+    if config.train.neftune_noise_alpha is not None:
+        EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     speed = EvalSpeedCallback()
     trainer = SftTrainer(
         model=model,
@@ -45,6 +48,7 @@ def build_trainer(
         speed=speed,
         throughput=Throughput(context.process, speed),
         stamp=run_stamp,
+        loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         memory=context.memory,
         callbacks=[speed],
     )

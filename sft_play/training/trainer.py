@@ -28,6 +28,7 @@ from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
+from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
@@ -74,6 +75,7 @@ class SftTrainer(Trainer):
         throughput: Throughput,
         stamp: dict[str, Any],
         memory: MemoryMeter | None = None,
+        loraplus_lr_ratio: float | None = None,
         **kwargs: Any,
     ):
         # Trainer sets it to False, and it is saved with the weights
@@ -84,8 +86,17 @@ class SftTrainer(Trainer):
         self.speed = speed
         self.throughput = throughput
         self.stamp = stamp
+        self.loraplus_lr_ratio = loraplus_lr_ratio
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.loraplus_lr_ratio is not None:
+            raise_learning_rate_of_b(optimizer, model or self.model, self.loraplus_lr_ratio)
+        return optimizer
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches.

@@ -145,7 +145,7 @@ def before_first_step(
             check_cross_document(
                 trainer.model_wrapped,
                 trainer.data_collator,
-                trainer.model.get_input_embeddings().num_embeddings,
+                trainer.model.config.get_text_config().vocab_size,
                 context.process.device,
             )
     held_out.score("before")

@@ -1,10 +1,21 @@
 """The sections `model` and `tuning`: which base model, and how it is trained."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sft_play.config.sections.base import Auto, Fraction, PositiveFloat, PositiveInt, Section
+from sft_play.config.sections.base import (
+    Auto,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+# Names of modules in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings"})
+HEADS = frozenset({"lm_head", "embed_out"})  # most others; GPT-NeoX
 
 
 class ModelSection(Section):
@@ -65,6 +76,41 @@ class LoraSection(Section):
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."
+    )
+    use_dora: bool = Field(
+        False,
+        description="DoRA: also train the length of each output's weights, apart from their "
+        "direction. Its linears are computed by PEFT, slower and with more memory than the fused "
+        "ones.",
+    )
+    init_lora_weights: Literal["default", "gaussian", "orthogonal"] = Field(
+        "default",
+        description="How adapters begin: default and gaussian have a random A and a zero B, "
+        "orthogonal a random A and B, and an even r. pissa and olora change the base weights and "
+        "are not here.",
+    )
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = Field(
+        None,
+        description="LoRA+: learning rate of the B matrices (and of DoRA's lengths) as a multiple "
+        "of train.learning_rate, often 16; null is one rate for all.",
+    )
+    layers_to_transform: list[NonNegativeInt] | None = Field(
+        None,
+        min_length=1,
+        json_schema_extra={"write": "a list of layer numbers, the first is 0, such as [0, 1]"},
+        description="Decoder layers that get adapters, by number from 0; null is all.",
+    )
+    modules_to_save: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Modules that are trained whole, beside the adapters, and saved with them: "
+        "embed_tokens, lm_head, norm. In float32, 16 bytes a weight with Adam; not under ZeRO-3.",
+    )
+    trainable_tokens: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Tokens whose rows of embedding and output head are trained, for added tokens "
+        "that the base never learned, such as <|im_start|>; not under ZeRO-3.",
     )
 
 

@@ -87,6 +87,11 @@ class TrainSection(Section):
     adam_beta1: Fraction = Field(0.9, description="Decay of Adam's first moment.")
     adam_beta2: Fraction = Field(0.999, description="Decay of Adam's second moment.")
     adam_epsilon: PositiveFloat = Field(1e-8, description="Term added to Adam's denominator.")
+    neftune_noise_alpha: PositiveFloat | None = Field(
+        None,
+        description="NEFTune: add uniform noise of at most alpha / sqrt(tokens of the row x hidden "
+        "features) to the embeddings in training; 5 is usual, null is none.",
+    )
     epochs: PositiveFloat | Auto = Field(
         "auto",
         description="Passes over the training rows; train.max_steps overrides it. auto is 3, more "

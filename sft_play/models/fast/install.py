@@ -5,7 +5,6 @@ and generation run the code of the model's classes, so that scores do not depend
 trained the weights.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from types import MethodType
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +25,14 @@ from sft_play.models.fast.linear_cross_entropy import fuse_loss, why_loss_not_fu
 from sft_play.models.fast.lora import fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.mlp import lora_mlp
 from sft_play.models.fast.norms import is_training
-from sft_play.plan.fast import FAST_PARTS
+from sft_play.plan.fast import (
+    FAST_PARTS,
+    LINEARS_OF_MLP,
+    MIN_CAPABILITY,
+    RESIDUAL_MODEL_TYPES,
+    has_liger,
+    unknown_model,
+)
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -36,9 +43,6 @@ NORMS = {
     "gemma3": norms.GEMMA_SANDWICH,
     "gemma3_text": norms.GEMMA_SANDWICH,
 }
-# Architectures whose layers compute h += attention(norm(h)) and then h += mlp(norm(h))
-LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"}
-MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,7 @@ def _install(setup: TrainingSetup) -> FusedKernels:
     if setup.config.train.fast_path is False:
         return FusedKernels({}, {"fused kernels": "train.fast_path=false"})
     if not known_parts:
-        reason = f"nobody has looked whether they fit {model_type}"
-        return FusedKernels({}, {"fused kernels": reason})
+        return FusedKernels({}, {"fused kernels": unknown_model(model_type)})
     on: dict[str, int] = {}
     off: dict[str, str] = {}
     for part, install in INSTALLERS.items():
@@ -141,6 +144,10 @@ def _install(setup: TrainingSetup) -> FusedKernels:
             on[part] = install(setup)
         except Unsupported as reason:
             off[part] = str(reason)
+    if "mlp" in on:
+        reason = _why_mlp_linears_not_fusable(setup)
+        if reason:
+            off[LINEARS_OF_MLP] = reason
     return FusedKernels(on, off)
 
 
@@ -171,12 +178,8 @@ def _check_attention_kernels(setup: TrainingSetup) -> None:
         raise Unsupported("its kernels compute in 16 bits")
     if torch.cuda.get_device_capability(setup.process.device) < MIN_CAPABILITY:
         raise Unsupported("its kernels need a GPU of capability 8.0")
-    if not _has_liger():
+    if not has_liger():
         raise Unsupported("liger-kernel is not installed")
-
-
-def _has_liger() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
 
 
 def _install_linears(setup: TrainingSetup) -> int:
@@ -224,6 +227,19 @@ def _install_mlp(setup: TrainingSetup) -> int:
     return len(modules)
 
 
+def _why_mlp_linears_not_fusable(setup: TrainingSetup) -> str | None:
+    """Return why the linears of the MLPs run their own forward, None where they are fused."""
+    if setup.config.tuning.mode == "full":
+        return None  # nothing is fused into the product of a trained weight
+    for layer in setup.decoder.layers:
+        for linear in layer.mlp.children():
+            if isinstance(linear, nn.Linear | LoraLayer | ModulesToSaveWrapper):
+                reason = why_not_fusable(linear)
+                if reason:
+                    return reason
+    return None
+
+
 def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """Forward method of a gated MLP: fused in training, its class's own otherwise.
 
@@ -250,7 +266,7 @@ def _install_norms(setup: TrainingSetup) -> int:
     reason = None
     if not setup.on_gpu:
         reason = "the kernels are for GPUs"
-    elif not _has_liger():
+    elif not has_liger():
         reason = "liger-kernel is not installed"
     if reason and not fused_with_add:
         raise Unsupported(reason)
@@ -268,7 +284,7 @@ def _install_residual_adds(setup: TrainingSetup, kind: norms.NormKind) -> set[nn
     """Fuse the residual adds of Llama-like layers with the norms after them; return the norms."""
     config = setup.base.config
     fused: set[nn.Module] = set()
-    if config.model_type not in LLAMA_LIKE or getattr(config, "resid_pdrop", 0.0):
+    if config.model_type not in RESIDUAL_MODEL_TYPES or getattr(config, "resid_pdrop", 0.0):
         return fused
     for layer in setup.decoder.layers:
         pair = {layer.input_layernorm, layer.post_attention_layernorm}

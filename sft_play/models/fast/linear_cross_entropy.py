@@ -18,8 +18,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from sft_play.plan.fast import TRAINED_TOKENS
 
 # Logits of a chunk: enough to keep the GPU's matrix units busy (1,024 tokens of the largest heads)
 CHUNK_BYTES = 256 * 2**20
@@ -208,7 +213,7 @@ def fuse_loss(model: nn.Module) -> None:
 
     Check `why_loss_not_fusable` first, and call this before the model is wrapped.
     """
-    head = model.get_output_embeddings()
+    head = _output_head(model)
     head.forward = FusedHead(head, _softcap(model))
 
 
@@ -251,7 +256,11 @@ def why_loss_not_fusable(model: nn.Module, zero_stage: int) -> str | None:
     """Return why the loss cannot be fused, None if it can. Runs the model on a few tokens."""
     if zero_stage == 3:
         return "ZeRO-3 partitions the output head"
-    head = model.get_output_embeddings()
+    head = _output_head(model)
+    if isinstance(head, TrainableTokensWrapper):
+        return TRAINED_TOKENS
+    if isinstance(head, LoraLayer):
+        return "the output head has adapters"
     if type(head) is not nn.Linear or head.bias is not None:
         with_bias = " with a bias" if getattr(head, "bias", None) is not None else ""
         return f"the output head is {type(head).__name__}{with_bias}, not a plain Linear"
@@ -296,5 +305,13 @@ def _softcap(model: nn.Module) -> float | None:
 
 
 def _forward_of_head(model: nn.Module) -> Any:
-    head = model.get_output_embeddings()
+    head = _output_head(model)
     return None if head is None else vars(head).get("forward")
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    """Return the module that computes the logits; a head that is trained whole is a copy."""
+    head = model.get_output_embeddings()
+    if isinstance(head, ModulesToSaveWrapper):
+        return head.modules_to_save[head.active_adapters[0]]
+    return head

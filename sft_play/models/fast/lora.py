@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from sft_play.plan.fast import DORA, DROPOUT
+
 # For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
 # faster than dequantising them.
 FEW_TOKENS = 64
@@ -65,11 +67,11 @@ def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
         return f"{len(active)} active adapters"
     for name in active:
         if name in module.lora_variant:
-            return f"a variant of LoRA ({type(module.lora_variant[name]).__name__})"
+            return DORA if module.use_dora[name] else "a variant of LoRA"
         if module.lora_bias[name]:
             return "adapters with a bias"
         if getattr(module.lora_dropout[name], "p", 0.0):
-            return "dropout on the adapters' input (tuning.lora.dropout=0 has none)"
+            return DROPOUT
         if hasattr(module.lora_A[name].weight, "ds_id"):
             return "weights partitioned by ZeRO-3"
     return _why_hooked(module)

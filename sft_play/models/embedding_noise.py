@@ -1,0 +1,63 @@
+"""NEFTune: uniform noise on the embeddings in training (Jain et al., arXiv 2310.05914).
+
+    noise ~ Uniform(-1, 1) * alpha / sqrt(L * H)
+
+L is the number of tokens of the row itself. transformers takes the width of the batch, so that the
+noise of a row would depend on the rows beside it: packed, it would be several times smaller.
+
+Legend: B sequences, T tokens, H hidden features.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sft_play.models.fast.install import base_model_of
+
+
+class EmbeddingNoise:
+    """Forward hooks that add the noise while the model is in training mode."""
+
+    def __init__(self, alpha: float):
+        self.alpha = alpha
+        self._lengths: Tensor | None = None  # (B, T): tokens of the row that a token is of
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Add noise in forward passes of `model`, which has its adapters already."""
+        model.register_forward_pre_hook(self.note_lengths, with_kwargs=True)
+        base_model_of(model).get_input_embeddings().register_forward_hook(self.add_noise)
+
+    def note_lengths(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the lengths of the rows of this batch."""
+        self._lengths = row_lengths(**kwargs) if model.training else None
+
+    def add_noise(self, module: nn.Module, args: tuple[Any, ...], embedded: Tensor) -> Tensor:
+        """Return embedded (B, T, H) with noise."""
+        if self._lengths is None or not module.training:
+            return embedded
+        scale = self.alpha / (self._lengths * embedded.shape[-1]).sqrt()  # (B, T) float32
+        noise = torch.empty_like(embedded).uniform_(-1, 1)
+        return embedded + noise * scale[..., None].to(embedded.dtype)
+
+
+def row_lengths(
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return for each token (B, T) the tokens of its row, without padding; float32.
+
+    The documents of a packed sequence begin where position_ids are 0. No value is read from the
+    device, which would wait for it.
+    """
+    if position_ids is not None:
+        document = position_ids.eq(0).flatten().cumsum(0)  # (B * T,), from 1
+        counts = torch.zeros(document.numel() + 1, device=document.device)
+        counts.scatter_add_(0, document, torch.ones_like(document, dtype=counts.dtype))
+        return counts[document].view_as(position_ids)
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    return attention_mask.sum(1, keepdim=True).float().clamp(min=1).expand_as(input_ids)

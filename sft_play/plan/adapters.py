@@ -1,0 +1,87 @@
+"""What adapters train beyond rank and targets, and how many weights that is. Pure: no torch.
+
+Counts are exact for layers like Llama's without biases; `models.parameters` counts the real model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sft_play.config.schema import LoraSection
+from sft_play.config.sections.model import EMBEDDINGS, HEADS
+from sft_play.plan.model_shape import LINEARS, ModelShape, adapted_linears
+
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """The settings of tuning.lora that change what is trained."""
+
+    layers: tuple[int, ...] | None = None  # with adapters; None: all
+    use_dora: bool = False
+    saved_modules: tuple[str, ...] = ()  # trained whole
+    trained_tokens: int = 0  # whose rows of embedding and head are trained
+
+    @classmethod
+    def of(cls, lora: LoraSection) -> "AdapterOptions":
+        """Return the options of a config."""
+        layers = lora.layers_to_transform
+        return cls(
+            layers=None if layers is None else tuple(sorted(set(layers))),
+            use_dora=lora.use_dora,
+            saved_modules=tuple(lora.modules_to_save or ()),
+            trained_tokens=len(set(lora.trainable_tokens or ())),
+        )
+
+    def layers_of(self, model: ModelShape) -> int:
+        """Return how many layers have adapters."""
+        return model.layers if self.layers is None else len(self.layers)
+
+    def adapter_weights(self, model: ModelShape, rank: int, targets: str | Sequence[str]) -> int:
+        """Return the weights of the A and B matrices, and of DoRA's magnitudes."""
+        chosen = adapted_linears(targets)
+        sizes = dict(zip(LINEARS, model.linears, strict=True))
+        weights = 0
+        for name in chosen:
+            inputs, outputs = sizes[name]
+            weights += rank * (inputs + outputs)
+            if self.use_dora:
+                weights += outputs
+        return self.layers_of(model) * weights
+
+    def other_weights(self, model: ModelShape) -> int:
+        """Return the weights of whole modules and of rows of tokens."""
+        matrices = 1 if model.is_tied else 2
+        rows = self.trained_tokens * matrices * model.hidden
+        names = {name.rpartition(".")[2] for name in self.saved_modules}
+        saved_matrices = bool(names & EMBEDDINGS) + bool(names & HEADS)
+        rows += min(matrices, saved_matrices) * model.vocab * model.hidden  # tied: either is both
+        sizes = _module_sizes(model)
+        return rows + sum(sizes.get(name, 0) for name in names)
+
+
+PLAIN = AdapterOptions()  # on the linear layers of all blocks, and nothing else
+
+
+def adapter_words(lora: LoraSection) -> str:
+    """Return what adapters train beyond rank and targets, after a comma; "" for nothing."""
+    words = []
+    if lora.layers_to_transform is not None:
+        words.append(f"layers {', '.join(map(str, sorted(set(lora.layers_to_transform))))}")
+    if lora.use_dora:
+        words.append("DoRA")
+    if lora.modules_to_save:
+        words.append(f"{', '.join(lora.modules_to_save)} whole")
+    if lora.trainable_tokens:
+        words.append(f"the rows of {len(set(lora.trainable_tokens))} tokens")
+    return "".join(f", {word}" for word in words)
+
+
+def _module_sizes(model: ModelShape) -> dict[str, int]:
+    """Return the weights of all modules of a name, of those beside embedding and head."""
+    sizes = {"norm": model.hidden}
+    for name in LAYER_NORMS:
+        sizes[name] = model.layers * model.hidden
+    for name, (inputs, outputs) in zip(LINEARS, model.linears, strict=True):
+        sizes[name] = model.layers * inputs * outputs
+    return sizes
