@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.files import Chunk, read_chunks
-from sft_play.data.row_formats import RowFormat, detect_format, parse_rows
+from sft_play.data.row_detection import detect_format
+from sft_play.data.row_formats import RowFormat, parse_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, Row
 from sft_play.data.sources import find_source, source_sections, system_prompt_of
 from sft_play.data.token_counter import TokenCounter
