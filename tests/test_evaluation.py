@@ -4,19 +4,25 @@ import json
 import math
 import random
 import socket
+from collections.abc import Sequence
 
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
-from sft_play.data.render import IGNORE_INDEX, render_prompt
+from sft_play.data.questions import answer_token_limit
+from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.rows import Message
-from sft_play.data.store import Split
+from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator
+from sft_play.evaluation.generate import Answer
 from sft_play.evaluation.metrics import rouge_l
+from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
+from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback
 
@@ -52,6 +58,10 @@ def evaluator(split, tokenizer, process=HERE, **changes) -> Evaluator:
     return Evaluator(
         split, tokenizer, TrainSection.model_validate({**settings, **changes}), process
     )
+
+
+def texts(answers: Sequence[Answer]) -> list[str]:
+    return [answer.text for answer in answers]
 
 
 # Loss
@@ -107,12 +117,13 @@ def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base,
 def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(
     model, split, tokenizer, records
 ):
-    alone = evaluator(split, tokenizer, eval_batch_size=1).answers(model)
+    alone = texts(evaluator(split, tokenizer, eval_batch_size=1).answers(model))
     assert len(alone) == len(split) and len(set(alone)) > 1, (
         "a model that always says one thing proves nothing"
     )
     for batch_size in (2, 3, 5, 6):
-        assert evaluator(split, tokenizer, eval_batch_size=batch_size).answers(model) == alone
+        batched = evaluator(split, tokenizer, eval_batch_size=batch_size)
+        assert texts(batched.answers(model)) == alone
     by_hand = []
     for record in records:
         ids = torch.tensor([render_prompt([Message("user", record["question"])], tokenizer)])
@@ -126,35 +137,38 @@ def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(
 
 
 def test_the_prompt_is_no_part_of_an_answer(model, split, tokenizer, records):
-    for record, answer in zip(records, evaluator(split, tokenizer).answers(model), strict=True):
+    answers = texts(evaluator(split, tokenizer).answers(model))
+    for record, answer in zip(records, answers, strict=True):
         assert record["question"].startswith(f"Count to {record['answer'].split()[-1]}")
         assert "Count" not in answer and "<|" not in answer
 
 
 @pytest.mark.parametrize("most", [1, 4])
 def test_no_answer_is_longer_than_generation_max_new_tokens(model, split, tokenizer, most):
-    answers = evaluator(split, tokenizer, generation_max_new_tokens=most).answers(model)
+    answers = texts(evaluator(split, tokenizer, generation_max_new_tokens=most).answers(model))
     lengths = [len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers]
     assert max(lengths) <= most and max(lengths) == most, lengths
 
 
 def test_only_the_first_generation_max_rows_rows_are_answered(model, split, tokenizer):
     scores = evaluator(split, tokenizer, generation_max_rows=2).score(model)
-    assert list(scores.answers) == evaluator(split, tokenizer).answers(model)[:2]
+    assert list(scores.generation.answers) == evaluator(split, tokenizer).answers(model)[:2]
 
 
 def test_without_predict_with_generate_there_is_a_loss_alone(model, split, tokenizer):
     scores = evaluator(split, tokenizer, predict_with_generate=False).score(model)
-    assert (scores.rouge_l, scores.answers) == (None, ())
+    assert scores.generation is None
     assert scores.as_metrics().keys() == {"eval_loss", "eval_loss_seconds"}
 
 
 def test_a_model_that_answers_as_it_should_scores_1(model, split, tokenizer, records, monkeypatch):
     answers = evaluator(split, tokenizer).answers(model)
-    assert answers == [record["answer"] for record in records], "it was taught these rows"
-    assert evaluator(split, tokenizer).score(model).rouge_l == 1.0
-    monkeypatch.setattr(Evaluator, "answers", lambda *_: ["nothing of it"] * len(split))
-    assert evaluator(split, tokenizer).score(model).rouge_l == 0.0
+    assert texts(answers) == [record["answer"] for record in records], "it was taught these rows"
+    generation = evaluator(split, tokenizer).score(model).generation
+    assert generation.rouge_l.mean == 1.0 and set(generation.rouge_l.of_answers) == {1.0}
+    wrong = Answer("nothing of it", was_cut=False)
+    monkeypatch.setattr(Evaluator, "answers", lambda *_: [wrong] * len(split))
+    assert evaluator(split, tokenizer).score(model).generation.rouge_l.mean == 0.0
 
 
 @pytest.mark.parametrize(
@@ -169,12 +183,64 @@ def test_how_answers_are_held_changes_no_score(model, split, tokenizer, changes)
     short = {"eval_batch_size": 2, "generation_max_new_tokens": 5}  # too short for most answers
     plain = evaluator(split, tokenizer, **short).score(model)
     held = evaluator(split, tokenizer, **short, **changes).score(model)
-    assert held.answers == plain.answers
-    assert (held.eval_loss, held.rouge_l) == (
-        plain.eval_loss,
-        pytest.approx(plain.rouge_l, abs=1e-12),
+    assert held.eval_loss == plain.eval_loss
+    assert held.generation.answers == plain.generation.answers
+    expected = plain.generation.rouge_l.mean
+    assert held.generation.rouge_l.mean == pytest.approx(expected, abs=1e-12)
+    assert 0 < expected < 1, "an extreme score would hide a difference"
+
+
+def test_answers_without_a_stop_token_are_counted_as_cut(model, split, tokenizer, records):
+    limit = 12
+    generation = (
+        evaluator(split, tokenizer, generation_max_new_tokens=limit).score(model).generation
     )
-    assert 0 < plain.rouge_l < 1, "an extreme score would hide a difference"
+    for record, answer in zip(records, generation.answers, strict=True):
+        assert answer.was_cut == (answer.text != record["answer"])
+    assert 0 < generation.cut_answers < len(split)
+    assert generation.as_metrics()["cut_answers"] == generation.cut_answers
+    expected = f"answers={len(split)} cut={generation.cut_answers} at {limit} tokens"
+    assert generation.as_text().endswith(expected)
+
+
+# How long generated answers may become
+
+
+def test_the_answer_limit_holds_the_longest_answer_with_room(split):
+    longest = max(len(row.ids) - row.answer_start for row in split)
+    limit = answer_token_limit([split], None, max_seq_len=2048)
+    assert limit == 64 and 5 * longest // 4 <= 64, "short answers keep the smallest limit"
+    assert answer_token_limit([], None, max_seq_len=2048) == 64
+
+
+def test_a_run_is_given_a_number_for_auto(plan_run):
+    folder = plan_run({"train.generation_max_new_tokens": "auto"})
+    assert folder.read_config().train.generation_max_new_tokens == 64
+    assert read_plan(folder).has_auto_answer_limit
+    assert not read_plan(plan_run({})).has_auto_answer_limit
+
+
+@pytest.mark.parametrize(
+    ("answers", "max_seq_len", "limit"),
+    [
+        ([200, 40], 2048, 256),  # a quarter more is 250, in steps of 16
+        ([40, 200], 2048, 64),  # only scored rows count: the first one here
+        ([5000], 8192, 1024),
+        ([200], 240, 230),  # prompt and answer stay within max_seq_len
+        ([30], 40, 30),
+    ],
+)
+def test_the_answer_limit_follows_the_scored_rows(tmp_path, answers, max_seq_len, limit):
+    samples = []
+    for number, tokens in enumerate(answers):
+        ids = [1] * (10 + tokens)
+        labels = [IGNORE_INDEX] * 10 + ids[10:]
+        row = RowIdentity(0, number, number, number)
+        samples.append(StoredSample(RenderedSample(ids, labels, answer_start=10), row, 0))
+    with StoreWriter(tmp_path) as writer:
+        writer.append(to_arrays(samples))
+    rows = Split.whole(Store(tmp_path))
+    assert answer_token_limit([rows], 1, max_seq_len) == limit
 
 
 # Ranks: the scores of several processes are compared in test_distributed
@@ -222,14 +288,45 @@ def test_rouge_l_is_the_mean_f_measure_of_the_rouge_score_package():
     assert (
         expected[2] == 1.0 and expected[1] == 0.0 and expected[0] == pytest.approx(2 * 5 / 12)
     )  # the cat on the mat: 5 of 6 words
-    assert rouge_l(ANSWERS, REFERENCES) == pytest.approx(sum(expected) / len(expected), abs=1e-12)
+    found = rouge_l(ANSWERS, REFERENCES)
+    assert found.mean == sum(expected) / len(expected)
+    assert list(found.of_answers) == expected
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 4, 99])
 def test_rouge_l_in_batches_is_rouge_l_at_once(batch_rows):
-    assert rouge_l(ANSWERS, REFERENCES, batch_rows) == pytest.approx(
-        rouge_l(ANSWERS, REFERENCES), abs=1e-12
-    )
+    assert rouge_l(ANSWERS, REFERENCES, batch_rows) == rouge_l(ANSWERS, REFERENCES)
+
+
+SCRIPTS = [
+    ("猫坐在垫子上", "猫在垫子上睡觉", 10 / 13),  # 5 of 6 and of 7 characters, in order
+    ("ビールを飲む", "ビルを飲む", 10 / 11),
+    ("Кот сидит на коврике", "кот спит на коврике!", 3 / 4),
+    ("القطة على الحصيرة", "القطة تحت الحصيرة", 2 / 3),
+    ("बिल्ली चटाई पर है", "बिल्ली चटाई पर थी", 3 / 4),
+    ("고양이가 매트 위에", "고양이가 침대 위에", 2 / 3),
+    ("η γάτα κοιμάται", "η γάτα τρώει", 2 / 3),
+    ("ответ: 42", "ответ: 43", 1 / 2),
+]
+
+
+@pytest.mark.parametrize(("answer", "reference", "score"), SCRIPTS)
+def test_rouge_l_reads_words_of_every_script(answer, reference, score):
+    assert rouge_l([answer, answer], [answer, reference]).of_answers == (1.0, pytest.approx(score))
+
+
+def test_combining_characters_are_the_letters_that_they_compose():
+    composed, combining = "й Й", "и\u0306 И\u0306"
+    assert composed != combining and rouge_l([composed], [combining]).mean == 1.0
+
+
+def test_text_in_latin_script_has_the_words_of_the_rouge_score_package():
+    letters = "abcXYZ019 \n.,-_'´éÉßøœİıñçµ²½ªº°€“”–…\u0301\u00a0ﬁＡ"
+    random.seed(0)
+    latin = UnicodeTokenizer()
+    for _ in range(2000):
+        text = "".join(random.choices(letters, k=30))
+        assert latin.tokenize(text) == DefaultTokenizer().tokenize(text), text
 
 
 def test_rouge_l_needs_no_network(monkeypatch):
@@ -238,7 +335,7 @@ def test_rouge_l_needs_no_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert rouge_l(["a b"], ["a b"]) == 1.0
+    assert rouge_l(["a b"], ["a b"]).mean == 1.0
 
 
 # The model, before and after

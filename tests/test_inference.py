@@ -74,7 +74,8 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     assert again["rougeL"] == after["rougeL"]
     assert (
         line
-        == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.4f} answers=4 rows=6"
+        == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.3f} answers=4 "
+        f"cut={after['cut_answers']} at 8 tokens rows=6"
     )
 
 
@@ -109,7 +110,8 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
     trained = load_run(folder, "cpu")
     test = prepared_data(folder, trained).test
     evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
-    assert evaluator.answers(trained.model) == [json.loads(line)["answer"] for line in lines]
+    answers = [answer.text for answer in evaluator.answers(trained.model)]
+    assert answers == [json.loads(line)["answer"] for line in lines]
 
 
 # Answers

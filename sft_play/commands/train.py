@@ -82,8 +82,8 @@ def prepare_run(
 
         planned = tokenize_run(folder, planned)
         check_resumed_rows(folder, planned)
-    if planned.plan.packing:  # known now: how many micro-batches make a step
-        planned.write(folder)
+    planned.write(folder)  # known now: micro-batches of a packed step, the longest answer
+    if planned.plan.packing:
         print(report.packing_line(planned.plan))
     write_launcher_files(folder, planned)
     return folder, planned

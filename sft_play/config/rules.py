@@ -110,6 +110,7 @@ RULES = (
         ("train.generation_max_new_tokens", "model.max_seq_len"),
         lambda c: (
             c.train.predict_with_generate
+            and c.train.generation_max_new_tokens != "auto"
             and c.model.max_seq_len != "auto"
             and c.train.generation_max_new_tokens >= c.model.max_seq_len
         ),

@@ -13,6 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.data.assemble import RunData, assemble
 from sft_play.data.data_facts import DataFacts
 from sft_play.data.ledger import Ledger, PaddedTokens
+from sft_play.data.questions import answer_token_limit
 from sft_play.data.row_counts import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources
@@ -44,7 +45,9 @@ def prepare_run_data(config: Config) -> RunData:
 
 
 def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
-    """Tokenize a run's rows, write data.json, and return the run with its rows counted.
+    """Tokenize a run's rows, write data.json, and return the run with what follows from them.
+
+    That is the fullest packed step, and the longest answer to generate.
 
     Rows that are set aside go to quarantine/.
     Raises: DataError for what cannot be trained on, before a GPU is asked for.
@@ -54,9 +57,27 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     fullest = fullest_step(planned, data)
     padding = count_padding(planned, data, fullest)
     folder.write_data(DataFacts(data.sources, padding).to_json())
+    planned = with_answer_limit(planned, data)
     if not planned.plan.packing:
         return planned
     return replace(planned, plan=planned.plan.packed(fullest))
+
+
+def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
+    """Return the run with a number for train.generation_max_new_tokens where that is auto."""
+    train = planned.config.train
+    if train.generation_max_new_tokens != "auto":
+        return planned
+    scored = [data.test]
+    if train.eval_strategy != "no":
+        scored.append(data.validation)
+    max_seq_len = planned.config.model.max_seq_len
+    limit = answer_token_limit(scored, train.generation_max_rows, max_seq_len)
+    train = train.model_copy(update={"generation_max_new_tokens": limit})
+    return PlannedRun(
+        planned.config.model_copy(update={"train": train}),
+        replace(planned.plan, has_auto_answer_limit=True),
+    )
 
 
 def build_ledger(planned: PlannedRun) -> Ledger:

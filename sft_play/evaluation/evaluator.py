@@ -7,53 +7,25 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
+from sft_play.data.questions import question_indices
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
-from sft_play.evaluation.generate import Generator
+from sft_play.evaluation.generate import Answer, Generator
 from sft_play.evaluation.metrics import rouge_l
+from sft_play.evaluation.scores import GenerationScores, Question, Scores
 from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
 from sft_play.models.losses import labelled_tokens, summed_nll
 from sft_play.process import Process
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The result of one evaluation. `answers` belong to the first rows of the set, in order."""
-
-    eval_loss: float  # nats per labelled token
-    rouge_l: float | None  # None without generation
-    answers: tuple[str, ...]
-    loss_seconds: float
-    generation_seconds: float
-
-    def as_metrics(self) -> dict[str, float]:
-        """Return the scalars under the names of run.json."""
-        metrics = {"eval_loss": self.eval_loss, "eval_loss_seconds": self.loss_seconds}
-        if self.rouge_l is not None:
-            metrics |= {"rougeL": self.rouge_l, "generation_seconds": self.generation_seconds}
-        return metrics
-
-
-@dataclass(frozen=True)
-class Question:
-    """A row whose answer the model generates."""
-
-    origin: str  # file:line
-    prompt: str  # as the model reads it
-    plain_prompt: str  # without special tokens
-    expected: str  # the answer in the row
 
 
 class PromptBatch(NamedTuple):
@@ -79,7 +51,8 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         train: TrainSection,
         process: Process,
-        synced_gpus: bool = False,  # see Generator
+        synced_gpus: bool = False,  # see Generator, and the next
+        saved_stops: tuple[int, ...] = (),
     ):
         assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
         self.split = split
@@ -87,13 +60,12 @@ class Evaluator:
         self.train = train
         self.process = process
         self.batch_size = train.eval_batch_size
-        self.generator = Generator(tokenizer, train, process, synced_gpus)
+        self.generator = Generator(tokenizer, train, process, synced_gpus, saved_stops)
 
     @cached_property
     def question_indices(self) -> list[int]:
-        """Return the first samples that end in an answer to a prompt."""
-        has_answer = np.flatnonzero(self.split.records["answer_start"])
-        return has_answer[: self.train.generation_max_rows].tolist()
+        """Return the samples whose answers the model generates."""
+        return question_indices(self.split, self.train.generation_max_rows).tolist()
 
     @cached_property
     def questions(self) -> list[Question]:
@@ -106,13 +78,18 @@ class Evaluator:
         loss = self.loss(model)
         loss_seconds = time.perf_counter() - started
         if not self.train.predict_with_generate or not self.question_indices:
-            return Scores(loss, None, (), loss_seconds, 0.0)
+            return Scores(loss, loss_seconds)
         answers = self.answers(model)
+        texts = [answer.text for answer in answers]
         references = [question.expected for question in self.questions]
         batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
-        score = rouge_l(answers, references, batch_rows)
-        generation_seconds = time.perf_counter() - started - loss_seconds
-        return Scores(loss, score, tuple(answers), loss_seconds, generation_seconds)
+        generation = GenerationScores(
+            rouge_l=rouge_l(texts, references, batch_rows),
+            answers=tuple(answers),
+            max_new_tokens=self.train.generation_max_new_tokens,
+            seconds=time.perf_counter() - started - loss_seconds,
+        )
+        return Scores(loss, loss_seconds, generation)
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
@@ -150,14 +127,14 @@ class Evaluator:
             nats = summed_nll(model(**inputs).logits, labels)
         return torch.stack([nats.double(), labelled_tokens(labels).double()])
 
-    def answers(self, model: torch.nn.Module) -> list[str]:
+    def answers(self, model: torch.nn.Module) -> list[Answer]:
         """Return the generated answers to the questions, in order, on every rank.
 
         Generated ids stay on the GPU for eval_accumulation_steps batches, because decoding
         synchronizes with it.
         """
         accumulation_steps = self.train.eval_accumulation_steps or 1
-        own: dict[int, str] = {}
+        own: dict[int, Answer] = {}
         pending: list[GeneratedBatch] = []
         for numbers, prompts in self._prompt_batches:
             ids = self.generator.generate(model, prompts)
@@ -166,19 +143,19 @@ class Evaluator:
                 own |= self._decode(pending)
                 pending = []
         own |= self._decode(pending)
-        answers: dict[int, str] = {}
+        answers: dict[int, Answer] = {}
         for answers_of_rank in self.process.gather(own):
             answers |= answers_of_rank
         return [answers[number] for number in range(len(self.question_indices))]
 
-    def _decode(self, batches: Sequence[GeneratedBatch]) -> dict[int, str]:
-        """Return the generated texts by the number of their question, without fillers."""
-        texts: dict[int, str] = {}
+    def _decode(self, batches: Sequence[GeneratedBatch]) -> dict[int, Answer]:
+        """Return the generated answers by the number of their question, without fillers."""
+        answers: dict[int, Answer] = {}
         for numbers, ids in batches:
-            for number, text in zip(numbers, self.generator.decode(ids), strict=True):
+            for number, answer in zip(numbers, self.generator.decode(ids), strict=True):
                 if number >= 0:
-                    texts[number] = text
-        return texts
+                    answers[number] = answer
+        return answers
 
     def _question(self, index: int) -> Question:
         sample = self.split[index]

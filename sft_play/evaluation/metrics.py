@@ -3,14 +3,22 @@
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 LOCAL_METRIC = Path(__file__).parent / "rouge_l"  # local, so that no network is needed
 
 
+class RougeL(NamedTuple):
+    """ROUGE-L F-measures in [0, 1]."""
+
+    mean: float
+    of_answers: tuple[float, ...]
+
+
 def rouge_l(
     answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
-) -> float:
-    """Return the mean ROUGE-L F-measure, in [0, 1].
+) -> RougeL:
+    """Return ROUGE-L of each answer, and the mean.
 
     With `batch_rows` the metric gets the answers in batches of that size; the result is the same.
     """
@@ -25,4 +33,5 @@ def rouge_l(
             predictions=list(answers[start : start + step]),
             references=list(references[start : start + step]),
         )
-    return float(metric.compute()["rougeL"])
+    computed = metric.compute()
+    return RougeL(float(computed["rougeL"]), tuple(computed["scores"]))

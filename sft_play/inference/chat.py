@@ -14,7 +14,7 @@ def answer(trained: TrainedModel, messages: Sequence[Message]) -> str:
     generator = Generator(trained.tokenizer, trained.config.train, trained.process)
     prompt = render_prompt(messages, trained.tokenizer)
     ids = generator.generate(trained.model, [prompt])
-    return generator.decode(ids)[0]
+    return generator.decode(ids)[0].text
 
 
 def answer_all(folder: RunFolder, device: str, prompts: Iterable[str]) -> Iterator[str]:

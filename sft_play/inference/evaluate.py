@@ -20,10 +20,7 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
     scores = evaluator.score(trained.model)
     write_json(folder.evaluation / "again.json", scores.as_metrics())
-    line = f"{folder.name} eval_loss={scores.eval_loss:.4f}"
-    if scores.rouge_l is not None:
-        line += f" rougeL={scores.rouge_l:.4f} answers={len(scores.answers)}"
-    return [f"{line} rows={len(test)}"]
+    return [f"{folder.name} {scores.as_text()} rows={len(test)}"]
 
 
 def prepared_data(folder: RunFolder, trained: TrainedModel) -> RunData:

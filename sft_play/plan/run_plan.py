@@ -67,6 +67,7 @@ class RunPlan:
     recipe: tuple[str, ...] = ()  # learning rate, epochs, longest row: where each comes from
     launch: Launch | None = None  # the command; None until the run has a folder
     probe: ProbeReport | None = None
+    has_auto_answer_limit: bool = False  # train.generation_max_new_tokens follows the rows
 
     @property
     def fits(self) -> bool:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sft_play.evaluation.evaluator import Question
+from sft_play.evaluation.scores import GenerationScores, Question
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.held_out import HeldOutEvaluation
@@ -40,11 +40,29 @@ def score_lines(held_out: HeldOutEvaluation) -> list[str]:
         f"{'held-out rows':<16}{'before':>10}{'after':>10}",
         f"{'loss':<16}{before.eval_loss:>10.4f}{after.eval_loss:>10.4f}",
     ]
-    if before.rouge_l is not None and after.rouge_l is not None:
-        lines.append(f"{'ROUGE-L':<16}{before.rouge_l:>10.3f}{after.rouge_l:>10.3f}")
-    for index in sample_indices(len(after.answers)):
+    if before.generation is None or after.generation is None:
+        return lines
+    lines += _generation_lines(before.generation, after.generation)
+    for index in sample_indices(len(after.generation.answers)):
         question = held_out.evaluator.questions[index]
-        lines += ["", *_sample_lines(question, before.answers[index], after.answers[index])]
+        before_text = before.generation.answers[index].text
+        after_text = after.generation.answers[index].text
+        lines += ["", *_sample_lines(question, before_text, after_text)]
+    return lines
+
+
+def _generation_lines(before: GenerationScores, after: GenerationScores) -> list[str]:
+    """Return the rows of the table that are about generated answers."""
+    lines = [f"{'ROUGE-L':<16}{before.rouge_l.mean:>10.3f}{after.rouge_l.mean:>10.3f}"]
+    if not before.cut_answers and not after.cut_answers:
+        return lines
+    lines.append(f"{'cut answers':<16}{before.cut_answers:>10}{after.cut_answers:>10}")
+    if after.cut_answers:
+        limit = after.max_new_tokens
+        lines.append(
+            f"{after.cut_answers} of {len(after.answers)} answers did not end within {limit} "
+            f"tokens; make eval TRAIN_GENERATION_MAX_NEW_TOKENS={2 * limit} scores longer ones"
+        )
     return lines
 
 

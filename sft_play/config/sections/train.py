@@ -176,9 +176,11 @@ class TrainSection(Section):
         1,
         description="Beams of generation, in evaluations, infer and chat; 1 is greedy.",
     )
-    generation_max_new_tokens: PositiveInt = Field(
-        64,
-        description="Longest generated answer in tokens, in evaluations, infer and chat.",
+    generation_max_new_tokens: PositiveInt | Auto = Field(
+        "auto",
+        description="Longest generated answer in tokens, in evaluations, infer and chat; auto is "
+        "the longest answer of the scored rows and a quarter more, from 64 to 1024; in infer and "
+        "chat 2048. Answers that are cut there are counted.",
     )
     generation_max_rows: PositiveInt | None = Field(
         128,

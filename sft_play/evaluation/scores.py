@@ -1,0 +1,91 @@
+"""What an evaluation returns, and how its scores and answers are written. Pure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sft_play.evaluation.generate import Answer
+from sft_play.evaluation.metrics import RougeL
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row whose answer the model generates."""
+
+    origin: str  # file:line
+    prompt: str  # as the model reads it
+    plain_prompt: str  # without special tokens
+    expected: str  # the answer in the row
+
+
+@dataclass(frozen=True)
+class GenerationScores:
+    """The generated answers to the first rows of the set, in order, and their ROUGE-L."""
+
+    rouge_l: RougeL
+    answers: tuple[Answer, ...]
+    max_new_tokens: int
+    seconds: float
+
+    @property
+    def cut_answers(self) -> int:
+        """How many answers reached the limit before a stop token."""
+        return sum(answer.was_cut for answer in self.answers)
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the scalars under the names of run.json."""
+        return {
+            "rougeL": self.rouge_l.mean,
+            "answers": len(self.answers),
+            "cut_answers": self.cut_answers,
+            "max_new_tokens": self.max_new_tokens,
+            "generation_seconds": self.seconds,
+        }
+
+    def as_text(self) -> str:
+        """Return the scores as they stand in the log."""
+        return (
+            f"rougeL={self.rouge_l.mean:.3f} answers={len(self.answers)} "
+            f"cut={self.cut_answers} at {self.max_new_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The result of one evaluation."""
+
+    eval_loss: float  # nats per labelled token
+    loss_seconds: float
+    generation: GenerationScores | None = None  # None where no answers were generated
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the scalars under the names of run.json."""
+        metrics = {"eval_loss": self.eval_loss, "eval_loss_seconds": self.loss_seconds}
+        if self.generation is not None:
+            metrics |= self.generation.as_metrics()
+        return metrics
+
+    def as_text(self) -> str:
+        """Return the scores as they stand in the log."""
+        loss = f"eval_loss={self.eval_loss:.4f}"
+        return f"{loss} {self.generation.as_text()}" if self.generation else loss
+
+
+def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
+    """Return a JSON line for each answer; an empty text where nothing was generated."""
+    if scores.generation is None:
+        return ""
+    answers = scores.generation.answers
+    of_answers = scores.generation.rouge_l.of_answers
+    lines = []
+    for question, answer, rouge_l in zip(questions, answers, of_answers, strict=True):
+        values = {
+            "origin": question.origin,
+            "prompt": question.prompt,
+            "expected": question.expected,
+            "answer": answer.text,
+            "rougeL": round(rouge_l, 4),
+            "was_cut": answer.was_cut,
+        }
+        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+    return "".join(lines)
