@@ -73,8 +73,7 @@ def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     )  # the same float32 sums
     assert again["rougeL"] == after["rougeL"]
     assert (
-        line
-        == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.3f} answers=4 "
+        line == f"run eval_loss={after['eval_loss']:.4f} rougeL={after['rougeL']:.3f} answers=4 "
         f"cut={after['cut_answers']} at 8 tokens rows=6"
     )
 

@@ -11,7 +11,9 @@ from sft_play.runs.folder import RunFolder
 
 def answer(trained: TrainedModel, messages: Sequence[Message]) -> str:
     """Return the model's next turn, generated with the settings of the run's evaluations."""
-    generator = Generator(trained.tokenizer, trained.config.train, trained.process)
+    generator = Generator(
+        trained.tokenizer, trained.config.train, trained.process, saved_stops=trained.stops
+    )
     prompt = render_prompt(messages, trained.tokenizer)
     ids = generator.generate(trained.model, [prompt])
     return generator.decode(ids)[0].text

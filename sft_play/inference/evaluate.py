@@ -17,7 +17,13 @@ def evaluate_run(folder: RunFolder, device: str) -> list[str]:
     """
     trained = load_run(folder, device)
     test = prepared_data(folder, trained).test
-    evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
+    evaluator = Evaluator(
+        test,
+        trained.tokenizer,
+        trained.config.train,
+        trained.process,
+        saved_stops=trained.stops,
+    )
     scores = evaluator.score(trained.model)
     write_json(folder.evaluation / "again.json", scores.as_metrics())
     return [f"{folder.name} {scores.as_text()} rows={len(test)}"]

@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError
+from sft_play.models.export import read_stops
 from sft_play.models.load import load_base
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
@@ -30,22 +31,17 @@ class TrainedModel:
     tokenizer: PreTrainedTokenizerBase
     config: Config
     process: Process
+    stops: tuple[int, ...]  # ids that end an answer; () for runs of older versions
 
 
-def load_run(folder: RunFolder, device: str) -> TrainedModel:
+def load_run(folder: RunFolder, device: str, config: Config | None = None) -> TrainedModel:
     """Return the trained model of a run on `device` (cpu or cuda).
 
+    `config` is the run's with other settings of evaluation or generation; None is the run's own.
     Raises: CheckpointError when its weights are incomplete.
     """
-    config = folder.read_config()
-    weights = folder.weights(config.tuning.mode)
-    if not weights.is_dir():
-        status = folder.read_report().status
-        raise CheckpointError(
-            f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a "
-            "finished one with RUN=, make runs lists them"
-        )
-    stamp.refuse_mismatch(weights, stamp.wanted(config))
+    config = config or folder.read_config()
+    weights = checked_weights(folder, config)
     process = _process(folder, config, device)
     tokenizer = load_tokenizer(config_of_weights(config, weights))
     with quiet_libraries():
@@ -55,7 +51,23 @@ def load_run(folder: RunFolder, device: str) -> TrainedModel:
         else:
             model = load_adapter(load_base(config, process), weights)
     model.eval()
-    return TrainedModel(model, tokenizer, config, process)
+    return TrainedModel(model, tokenizer, config, process, read_stops(weights))
+
+
+def checked_weights(folder: RunFolder, config: Config) -> Path:
+    """Return the folder of a run's trained weights.
+
+    Raises: CheckpointError when they are incomplete, or of another base.
+    """
+    weights = folder.weights(config.tuning.mode)
+    if not weights.is_dir():
+        status = folder.read_report().status
+        raise CheckpointError(
+            f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a "
+            "finished one with RUN=, make runs lists them"
+        )
+    stamp.refuse_mismatch(weights, stamp.wanted(config))
+    return weights
 
 
 def _process(folder: RunFolder, config: Config, device: str) -> Process:

@@ -2,13 +2,17 @@
 
 import torch
 
+from sft_play.data.render import stop_ids
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.load import config_of_weights, load_adapter, quiet_libraries
+from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import load_base
 from sft_play.process import Process
 from sft_play.runs import stamp
+from sft_play.runs.files import share, write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_card import card_text
 
 
 def merge_run(folder: RunFolder) -> str:
@@ -41,6 +45,11 @@ def merge_run(folder: RunFolder) -> str:
         adapted = load_adapter(base, weights)
         merged = adapted.merge_and_unload()  # in float32, the dtype of the adapter
         merged.save_pretrained(target)
-    load_tokenizer(config_of_weights(config, weights)).save_pretrained(target)
+    tokenizer = load_tokenizer(config_of_weights(config, weights))
+    stops = list(read_stops(weights)) or sorted(stop_ids(tokenizer))
+    write_stops(target, stops, tokenizer, merged)
+    card = card_text(config, folder.read_report(), saved_stops(stops, tokenizer), target)
+    write_text(target / "README.md", card)
+    share(target)
     stamp.write(target, {**run_stamp, "merged": True})
     return f"merged {target}"

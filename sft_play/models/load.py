@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
+from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 
@@ -77,6 +78,8 @@ def load_base(
         )
     if config.tuning.mode == "qlora":
         bnb.keep_differentiable(model)
+    if model.can_generate():
+        model.generation_config = savable_generation_config(model)
     return model
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,20 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
+
+
+def share(folder: Path) -> None:
+    """Let others read the files of a folder as the umask says.
+
+    Libraries write some of them through temporary files that only their owner may read.
+    """
+    probe = folder / f".mode.{secrets.token_hex(8)}"
+    with probe.open("x"):
+        mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 def as_text(value: Any) -> str:

@@ -26,6 +26,7 @@ from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
+from sft_play.runs.files import share
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
 from sft_play.training.loraplus import raise_learning_rate_of_b
@@ -245,6 +246,7 @@ class SftTrainer(Trainer):
             self.args.save_total_limit = save_total_limit
         self.accelerator.wait_for_everyone()  # every rank writes its own files
         if self.args.should_save:
+            share(folder)
             # last: its presence marks the checkpoint complete
             stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})
             rotate_checkpoints(

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as hf_logging
 
+from sft_play.config.schema import Config
 from sft_play.data.assemble import RunData, assemble
 from sft_play.data.data_facts import DataFacts
 from sft_play.data.histogram import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
+from sft_play.models.export import saved_stops, trained_stops, write_stops
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
@@ -25,8 +27,10 @@ from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.runs import stamp
+from sft_play.runs.files import share, write_text
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import LoggedLoss
+from sft_play.runs.model_card import card_text
+from sft_play.runs.report import LoggedLoss, RunReport
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.build import build_evaluator, build_trainer
@@ -176,8 +180,22 @@ def save_weights(
                 check_saved_model(weights, trainer.model, zero_stage)
             else:
                 check_saved_adapter(weights, trainer.model, zero_stage, is_complete)
+        status = "done" if is_complete else "stopped"
+        step = trainer.state.global_step
+        report = dataclasses.replace(recorder.report, status=status, global_step=step)
+        describe_weights(weights, context.config, trainer, report)
         stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
     return weights
+
+
+def describe_weights(weights: Path, config: Config, trainer: SftTrainer, report: RunReport) -> None:
+    """Write beside saved weights where their answers end, for programs and people."""
+    tokenizer = trainer.processing_class
+    stops = trained_stops(trainer.train_dataset.samples, tokenizer)
+    write_stops(weights, stops, tokenizer, trainer.model)
+    card = card_text(config, report, saved_stops(stops, tokenizer), weights)
+    write_text(weights / "README.md", card)
+    share(weights)
 
 
 def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:

@@ -1,0 +1,145 @@
+"""What a saved model says of where its answers end, so that any program stops there.
+
+transformers keeps the base's stops when a trained model is saved. A base whose chat template ends
+turns with another token than its eos would run on behind the trained stop.
+"""
+
+import copy
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from sft_play.data.render import IGNORE_INDEX, stop_ids
+from sft_play.data.store import Split
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.model_card import SavedStops
+
+logger = logging.getLogger(__name__)
+
+COUNTED_ROWS = 1000  # every row of a template ends its answers alike
+# Tokens that vocabularies have for padding, where the tokenizer does not name one
+PAD_TOKENS = (
+    *("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<PAD>"),
+    *("<|endoftext|>", "<unk>"),
+)
+
+
+def trained_stops(rows: Split, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end an answer, the one that ends most trained answers first.
+
+    The others are those at which evaluations stop too.
+    """
+    known = stop_ids(tokenizer)
+    counts: Counter[int] = Counter()
+    for index in range(min(len(rows), COUNTED_ROWS)):
+        labels = rows[index].labels
+        trained = labels[labels != IGNORE_INDEX]
+        ends = trained[np.isin(trained, list(known))]
+        if len(ends):
+            counts[int(ends[-1])] += 1
+    return sorted(known, key=lambda stop: (-counts[stop], stop))
+
+
+def write_stops(
+    folder: Path,
+    stops: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+) -> None:
+    """Write tokenizer and generation_config.json with `stops`, the trained one first.
+
+    Where the folder holds a whole model, its config.json names them too.
+    """
+    own_tokenizer = with_eos(tokenizer, stops[0])
+    own_tokenizer.save_pretrained(folder)
+    generation = savable_generation_config(model)
+    generation._from_model_config = False  # else transformers may take the model config's stops
+    generation.eos_token_id = stops if len(stops) > 1 else stops[0]
+    generation.pad_token_id = own_tokenizer.pad_token_id
+    generation.save_pretrained(folder)
+    config_path = folder / "config.json"
+    if config_path.is_file():
+        config = read_json(config_path)
+        if "eos_token_id" in config:
+            write_json(config_path, {**config, "eos_token_id": generation.eos_token_id})
+
+
+def read_stops(folder: Path) -> tuple[int, ...]:
+    """Return the stops of a saved folder; () where an older version of this program saved it."""
+    path = folder / GENERATION_CONFIG_NAME
+    if not path.is_file():
+        return ()
+    eos = read_json(path).get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def saved_stops(stops: list[int], tokenizer: PreTrainedTokenizerBase) -> SavedStops:
+    """Return stops with their tokens, for the model card."""
+    return SavedStops(tuple(tokenizer.convert_ids_to_tokens(stops)), tuple(stops))
+
+
+def with_eos(tokenizer: PreTrainedTokenizerBase, stop: int) -> PreTrainedTokenizerBase:
+    """Return a copy of the tokenizer whose eos is `stop`, and whose template writes the same."""
+    changed = copy.deepcopy(tokenizer)
+    if stop != tokenizer.eos_token_id:
+        changed.chat_template = _with_fixed_eos(tokenizer.chat_template, tokenizer.eos_token)
+        changed.eos_token = tokenizer.convert_ids_to_tokens(stop)
+    if changed.pad_token_id in (None, stop):
+        changed.pad_token = _pad_token(changed)
+    return changed
+
+
+def savable_generation_config(model: PreTrainedModel) -> GenerationConfig:
+    """Return a copy of the model's generation config that transformers agrees to save.
+
+    Some bases name a temperature and leave do_sample off. transformers loads that and refuses to
+    save it, which would lose the weights of a whole run.
+    """
+    generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+    fault = _fault(generation)
+    if fault is None:
+        return generation
+    generation.do_sample = True  # what the sampling values are for
+    if _fault(generation) is None:
+        return generation
+    logger.warning("the base's generation_config.json is left out: %s", fault)
+    return GenerationConfig()
+
+
+def _fault(generation: GenerationConfig) -> str | None:
+    """Return why transformers would not save it, None if it would."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _with_fixed_eos(template: str | dict[str, str], eos: str) -> str | dict[str, str]:
+    """Return a template, or several by name, in which eos_token is what it was in training.
+
+    `+%}` keeps the template's first character where that is a line break.
+    """
+    if isinstance(template, dict):
+        return {name: _with_fixed_eos(text, eos) for name, text in template.items()}
+    if "eos_token" not in template:
+        return template
+    return f"{{% set eos_token = {json.dumps(eos, ensure_ascii=False)} +%}}{template}"
+
+
+def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a token that no answer ends with, or eos where the vocabulary has no other.
+
+    Trainers mask padding: a stop that is padding too would not be learned from this folder.
+    """
+    ids = tokenizer.convert_tokens_to_ids(list(PAD_TOKENS))
+    for token, token_id in zip(PAD_TOKENS, ids, strict=True):
+        is_known = token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
+        if is_known and token_id != tokenizer.eos_token_id:
+            return token
+    return tokenizer.eos_token

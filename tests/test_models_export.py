@@ -1,0 +1,214 @@
+"""sft_play.models.export: any program that loads what a run saved stops where the run trained."""
+
+import json
+import os
+import re
+import stat
+
+import pytest
+import torch
+from families import family, tokenizer
+from peft import AutoPeftModelForCausalLM
+from run_files import run_json
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from sft_play.data.render import stop_ids
+from sft_play.data.rows import Message
+from sft_play.data.templates import ChatTemplate
+from sft_play.inference import chat
+from sft_play.inference.evaluate import evaluate_run
+from sft_play.inference.load import load_run
+from sft_play.inference.merge import merge_run
+from sft_play.models.export import savable_generation_config, with_eos
+
+QUESTION = "What is blue?"
+ANSWER = "The sea is blue."
+LIMIT = 24  # the answer has fewer tokens
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A Qwen2 base whose eos is not its template's stop. It gives the answer, the stop, more."""
+    tok = family("chatml")
+    answer = tok(ANSWER, add_special_tokens=False)["input_ids"]
+    stop = tok.convert_tokens_to_ids("<|im_end|>")
+    prompt_end = tok("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"][-1]
+    assert tok.eos_token == "<|endoftext|>" and len({*answer, stop, prompt_end}) == len(answer) + 2
+    # each token's embedding is its own direction, and the head maps it to the token that follows
+    size = len(tok)
+    hidden = -(-size // 8) * 8
+    config = Qwen2Config(
+        vocab_size=size,
+        hidden_size=hidden,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=tok.eos_token_id,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    chain = [prompt_end, *answer, stop]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(size, hidden))
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(0.01 * torch.randn(size, hidden))
+        for token, following in zip([*chain, answer[0]], [*chain[1:], answer[0]], strict=False):
+            model.lm_head.weight[following, token] = 1.0
+    folder = tmp_path_factory.mktemp("qwen")
+    model.save_pretrained(folder)
+    tok.save_pretrained(folder)
+    # as some bases are published: transformers loads this, and refuses to save it
+    facts = {"temperature": 0.7, "eos_token_id": tok.eos_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(base, plan_run, run_worker):
+    """Return a function that gives the finished run of a mode, the same one to every test."""
+    runs = {}
+
+    def run(mode: str):
+        if mode not in runs:
+            runs[mode] = plan_run(
+                {
+                    "model.name": base,
+                    "tuning.mode": mode,
+                    "train.learning_rate": 1e-5,
+                    "train.generation_max_new_tokens": LIMIT,
+                }
+            )
+            before = os.umask(0o022)
+            try:
+                assert run_worker(runs[mode]) == 0, run_json(runs[mode])["cause"]
+                if mode != "full":
+                    merge_run(runs[mode])
+            finally:
+                os.umask(before)
+        return runs[mode]
+
+    return run
+
+
+def plain_answer(model, folder) -> str:
+    """Return what transformers generates and decodes, with every token."""
+    tok = AutoTokenizer.from_pretrained(folder)
+    prompt = tok.apply_chat_template(
+        [{"role": "user", "content": QUESTION}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ids = model.generate(**prompt, max_new_tokens=LIMIT, do_sample=False)
+    return tok.decode(ids[0, prompt["input_ids"].shape[1] :])
+
+
+def test_the_base_runs_on_behind_its_templates_stop(base):
+    shown = plain_answer(AutoModelForCausalLM.from_pretrained(base), base)
+    assert shown.startswith(f"{ANSWER}<|im_end|>") and not shown.endswith("<|im_end|>")
+
+
+@pytest.mark.parametrize(("mode", "name"), [("full", "model"), ("lora", "merged")])
+def test_plain_generation_from_a_saved_model_stops_at_the_trained_token(trained, mode, name):
+    folder = trained(mode).path / name
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert plain_answer(model, folder) == f"{ANSWER}<|im_end|>"
+    tok = AutoTokenizer.from_pretrained(folder)
+    stop = tok.convert_tokens_to_ids("<|im_end|>")
+    assert tok.eos_token == "<|im_end|>" and tok.pad_token == "<pad>"
+    assert model.generation_config.eos_token_id[0] == stop
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"][0] == stop
+
+
+def test_an_adapter_stops_there_with_the_generation_config_of_its_folder(trained):
+    folder = trained("lora").path / "adapter"
+    stops = GenerationConfig.from_pretrained(folder)
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, generation_config=stops)
+    assert plain_answer(model, folder) == f"{ANSWER}<|im_end|>"
+
+
+def test_the_code_of_an_adapters_readme_runs_and_answers(trained, capsys):
+    folder = trained("lora").path
+    readme = (folder / "adapter" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    code = code.replace("Hello!", QUESTION).replace("=256", f"={LIMIT}")
+    exec(code, {})
+    assert capsys.readouterr().out == f"{ANSWER}\n"
+    after = run_json(folder)["metrics"]["after"]
+    assert f"| ROUGE-L | {run_json(folder)['metrics']['before']['rougeL']:.4g} |" in readme
+    assert f"| {after['eval_loss']:.4g} |" in readme
+    assert "| train | train.jsonl | 10 |" in readme
+    assert "Answers end with `<|im_end|>`; generation stops at `<|endoftext|>` too" in readme
+    assert "| LoRA rank | 16 |" in readme and "More Information Needed" not in readme
+
+
+def test_eval_infer_and_chat_stop_there_too(trained):
+    folder = trained("lora")
+    loaded = load_run(folder, "cpu")
+    assert set(loaded.stops) == stop_ids(loaded.tokenizer) | {
+        loaded.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    }
+    assert chat.answer(loaded, [Message("user", QUESTION)]) == ANSWER
+    after = run_json(folder)["metrics"]["after"]
+    evaluate_run(folder, "cpu")
+    again = json.loads((folder.evaluation / "again.json").read_text())
+    assert again["rougeL"] == after["rougeL"] and again["cut_answers"] == after["cut_answers"] == 0
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_others_may_read_what_a_run_saved(trained, mode):
+    folder = trained(mode).path
+    closed = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != 0o644
+    ]
+    assert closed == []
+
+
+# The tokenizer that is saved
+
+EOS_BETWEEN_TURNS = (
+    "\n{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] }}"
+    "{{ '<|im_end|>' if m['role'] == 'assistant' else eos_token }}{% endfor %}"
+)
+
+
+def test_a_template_that_writes_eos_writes_the_same_after_eos_is_another_token():
+    tok = tokenizer(EOS_BETWEEN_TURNS, bos="<bos>")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    changed = with_eos(tok, tok.convert_tokens_to_ids("<|im_end|>"))
+    assert (tok.eos_token, changed.eos_token) == ("<eos>", "<|im_end|>")
+    text = ChatTemplate(tok).render_conversation(messages).text
+    assert "a<eos>" in text and ChatTemplate(changed).render_conversation(messages).text == text
+    assert changed.apply_chat_template(messages, tokenize=False) == text
+
+
+@pytest.mark.parametrize(("pad", "expected"), [("<pad>", "<pad>"), ("<eos>", "<pad>")])
+def test_padding_is_no_token_that_ends_answers(pad, expected):
+    tok = tokenizer(None)
+    tok.pad_token = pad
+    try:
+        changed = with_eos(tok, tok.eos_token_id)
+    finally:
+        tok.pad_token = "<pad>"
+    assert (changed.eos_token, changed.pad_token) == ("<eos>", expected)
+
+
+def test_a_generation_config_that_cannot_be_saved_samples_or_is_left_out(base):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    assert savable_generation_config(model).do_sample is True
+    model.generation_config = GenerationConfig(num_beams=1)
+    model.generation_config.num_return_sequences = 3  # greedy search returns one
+    assert savable_generation_config(model).num_return_sequences in (None, 1, 3)
+    savable_generation_config(model).validate(strict=True)
