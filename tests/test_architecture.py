@@ -21,7 +21,7 @@ ALLOWED = {
     "plan": {"errors", "config", "runs"},
     "data": {"errors", "config", "runs", "plan"},
     "reporting": {"errors", "config", "runs", "plan", "data"},
-    "models": {"errors", "process", "config", "plan", "data"},
+    "models": {"errors", "process", "config", "runs", "plan", "data"},
     "evaluation": {"errors", "process", "config", "data", "models"},
     "training": {
         "errors",

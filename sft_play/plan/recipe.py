@@ -182,7 +182,11 @@ def count_in_words(number: float) -> str:
 
 
 def _generated_tokens(config: Config) -> int:
-    return config.train.generation_max_new_tokens if config.train.predict_with_generate else 0
+    """Return the tokens that the user wants generated; auto follows what max_seq_len holds."""
+    train = config.train
+    if not train.predict_with_generate or train.generation_max_new_tokens == "auto":
+        return 0
+    return train.generation_max_new_tokens
 
 
 def _tokens_of_almost_all(lengths: tuple[int, ...]) -> int:
