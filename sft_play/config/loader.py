@@ -27,6 +27,8 @@ BASE = CONFIGS / "base.yaml"
 DEFAULT = CONFIGS / "tiny.yaml"  # of the model that ships, and of no other
 SHIPPED_MODEL = PROJECT_ROOT / "data" / "tiny_llama"
 
+CHOSEN = "auto: "  # begins the origin of a value that was chosen for the user, and why
+
 SettingValue = Any  # of the type that its field in the schema has
 
 
@@ -44,7 +46,7 @@ class LoadedConfig:
         if path in self.unset:
             return False
         origin = self.origin[path]
-        return origin != BUILT_IN and not origin.startswith(f"{displayed(BASE)}:")
+        return origin != BUILT_IN and not origin.startswith((f"{displayed(BASE)}:", CHOSEN))
 
     def value(self, path: str) -> SettingValue:
         """Return the value of a setting by its dotted name."""

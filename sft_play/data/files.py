@@ -12,7 +12,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -43,6 +43,15 @@ class Chunk:
     numbers: Sequence[int]  # of each record: its line from 1, or its index from 0
     records: "list[bytes] | list[Json | UnreadableRecord] | pa.RecordBatch"
     bytes_read: int  # size of the records in the file on disk
+
+    def take(self, positions: Sequence[int]) -> "Chunk":
+        """Return the records at some positions of this chunk, at least one."""
+        numbers = [self.numbers[position] for position in positions]
+        if isinstance(self.records, list):
+            records = [self.records[position] for position in positions]
+        else:
+            records = self.records.take(list(positions))
+        return replace(self, numbers=numbers, records=records)
 
     def origin(self, position: int) -> str:
         """Return `file:line` or `file[index]` of the record at a position of this chunk."""

@@ -50,6 +50,11 @@ class Row:
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
 
     @property
+    def plain_text(self) -> str:
+        """The text of a row that is no conversation."""
+        return self.text or "".join(segment.text for segment in self.segments)
+
+    @property
     def begins_with_answer(self) -> bool:
         """Whether the assistant speaks before the first question, as in a greeting."""
         speakers = [message.role for message in self.messages[:2] if message.role != "system"]

@@ -78,9 +78,9 @@ class TokenCounter:
     def _text(self, row: Row) -> str | None:
         from jinja2 import TemplateError
 
-        if row.text is not None:
+        if row.text is not None or row.segments:
             begin = self.special_tokens.get("bos_token", "")
-            return f"{begin}{row.text}{self.special_tokens.get('eos_token', '')}"
+            return f"{begin}{row.plain_text}{self.special_tokens.get('eos_token', '')}"
         try:
             return self._compiled.render(
                 messages=template_messages(row.messages),

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sft_play.config.layers import displayed
-from sft_play.config.loader import DEFAULT, SHIPPED_MODEL, LoadedConfig, is_shipped_model
+from sft_play.config.loader import (
+    CHOSEN,
+    DEFAULT,
+    SHIPPED_MODEL,
+    LoadedConfig,
+    is_shipped_model,
+)
 from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 
@@ -80,7 +86,7 @@ def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
         )
     values = {}
     for path, choice in choices.items():
-        values[path] = Located(choice.value, f"auto: {choice.reason}")
+        values[path] = Located(choice.value, f"{CHOSEN}{choice.reason}")
     return loaded.with_values(values) if values else loaded
 
 
