@@ -17,3 +17,157 @@ from sft_play.data.files import Chunk, read_chunks
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import parse_rows
+from sft_play.data.rows import MAX_HELD_OUT_ROWS, Row
+from sft_play.data.sources import find_source, source_sections, system_prompt_of
+from sft_play.data.token_counter import TokenCounter
+from sft_play.errors import DataError
+from sft_play.plan import sources
+from sft_play.plan.recipe import RowFacts
+from sft_play.plan.workload import CHARACTERS_PER_TOKEN, estimated
+
+READ_BYTES = 16 << 20  # of each source
+SAMPLED_ROWS = 2000  # of all sources together
+COUNTED_CHARACTERS = 2 << 20  # a tokenizer takes about a second
+FEWEST_COUNTED_ROWS = 50
+
+
+@dataclass(frozen=True)
+class SourceSample:
+    """The beginning of one source."""
+
+    section: SourceSection
+    chunks: tuple[tuple[RowFormat, Chunk], ...]
+    rows: int  # that were read
+    all_rows: float  # of the source; estimated by the size of its files where more is left
+
+    @property
+    def is_estimated(self) -> bool:
+        return self.all_rows > self.rows
+
+
+class Lengths(NamedTuple):
+    """Tokens of rows, shortest first, and why no tokenizer counted them, None where one did."""
+
+    tokens: tuple[int, ...]
+    uncounted_because: str | None = None
+
+
+def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) -> RowFacts | str:
+    """Return what a config's training rows are like, or why nobody can say.
+
+    With `may_fetch`, rows and a tokenizer that are not on this machine are fetched.
+    Raises: EnvironmentFault when they cannot be fetched.
+    """
+    data = sources.resolved(config.data)
+    try:
+        samples = [
+            _read_source(section, config, may_fetch) for section in source_sections(data.train_path)
+        ]
+    except DataError as error:  # the run itself names every bad row and stops
+        return str(error).splitlines()[0]
+    rows = _sampled_rows(samples, config)
+    if not rows:
+        return "none of the first rows can be used"
+    lengths = _lengths_of(rows, _find_counter(config, environ, may_fetch), config.model.name)
+    mean_tokens = sum(lengths.tokens) / len(lengths.tokens)
+    held_out = 0.0
+    if not data.val_path:
+        all_rows = sum(sample.all_rows for sample in samples)
+        held_out = min(data.val_size, MAX_HELD_OUT_ROWS / all_rows)
+    of_sources = [(sample.all_rows, mean_tokens, sample.section.weight) for sample in samples]
+    return RowFacts(
+        rows=estimated(of_sources, held_out).samples,
+        lengths=lengths.tokens,
+        is_estimated=any(sample.is_estimated for sample in samples),
+        uncounted_because=lengths.uncounted_because,
+    )
+
+
+def _read_source(section: SourceSection, config: Config, may_fetch: bool) -> SourceSample:
+    """Return the first READ_BYTES of a source. Raises DataError."""
+    if not may_fetch and not Path(section.path).exists():
+        raise DataError(f"{section.path} is not on this machine yet")
+    source = find_source(section, "data.train_path", config.data.columns)
+    chunks = []
+    bytes_read = 0
+    for path in source.files:
+        row_format = detect_format(path, source.columns)
+        for chunk in read_chunks(path):
+            chunks.append((row_format, chunk))
+            bytes_read += chunk.bytes_read
+            if bytes_read >= READ_BYTES:
+                break
+        if bytes_read >= READ_BYTES:
+            break
+    rows = sum(len(chunk.records) for _, chunk in chunks)
+    share = 1.0
+    if bytes_read >= READ_BYTES:
+        share = max(1.0, source.file_bytes / bytes_read)
+    return SourceSample(section, tuple(chunks), rows, rows * share)
+
+
+def _sampled_rows(samples: Sequence[SourceSample], config: Config) -> list[Row]:
+    """Return SAMPLED_ROWS of the samples' rows; those that cannot be used are left out.
+
+    They are drawn at random, the same ones each time: rows at equal distances may be all alike.
+    """
+    positions = range(sum(sample.rows for sample in samples))
+    if len(positions) > SAMPLED_ROWS:
+        positions = sorted(random.Random(0).sample(positions, SAMPLED_ROWS))
+    rows: list[Row] = []
+    start = 0  # of a chunk, among all rows
+    for row_format, chunk in chain.from_iterable(sample.chunks for sample in samples):
+        end = start + len(chunk.records)
+        of_chunk = positions[bisect_left(positions, start) : bisect_left(positions, end)]
+        if of_chunk:
+            drawn = chunk.take([position - start for position in of_chunk])
+            parsed = parse_rows(drawn, row_format, system_prompt_of(config))
+            rows.extend(row for row in parsed if isinstance(row, Row))
+        start = end
+    return rows
+
+
+def _find_counter(
+    config: Config, environ: Mapping[str, str], may_fetch: bool
+) -> TokenCounter | None:
+    counter = TokenCounter.find(config, environ)
+    if counter is None and may_fetch:
+        from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
+
+        counter = TokenCounter.of(load_tokenizer(config))
+    return counter
+
+
+def _lengths_of(rows: Sequence[Row], counter: TokenCounter | None, model: str) -> Lengths:
+    """Return the tokens of rows.
+
+    Where they have much text, some rows are counted, and the others have as many tokens for each
+    character.
+    """
+    characters = [_characters(row) for row in rows]
+    if counter is None:
+        reason = f"the tokenizer of {model} is not on this machine"
+        return Lengths(_by_characters(characters, 1 / CHARACTERS_PER_TOKEN), reason)
+    step = math.ceil(sum(characters) / COUNTED_CHARACTERS)
+    step = max(1, min(step, len(rows) // FEWEST_COUNTED_ROWS))
+    counted: dict[int, int] = {}
+    for position, tokens in zip(
+        range(0, len(rows), step), counter.count(rows[::step]), strict=True
+    ):
+        if tokens is not None:
+            counted[position] = tokens
+    if not counted:
+        reason = f"the chat template of {model} takes none of them"
+        return Lengths(_by_characters(characters, 1 / CHARACTERS_PER_TOKEN), reason)
+    ratio = sum(counted.values()) / max(1, sum(characters[position] for position in counted))
+    if step == 1:
+        return Lengths(tuple(sorted(counted.values())))
+    return Lengths(_by_characters(characters, ratio))
+
+
+def _characters(row: Row) -> int:
+    return len(row.plain_text) + sum(len(message.content) for message in row.messages)
+
+
+def _by_characters(characters: Sequence[int], tokens_per_character: float) -> tuple[int, ...]:
+    return tuple(sorted(math.ceil(count * tokens_per_character) for count in characters))
