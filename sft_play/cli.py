@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from sft_play.commands import call as calls
+from sft_play.commands import data_check as checking
 from sft_play.commands import plan as planning
 from sft_play.commands import preview as previews
 from sft_play.commands import setup, use
@@ -137,16 +138,9 @@ def data_check(
     config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False
 ) -> None:
     """Read and render all rows as a run would, and account for each."""
-    from sft_play.data.ledger_tables import ledger_lines
-    from sft_play.data.pipeline import build_ledger
-
     called = _call(config, set_)
     planned = calls.plan_run(called, calls.load_config(called))
-    ledger = build_ledger(planned)
-    if json:
-        typer.echo(calls.as_text(ledger.as_json()))
-    else:
-        _echo_lines(ledger_lines(ledger))
+    checking.data_check(planned, json)
 
 
 @app.command()

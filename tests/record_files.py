@@ -66,10 +66,18 @@ def to_arrow_file(records: Records) -> bytes:
     return sink.getvalue()
 
 
+def zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
 WRITERS: dict[str, Callable[[Records], bytes]] = {
     "a.jsonl": to_jsonl,
     "a.ndjson": to_jsonl,
     "a.jsonl.gz": lambda records: gzip.compress(to_jsonl(records), mtime=0),
+    "a.jsonl.zst": lambda records: zstd(to_jsonl(records)),
     "a.json": to_json,
     "b.json": to_wrapped_json,
     "a.json.gz": lambda records: gzip.compress(to_json(records), mtime=0),

@@ -18,6 +18,7 @@ from record_files import (
     to_arrow_stream,
     to_parquet,
     to_table,
+    zstd,
 )
 
 from sft_play.data import csv_files, files
@@ -50,8 +51,8 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      'the file ends with this line, perhaps cut off'),
     ("a.jsonl", LINE + LINE[:-3], ":2",
      "not valid JSON: Unterminated string starting at column 29; the file ends with this line"),
-    ("a.jsonl", LINE.decode().encode("utf-16"), ":1",
-     "not UTF-8 at byte 0; save the file as UTF-8"),
+    ("a.jsonl", LINE.decode().encode("utf-16"), "",
+     "the text is UTF-16; iconv -f UTF-16 -t UTF-8 "),
     ("a.jsonl", LINE.decode().encode("utf-16-le"), ":1",
      "not valid JSON: it holds NUL bytes; if the file is UTF-16, save it as UTF-8"),
     ("a.jsonl", LINE * 3 + "é".encode("latin-1") + LINE, ":4", "not UTF-8 at byte 0"),
@@ -120,10 +121,17 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      "not valid CSV: ',' expected after '\"'; quotes inside a field are doubled"),
     ("a.csv", b"question,question\nq,a\n", ":1",
      "the first line names the columns, and 'question' stands there twice"),
+    ("a.csv", b"question,answer,,\nq,a,,\nq,a,b,\n", ":3",
+     "3 fields, and the first line names 2 columns"),
+    ("a.csv", "question,answer\nq,a\n".encode("utf-16"), "",
+     "the text is UTF-16; iconv -f UTF-16 -t UTF-8 "),
+    ("a.jsonl", LINE.decode().encode("utf-16-be"), ":1", "not valid JSON: it holds NUL bytes"),
+    ("a.txt", b" \n\n", "", "no rows"),
+    ("a.txt", b"A rose.\nA caf\xe9.", ":1", "not UTF-8 in line 2; save the file as UTF-8"),
+    ("a.jsonl.zst", zstd(LINE * 9)[:-5], "", "cannot be read: Truncated compressed stream"),
+    ("a.jsonl.zst", LINE, "", "cannot be read: ZSTD decompress failed"),
     ("a.csv", b"question,,answer\nq,a,b\n", ":1",
      "the first line names the columns, and number 2 of 3 has no name"),
-    ("a.csv", b"question;answer\nq;a\n", ":1",
-     "this names one, 'question;answer'; commas stand between fields, not ';'"),
     ("a.tsv", b"question,answer\nq,a\n", ":1",
      "this names one, 'question,answer'; tabs stand between fields, not ','"),
     ("a.csv", b"What is red?,A rose.\nWhat is blue?,The sea.\n", "",
@@ -158,7 +166,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.arrow", STREAM[:LAST_BATCH], "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", STREAM[: len(STREAM) // 2], "", "no Arrow stream, or one that breaks off"),
     ("a.arrow", ARROW_FILE[: len(ARROW_FILE) // 2], "", "no .arrow file, or a damaged one"),
-    ("a.txt", LINE, "", "a data file ends in .jsonl, .ndjson, .csv, .tsv, .json, .jsonl.gz"),
+    ("a.doc", LINE, "", "a data file ends in .jsonl, .ndjson, .csv, .tsv, .json, .txt, .jsonl.gz"),
     ("a", LINE, "", "a data file ends in .jsonl"),
 ]  # fmt: skip
 

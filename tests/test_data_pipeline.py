@@ -13,10 +13,11 @@ from sft_play.data import tokenize
 from sft_play.data.assemble import RunData, assemble
 from sft_play.data.chunk_tokenizer import TokenizePolicy
 from sft_play.data.data_facts import DataFacts
-from sft_play.data.ledger import LengthPercentiles, PaddedTokens, Tally
+from sft_play.data.ledger import LengthPercentiles, PaddedTokens
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.sources import find_sources
 from sft_play.data.store import Store
+from sft_play.data.tally import Tally
 from sft_play.data.tokenized import read_bad_rows
 from sft_play.errors import ConfigError, DataError
 

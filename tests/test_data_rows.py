@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from sft_play.data.bad_rows import refuse_bad_rows
 from sft_play.data.files import read_chunks
 from sft_play.data.row_detection import detect_format, read_rows
 from sft_play.data.row_formats import ROW_FORMATS
 from sft_play.data.row_parsing import SystemPrompt, parse_rows
-from sft_play.data.rows import BadRow, Message, Row, raise_bad_rows
+from sft_play.data.rows import BadRow, Message, Row
 from sft_play.errors import DataError, ExitClass
 
 S = Message("system", "s")
@@ -439,5 +440,5 @@ def test_five_bad_rows_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     assert lines[5] == "... and 3 more bad rows"
     assert "DATA_ON_BAD_ROW=quarantine" in lines[6]
     with pytest.raises(DataError) as error:
-        raise_bad_rows([BadRow("a:1", "bad", "")] * 5, 5)
+        refuse_bad_rows([BadRow("a:1", "bad", "")] * 5)
     assert len(str(error.value).splitlines()) == 6

@@ -63,11 +63,14 @@ def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(
     with pytest.raises(DataError, match="no data file in this folder; data files end in"):
         found(tmp_path)
     (tmp_path / "a.jsonl").touch()
-    (tmp_path / "more.jsonl.zst").touch()
-    (tmp_path / "table.xlsx").touch()
+    (tmp_path / "README.txt").touch()
+    with pytest.raises(DataError, match=r"holds .*README.txt beside files of rows; move it away"):
+        found(tmp_path)
+    (tmp_path / "more.jsonl.xz").touch()
+    (tmp_path / "table.ods").touch()
     with pytest.raises(
         DataError,
-        match=r"holds .*(zst|xlsx) and 1 more, which is not read; "
+        match=r"holds .*(xz|ods) and 1 more, which is not read; "
         r"move it away, or begin its name with _",
     ):
         found(tmp_path)
@@ -91,7 +94,7 @@ def test_a_folder_that_links_to_another_is_refused(tmp_path: Path) -> None:
         ),
         ("nothing", "no such file or folder; write a data file"),
         ("a/b/c", "no such file or folder; write a data file"),
-        ("data/notes.txt", "a data file ends in .jsonl"),
+        ("data/notes.doc", "a data file ends in .jsonl"),
     ],
 )
 def test_a_path_that_is_not_there_is_named_with_the_nearest(
@@ -99,7 +102,7 @@ def test_a_path_that_is_not_there_is_named_with_the_nearest(
 ) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").touch()
-    (tmp_path / "data" / "notes.txt").touch()
+    (tmp_path / "data" / "notes.doc").touch()
     with pytest.raises(DataError, match=rf"data.train_path=.*{path}: {words}"):
         found(tmp_path / path)
     monkeypatch.chdir(tmp_path)

@@ -19,11 +19,11 @@ from sft_play.data.ledger import (
     LengthPercentiles,
     SourceLedger,
     SplitLedger,
-    Tally,
     merge,
 )
 from sft_play.data.rows import MAX_LISTED_ROWS
 from sft_play.data.store import Split, Store
+from sft_play.data.tally import Tally
 from sft_play.data.tokenized import TokenizedSource, TokenizedSplits
 from sft_play.data.used_tokens import UsedTokens, find_used_tokens
 from sft_play.errors import ConfigError, DataError

@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple, Self
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, columns_with_values
 from sft_play.data.greetings import GreetingPolicy
-from sft_play.data.ledger import Tally
 from sft_play.data.length import fit_sample
 from sft_play.data.render import RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Message, Row
 from sft_play.data.store import RowIdentity, SampleArrays, StoredSample, to_arrays
+from sft_play.data.tally import Tally
 from sft_play.data.tokenized import LongRow, StoredBadRow
 from sft_play.data.unused_keys import UnusedKeys
 

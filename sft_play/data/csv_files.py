@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -9,18 +10,32 @@ from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
 from sft_play.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+OTHER_DELIMITERS = (";", "\t", "|")  # of .csv files
+EXCEL_HINTS = ("sep=,", "sep=;", "sep=|", "sep=")  # a line that Excel reads, before the first
+PANDAS_INDEX = "Unnamed: 0"
 # Characters. A quote that is never closed takes in everything after it. The csv module's own limit
 # is 128 KiB, shorter than some documents.
 MAX_FIELD_CHARACTERS = 64 << 20
 
 
 def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
-    """Yield the records of a table, each with the line on which it begins. Raises DataError."""
+    """Yield the records of a table, each with the line on which it begins.
+
+    Where commas are expected, the delimiter is the one of OTHER_DELIMITERS that the first line
+    has, if it has more of them than commas. Raises DataError.
+    """
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    first_line = text.readline()
+    lines_before = 0
+    if first_line.strip().lower() in EXCEL_HINTS:
+        first_line = text.readline()
+        lines_before = 1
+    if delimiter == ",":
+        delimiter = _find_delimiter(first_line)
+    reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
-        line = reader.line_num + 1
+        line = reader.line_num + 1 + lines_before
         try:
             fields = next(reader, None)
         except csv.Error as error:  # nobody can tell where the next row begins
@@ -30,8 +45,9 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
         if not fields or (len(fields) == 1 and not fields[0].strip()):
             continue
         if not header:
-            _check_header(f"{path}:{line}: the first line names the columns", fields, delimiter)
-            header = fields
+            where = f"{path}:{line}: the first line names the columns"
+            _check_delimiter(where, fields, delimiter)
+            header = name_columns(where, fields)
             continue
         row_text = delimiter.join(fields)
         yield NumberedRecord(line, _parse_row(header, fields, row_text), len(row_text))
@@ -43,13 +59,34 @@ def _reason_of(error: csv.Error) -> str:
     return f"not valid CSV: {error}; quotes inside a field are doubled"
 
 
-def _check_header(where: str, names: list[str], delimiter: str) -> None:
+def _find_delimiter(first_line: str) -> str:
+    """Return the delimiter by which the first line has the most fields; a comma before others."""
+    fields: dict[str, int] = {}
+    for delimiter in (",", *OTHER_DELIMITERS):
+        fields[delimiter] = len(next(csv.reader([first_line], delimiter=delimiter), []))
+    return max(fields, key=lambda delimiter: fields[delimiter])
+
+
+def name_columns(where: str, names: list[str]) -> list[str]:
+    """Return the names of columns, without empty ones at the end; `where` begins errors.
+
+    A first column without a name, as pandas writes its index, is called as pandas calls it.
+    """
+    names = list(names)
+    while names and not names[-1].strip():
+        names.pop()
+    if names and not names[0].strip():
+        names[0] = PANDAS_INDEX
     for number, name in enumerate(names, 1):
         if not name.strip():
             raise DataError(f"{where}, and number {number} of {len(names)} has no name")
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"{where}, and {name!r} stands there twice")
+    return names
+
+
+def _check_delimiter(where: str, names: list[str], delimiter: str) -> None:
     if len(names) > 1:
         return
     for other in ";\t|,":
@@ -67,6 +104,8 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
     except UnicodeEncodeError:
         raw = row_text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return UnreadableRecord("not UTF-8; save the file as UTF-8", raw)
+    while len(fields) > len(header) and not fields[-1].strip():
+        fields.pop()  # empty columns behind the last that has a name
     if len(fields) != len(header):
         reason = (
             f"{len(fields)} fields, and the first line names {len(header)} columns; "

@@ -19,20 +19,30 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sft_play.data import json_parsing
 from sft_play.data.csv_files import DELIMITERS, read_table
+from sft_play.data.encodings import conversion_hint, refuse_wide_encoding
 from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
+from sft_play.data.spreadsheets import read_sheet
 from sft_play.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS)  # errors name their records by line
-TEXT_FORMATS = (*LINE_FORMATS, ".json")
+SHEET = ".xlsx"
+LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, ".txt", SHEET)  # records are named by line
+TEXT_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, ".json", ".txt")
+COMPRESSIONS = (".gz", ".zst")
 COLUMNAR_FORMATS = (".parquet", ".arrow")
-FORMATS = (*TEXT_FORMATS, *(f"{suffix}.gz" for suffix in TEXT_FORMATS), *COLUMNAR_FORMATS)
+FORMATS = (
+    *TEXT_FORMATS,
+    *(suffix + compression for compression in COMPRESSIONS for suffix in TEXT_FORMATS),
+    *COLUMNAR_FORMATS,
+    SHEET,
+)
 ROWS_PER_CHUNK = 2000
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
 MAX_LINE_BYTES = 256 << 20  # a file without line breaks is not read into memory whole
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+END_OF_DOCUMENT = b"<|endoftext|>"  # alone on a line of a .txt file, as in TinyStories
 
 
 @dataclass(frozen=True)
@@ -76,9 +86,25 @@ def file_format(path: Path) -> str | None:
     return next((suffix for suffix in FORMATS if name.endswith(suffix)), None)
 
 
+def base_format(path: Path) -> str:
+    """Return the format of a file without its compression, "" if it has none."""
+    suffix = file_format(path) or ""
+    for compression in COMPRESSIONS:
+        suffix = suffix.removesuffix(compression)
+    return suffix
+
+
+def encoding_hint(path: Path) -> str:
+    """Return which encoding a text file that is not UTF-8 has, "" if that cannot be told."""
+    if base_format(path) not in TEXT_FORMATS:
+        return ""
+    with path.open("rb") as raw:
+        return conversion_hint(path, _decompressed(raw, path))
+
+
 def format_origin(path: Path, number: int) -> str:
     """Return `file:line` or `file[index]` of a record."""
-    if path.name.lower().removesuffix(".gz").endswith(LINE_FORMATS):
+    if base_format(path) in LINE_FORMATS:
         return f"{path}:{number}"
     return f"{path}[{number}]"
 
@@ -105,8 +131,11 @@ def read_chunks(path: Path, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[Ch
             raise DataError(f"{path}: a folder or a device, not a file")
         if suffix in COLUMNAR_FORMATS:
             yield from _columnar_chunks(path, rows_per_chunk)
+        elif suffix == SHEET:
+            size = path.stat().st_size
+            yield from _group(path, read_sheet(path), lambda: size, rows_per_chunk)
         else:
-            yield from _text_chunks(path, suffix, rows_per_chunk)
+            yield from _text_chunks(path, rows_per_chunk)
 
 
 def parse_records(
@@ -174,10 +203,22 @@ def _columnar_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
         first += batch.num_rows
 
 
-def _text_chunks(path: Path, suffix: str, rows_per_chunk: int) -> Iterator[Chunk]:
+def _decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if not name.endswith(".zst"):
+        return raw
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
+
+
+def _text_chunks(path: Path, rows_per_chunk: int) -> Iterator[Chunk]:
+    suffix = base_format(path)
     with path.open("rb") as raw:
-        stream = gzip.GzipFile(fileobj=raw) if suffix.endswith(".gz") else raw
-        suffix = suffix.removesuffix(".gz")
+        stream = _decompressed(raw, path)
+        refuse_wide_encoding(path, stream.peek(4)[:4])
         if suffix == ".json":
             records = _read_json(path, stream.read())
         elif suffix in DELIMITERS:
@@ -186,6 +227,8 @@ def _text_chunks(path: Path, suffix: str, rows_per_chunk: int) -> Iterator[Chunk
                 stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
             )
             records = read_table(path, text, DELIMITERS[suffix])
+        elif suffix == ".txt":
+            records = _read_documents(stream)
         else:
             records = _read_lines(path, stream)
         yield from _group(path, records, raw.tell, rows_per_chunk)
@@ -241,12 +284,43 @@ def _read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
         yield NumberedRecord(number, line, len(line))
 
 
+def _read_documents(stream: IO[bytes]) -> Iterator[NumberedRecord]:
+    """Yield the text of the file, or its parts between lines of END_OF_DOCUMENT alone."""
+    lines: list[bytes] = []
+    first_line = 1
+    for number, line in enumerate(stream, 1):
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if line.strip() != END_OF_DOCUMENT:
+            lines.append(line)
+            continue
+        yield from _document(lines, first_line)
+        lines = []
+        first_line = number + 1
+    yield from _document(lines, first_line)
+
+
+def _document(lines: list[bytes], first_line: int) -> Iterator[NumberedRecord]:
+    data = b"".join(lines)
+    if not data or data.isspace():
+        return
+    record: Json | UnreadableRecord
+    try:
+        record = {"text": data.decode("utf-8")}
+    except UnicodeDecodeError as error:
+        line = first_line + data.count(b"\n", 0, error.start)
+        raw = data.decode("utf-8", "backslashreplace")
+        record = UnreadableRecord(f"not UTF-8 in line {line}; save the file as UTF-8", raw)
+    yield NumberedRecord(first_line, record, len(data))
+
+
 def _read_json(path: Path, data: bytes) -> Iterator[NumberedRecord]:
     try:
         text = data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
+        hint = conversion_hint(path, io.BytesIO(data))
         raise DataError(
-            f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"
+            f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8; {hint}"
         ) from None
     if not text.strip():
         return
@@ -266,7 +340,7 @@ def _read_wrapped_list(path: Path, text: str) -> Iterator[NumberedRecord]:
     """Yield the rows of `{"data": [...]}`, an object without another list."""
     first, _, rest = text.strip().partition("\n")
     if first.startswith("{") and first.rstrip().endswith("}") and rest.lstrip().startswith("{"):
-        name = path.name.lower().removesuffix(".gz").removesuffix(".json")
+        name = path.name[: path.name.lower().index(".json")]
         raise DataError(f"{path}: holds one JSON object a line; name it {name}.jsonl")
     try:
         value = json_parsing.parse_json(text)

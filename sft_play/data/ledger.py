@@ -5,7 +5,6 @@ that the rows held = trained_tokens + lost_trained_tokens. `make data-check --js
 ledger, and run.json holds it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -14,61 +13,10 @@ from typing import Self
 import numpy as np
 
 from sft_play.data.rows import Json
+from sft_play.data.tally import Tally
 from sft_play.data.unused_keys import unused_notes
 
 PERCENTILES = (50, 90, 99)
-COUNTERS = ("dropped", "shortened", "untrained", "unused")  # of a tally
-
-
-@dataclass
-class Tally:
-    """Counts of rows and tokens, which `add` sums over chunks and sources."""
-
-    rows_in: int = 0
-    rows_used: int = 0
-    samples: int = 0  # sequences that the rows gave
-    tokens: int = 0
-    trained_tokens: int = 0
-    lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
-    dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
-    shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
-    untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
-    unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
-
-    def add(self, other: "Tally") -> None:
-        """Add the counts of another chunk or source."""
-        self.rows_in += other.rows_in
-        self.rows_used += other.rows_used
-        self.samples += other.samples
-        self.tokens += other.tokens
-        self.trained_tokens += other.trained_tokens
-        self.lost_trained_tokens += other.lost_trained_tokens
-        self.dropped.update(other.dropped)
-        self.shortened.update(other.shortened)
-        self.untrained.update(other.untrained)
-        self.unused.update(other.unused)
-
-    def check(self) -> None:
-        """Assert the identity of rows."""
-        used_or_dropped = self.rows_used + self.dropped.total()
-        assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
-
-    @property
-    def lost_fraction(self) -> float:
-        """Lost trained tokens / trained tokens that the rows held."""
-        held = self.trained_tokens + self.lost_trained_tokens
-        return self.lost_trained_tokens / max(1, held)
-
-    def as_json(self) -> Json:
-        """Return the counts as plain data."""
-        counters = {name: dict(getattr(self, name)) for name in COUNTERS}
-        return {**vars(self), **counters}
-
-    @classmethod
-    def from_json(cls, facts: Json) -> Self:
-        """Return the counts that `as_json` gave."""
-        counters = {name: Counter(facts[name]) for name in COUNTERS}
-        return cls(**{**facts, **counters})
 
 
 @dataclass(frozen=True)

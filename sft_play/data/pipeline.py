@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.schema import Config
+from sft_play.data.account import DataAccount
 from sft_play.data.assemble import RunData, assemble
 from sft_play.data.data_facts import DataFacts
 from sft_play.data.ledger import Ledger, PaddedTokens
@@ -31,15 +32,15 @@ def build_run_data(config: Config, tokenizer: Any) -> RunData:
     return assemble(config, tokenize_sources(config, find_sources(config), tokenizer))
 
 
-def prepare_run_data(config: Config) -> RunData:
+def prepare_run_data(config: Config, account: DataAccount | None = None) -> RunData:
     """Return the data of a resolved config as the front end does, and record its counts.
 
-    Raises: DataError, OutOfMemory.
+    What was read is entered in the account. Raises: DataError, OutOfMemory.
     """
-    sources = find_sources(config)
+    sources = find_sources(config, account)
     from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
 
-    data = assemble(config, tokenize_sources(config, sources, load_tokenizer(config)))
+    data = assemble(config, tokenize_sources(config, sources, load_tokenizer(config), account))
     record_counts(config, data)
     return data
 
@@ -80,9 +81,12 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
     )
 
 
-def build_ledger(planned: PlannedRun) -> Ledger:
-    """Return the ledger of a run's data, its padding included."""
-    data = prepare_run_data(planned.config)
+def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Ledger:
+    """Return the ledger of a run's data, its padding included.
+
+    What was read is entered in the account.
+    """
+    data = prepare_run_data(planned.config, account)
     padding = count_padding(planned, data, fullest_step(planned, data))
     return replace(data.ledger, padding=padding)
 

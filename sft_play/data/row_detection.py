@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
+from sft_play.data.bad_rows import refuse_bad_rows
 from sft_play.data.column_paths import find_values, top_column
 from sft_play.data.csv_files import DELIMITERS
-from sft_play.data.files import Chunk, file_format, parse_records, read_chunks
+from sft_play.data.files import Chunk, base_format, parse_records, read_chunks
 from sft_play.data.row_formats import FIELDS, OPTIONAL_FIELDS, ROW_FORMATS, RowFormat, match_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record, parse_rows
 from sft_play.data.rows import (
@@ -17,7 +18,6 @@ from sft_play.data.rows import (
     Row,
     UnreadableRecord,
     list_columns,
-    raise_bad_rows,
 )
 from sft_play.data.suggestions import columns_setting, suggest_chosen, suggest_columns
 from sft_play.errors import DataError
@@ -62,7 +62,7 @@ def read_rows(
             else:
                 rows.append(row)
     if bad:
-        raise_bad_rows(bad, len(bad))
+        refuse_bad_rows(bad, len(rows) + len(bad))
     return rows
 
 
@@ -76,7 +76,7 @@ def _readable_records(chunk: Chunk) -> list[Json]:
         else:
             readable.append(record)
     if not readable:
-        raise_bad_rows(bad, len(bad))
+        refuse_bad_rows(bad, len(bad))
     return readable
 
 
@@ -165,7 +165,7 @@ def _no_format(
     path: Path, columns: Mapping[str, str], records: Sequence[Json], keys: list[str]
 ) -> str:
     known = ", or ".join(" and ".join(required) for required in ROW_FORMATS.values())
-    is_table = file_format(path).removesuffix(".gz") in DELIMITERS
+    is_table = base_format(path) in DELIMITERS
     first_line = " (its first line)" if is_table else ""
     mapped = f" besides {dict(columns)}" if columns else ""
     found = f"{path}: the columns are {list_columns(keys)}{first_line}{mapped}"

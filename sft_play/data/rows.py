@@ -1,11 +1,9 @@
 """Messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
-
-from sft_play.errors import DataError
+from typing import Any, NamedTuple
 
 Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
 
@@ -98,16 +96,3 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
 def list_columns(names: Iterable[str]) -> str:
     """Return the names of columns for an error."""
     return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
-
-
-def raise_bad_rows(listed: Sequence[BadRow], total: int) -> NoReturn:
-    """Raise DataError with the first of `total` bad rows and how to go on without them."""
-    listed = listed[:MAX_LISTED_ROWS]
-    lines = [f"{row.origin}: {row.reason}" for row in listed]
-    if total > len(listed):
-        lines.append(f"... and {total - len(listed)} more bad rows")
-    lines.append(
-        "correct them, or go on without: "
-        "DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
-    )
-    raise DataError("\n".join(lines))

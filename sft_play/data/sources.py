@@ -4,16 +4,20 @@ Loads no torch.
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data import hub
-from sft_play.data.files import FORMATS, file_format, read_chunks, suggest_path
+from sft_play.data.account import DataAccount
+from sft_play.data.bad_rows import BadRows
+from sft_play.data.files import FORMATS, base_format, file_format, read_chunks, suggest_path
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_rows
-from sft_play.data.rows import BadRow, raise_bad_rows
+from sft_play.data.rows import BadRow
+from sft_play.data.tally import Tally
 from sft_play.errors import DataError
 
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
@@ -22,7 +26,7 @@ CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Files that may hold rows: a folder with one of them is refused, not read in part
 UNSUPPORTED = (
-    *(".txt", ".xls", ".xlsx", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
+    *(".xls", ".ods", ".xml", ".yaml", ".yml", ".feather", ".orc", ".avro"),
     *(".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5"),
     *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar"),
     *(".db", ".sqlite", ".sqlite3", ".tfrecord", ".msgpack"),
@@ -43,12 +47,15 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
 
-def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
+def find_sources(
+    config: Config, account: DataAccount | None = None
+) -> dict[str, tuple[Source, ...]]:
     """Return the sources of each split that has rows of its own.
 
-    Checks the first rows of every file, and fetches hub data sets once. Raises DataError, and
-    EnvironmentFault where the hub cannot be reached.
+    Checks the first rows of every file, and fetches hub data sets once. What was read is entered in
+    the account. Raises DataError, and EnvironmentFault where the hub cannot be reached.
     """
+    account = account or DataAccount()
     found: dict[str, tuple[Source, ...]] = {}
     for split, name in SETTINGS.items():
         value = getattr(config.data, name)
@@ -57,9 +64,17 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
                 find_source(section, f"data.{name}", config.data.columns)
                 for section in source_sections(value)
             )
-    for sources in found.values():
+    for split, sources in found.items():
         for source in sources:
-            check_first_rows(source, config)
+            account.find(split, source.name, len(source.files))
+    for split, sources in found.items():
+        for source in sources:
+            bad = check_first_rows(source, config)
+            dropped = Counter({"bad_row": bad.total})
+            tally = Tally(rows_in=bad.rows_read, dropped=dropped)
+            account.read(split, source.name, len(source.files), tally)
+            if bad.total and config.data.on_bad_row == "fail":
+                bad.refuse()
     return found
 
 
@@ -97,16 +112,19 @@ def find_source(
     return Source(name, files, section.weight, dict(section.columns or columns or {}))
 
 
-def check_first_rows(source: Source, config: Config) -> None:
-    """Read the first rows of every file: most mistakes show there. Raises DataError."""
-    bad: list[BadRow] = []
+def check_first_rows(source: Source, config: Config) -> BadRows:
+    """Return the bad ones among the first rows of every file: most mistakes show there.
+
+    Raises DataError for a file that cannot be read.
+    """
+    bad = BadRows()
     for path in source.files:
         row_format = detect_format(path, source.columns)
         chunk = next(read_chunks(path, CHECKED_ROWS))
         rows = parse_rows(chunk, row_format, system_prompt_of(config))
-        bad.extend(row for row in rows if isinstance(row, BadRow))
-    if bad and config.data.on_bad_row == "fail":
-        raise_bad_rows(bad, len(bad))
+        bad.add(row for row in rows if isinstance(row, BadRow))
+        bad.rows_read += len(chunk.records)
+    return bad
 
 
 def system_prompt_of(config: Config) -> SystemPrompt:
@@ -154,6 +172,12 @@ def _files_of_folder(folder: Path, where: str) -> tuple[Path, ...]:
             f"{where}: holds {unsupported[0]}{more}, which is not read; "
             "move it away, or begin its name with _; "
             f"data files end in {', '.join(FORMATS)}"
+        )
+    texts = [path for path in files if base_format(path) == ".txt"]
+    if texts and len(texts) < len(files):  # perhaps a README.txt
+        raise DataError(
+            f"{where}: holds {texts[0]} beside files of rows; "
+            "move it away, or begin its name with _"
         )
     if not files:
         raise DataError(

@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from sft_play.config.schema import Config
 from sft_play.data import cache
+from sft_play.data.account import DataAccount
+from sft_play.data.bad_rows import BadRows
 from sft_play.data.chunk_tokenizer import (
     ChunkTask,
     ChunkTokenizer,
@@ -29,21 +31,19 @@ from sft_play.data.chunk_tokenizer import (
     longest_first,
 )
 from sft_play.data.files import read_chunks
-from sft_play.data.ledger import Tally
 from sft_play.data.render import template_of
 from sft_play.data.row_detection import detect_format
-from sft_play.data.rows import MAX_LISTED_ROWS, raise_bad_rows
 from sft_play.data.sources import Source
 from sft_play.data.store import StoreWriter
+from sft_play.data.tally import Tally
 from sft_play.data.tokenized import (
     BAD_ROWS,
     LongRow,
-    StoredBadRow,
     StoreSummary,
     TokenizedSource,
     TokenizedSplits,
 )
-from sft_play.errors import OutOfMemory
+from sft_play.errors import DataError, OutOfMemory
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
@@ -51,19 +51,39 @@ ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
 CHUNKS_IN_FLIGHT = 3  # for each process
 
 
+class RowsRefused(DataError):
+    """Rows that cannot be used stop the run; `tally` counts all that were read."""
+
+    def __init__(self, message: str, tally: Tally):
+        super().__init__(message)
+        self.tally = tally
+
+
 def tokenize_sources(
-    config: Config, found: Mapping[str, Sequence[Source]], tokenizer: Any
+    config: Config,
+    found: Mapping[str, Sequence[Source]],
+    tokenizer: Any,
+    account: DataAccount | None = None,
 ) -> TokenizedSplits:
     """Return every source with the folder of its samples; tokenizes what the cache lacks.
 
-    Raises: DataError, OutOfMemory.
+    What was read is entered in the account. Raises: DataError, OutOfMemory.
     """
+    account = account or DataAccount()
     tokenizer_digest = cache.digest_tokenizer(tokenizer, template_of(tokenizer))
     splits: TokenizedSplits = {}
     for split, sources in found.items():
-        splits[split] = tuple(
-            _tokenize_source(config, source, tokenizer, tokenizer_digest) for source in sources
-        )
+        tokenized: list[TokenizedSource] = []
+        for source in sources:
+            files = len(source.files)
+            try:
+                done = _tokenize_source(config, source, tokenizer, tokenizer_digest)
+            except RowsRefused as error:
+                account.read(split, source.name, files, error.tally)
+                raise
+            account.read(split, source.name, files, done.read_summary().tally)
+            tokenized.append(done)
+        splits[split] = tuple(tokenized)
     return splits
 
 
@@ -75,7 +95,8 @@ def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer:
     """
     tally = Tally()
     long_rows: list[LongRow] = []
-    first_bad: list[StoredBadRow] = []
+    bad = BadRows()
+    files = tuple(map(str, source.files))
     processes = count_processes(source.file_bytes)
     tasks = _iterate_tasks(source)
     with (
@@ -88,12 +109,14 @@ def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer:
             writer.append(done.samples)
             tally.add(done.tally)
             long_rows = longest_first([*long_rows, *done.long_rows])
-            first_bad = [*first_bad, *done.bad_rows][:MAX_LISTED_ROWS]
+            bad.add(row.named(files) for row in done.bad_rows)
             bad_rows.writelines(row.as_line() for row in done.bad_rows)
-    unusable = tally.dropped["bad_row"] + tally.dropped["unproven"]
-    if unusable and policy.on_bad_row == "fail":
-        files = tuple(map(str, source.files))
-        raise_bad_rows([row.named(files) for row in first_bad], unusable)
+    if bad.total and policy.on_bad_row == "fail":
+        bad.rows_read = tally.rows_in
+        try:
+            bad.refuse()
+        except DataError as error:
+            raise RowsRefused(str(error), tally) from None
     StoreSummary(tally, tuple(long_rows)).write(folder)
 
 

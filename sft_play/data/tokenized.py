@@ -7,9 +7,9 @@ from typing import NamedTuple, Self
 
 from sft_play.data.cache import COMPLETE
 from sft_play.data.files import format_origin
-from sft_play.data.ledger import Tally
 from sft_play.data.rows import BadRow, Json
 from sft_play.data.store import Store
+from sft_play.data.tally import Tally
 from sft_play.errors import DataError
 
 SUMMARY = COMPLETE

@@ -1,0 +1,111 @@
+"""sft_play.data: tables with other delimiters, other encodings, plain texts, compressed texts."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from record_files import zstd
+
+from sft_play.data.row_detection import read_rows
+from sft_play.errors import DataError, EnvironmentFault
+
+PAIR = ["q; r, s", "a"]
+
+
+def contents(path: Path) -> list[list[str]]:
+    return [[message.content for message in row.messages] for row in read_rows(path)]
+
+
+def texts(path: Path) -> list[tuple[str, str | None]]:
+    """The place and the text of each row."""
+    return [(row.origin.removeprefix(str(path)), row.text) for row in read_rows(path)]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        'question;answer\n"q; r, s";a\n',
+        "question|answer\nq; r, s|a\n",
+        "question\tanswer\nq; r, s\ta\n",
+        'question,answer\n"q; r, s",a\n',
+        'sep=;\nquestion;answer\n"q; r, s";a\n',
+        'question,answer,,\n"q; r, s",a,,\n"q; r, s",a\n"q; r, s",a,,,,\n',
+        ',question,answer\n0,"q; r, s",a\n1,"q; r, s",a\n',
+        '"question, long";answer;question\nx;a;"q; r, s"\n',
+    ],
+)
+def test_tables_are_read_as_spreadsheets_and_pandas_write_them(table: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(table, encoding="utf-8")
+    rows = contents(tmp_path / "a.csv")
+    assert rows == [PAIR] * table.count("q; r, s")
+
+
+def test_lines_are_counted_behind_the_hint_for_excel(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("sep=;\nquestion;answer\nq;a\nq;\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a.csv:4: answer is empty"):
+        read_rows(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [("a.csv", "cp1252"), ("a.csv", "utf-16"), ("a.jsonl", "latin-1"), ("a.txt", "cp1252")],
+)
+def test_another_encoding_is_refused_with_the_command_that_converts_it(
+    name: str, encoding: str, tmp_path: Path
+) -> None:
+    record = {"question": "Où est le café ?", "answer": "Près de l’église." if "cp" in encoding
+              else "Près du théâtre."}  # fmt: skip
+    text = {
+        "a.csv": f"question,answer\n{record['question']},{record['answer']}\n",
+        "a.jsonl": json.dumps(record, ensure_ascii=False) + "\n",
+        "a.txt": record["question"],
+    }[name]
+    path = tmp_path / "my data" / name
+    path.parent.mkdir()
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(DataError) as error:
+        read_rows(path)
+    command = next(
+        part for part in str(error.value).replace(": iconv", "; iconv").split("; ")
+        if part.startswith("iconv")
+    ).splitlines()[0]  # fmt: skip
+    subprocess.run(command, shell=True, check=True)
+    (target,) = path.parent.glob("*.utf8.*")
+    assert shlex.split(command)[-1] == str(target)
+    assert target.read_text(encoding="utf-8") == text
+    (row,) = read_rows(target)
+    assert (row.text or row.messages[0].content) == record["question"]
+
+
+def test_a_text_file_is_one_document_or_several(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n", encoding="utf-8")
+    assert texts(tmp_path / "a.txt") == [(":1", "One.\n\nTwo.\n")]
+    (tmp_path / "b.txt").write_text(
+        "\ufeffOne.\n\nTwo.\n<|endoftext|>\n\n<|endoftext|>\nThree.", encoding="utf-8"
+    )
+    assert texts(tmp_path / "b.txt") == [(":1", "One.\n\nTwo.\n"), (":7", "Three.")]
+    (tmp_path / "b.txt.zst").write_bytes(zstd(b"One.\n"))
+    assert texts(tmp_path / "b.txt.zst") == [(":1", "One.\n")]
+
+
+def test_excel_files_need_openpyxl(tmp_path: Path) -> None:
+    path = tmp_path / "a.xlsx"
+    try:
+        from openpyxl import Workbook
+    except ImportError:
+        path.touch()
+        with pytest.raises(EnvironmentFault, match="needs a package: pip install openpyxl"):
+            read_rows(path)
+        return
+    book = Workbook()
+    for cells in (["question", "answer", None], [None, None, None], ["q; r, s", "a", None]):
+        book.active.append(cells)
+    book.active.append(["2 + 2?", 4])
+    book.save(path)
+    assert contents(path) == [PAIR, ["2 + 2?", "4"]]
+    book.create_sheet("Other")
+    book.save(path)
+    with pytest.raises(DataError, match="the sheets are Sheet, Other; keep one"):
+        read_rows(path)
