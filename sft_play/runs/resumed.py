@@ -162,6 +162,8 @@ def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     free = MAY_CHANGE | BY_DIGEST
     if now.train.lr_scheduler_type == then.train.lr_scheduler_type == "constant":
         free |= SCHEDULE_LENGTH  # no step depends on how many there will be
+    if then.train.max_steps == now.train.max_steps is not None:
+        free |= {"train.epochs"}  # max_steps overrides them
     if then.tuning.mode == now.tuning.mode == "full":
         free |= {path for path in settings() if path.startswith("tuning.lora.")}
     if "qlora" not in (then.tuning.mode, now.tuning.mode):
