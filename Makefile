@@ -28,7 +28,7 @@ PARALLEL_TESTS = $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
-  data-check preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
+  data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop runs compare report eval infer chat merge embedded bench bench-data bench-plan test \
   test-fast test-faults test-long test-gpu lint clean
@@ -61,6 +61,8 @@ plan: $(ENV) ## predict memory, speed and hours, here or on GPUS=2xH200; EXACT=1
 	@$(SFT) plan
 data-check: $(ENV) ## read and render every row; count what is used and what is dropped
 	@$(SFT) data-check
+init: $(ENV) ## write a config for MODEL_NAME, DATA_TRAIN_PATH and this machine to OUT=config.yaml
+	@$(SFT) init
 preview: $(ENV) ## print training samples by token, tokens with loss in colour; write a page too
 	@$(SFT) preview
 

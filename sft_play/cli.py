@@ -144,6 +144,14 @@ def data_check(
 
 
 @app.command()
+def init(set_: SetOption = None) -> None:
+    """Write a commented config for a model, rows and this machine, with a reason for each line."""
+    from sft_play.commands import init as initial
+
+    _echo_lines(initial.init(_call(None, set_)))
+
+
+@app.command()
 def preview(
     config: ConfigOption = None,
     set_: SetOption = None,

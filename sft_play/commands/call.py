@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,28 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     return loader.load(path, call.environ, call.overrides, target, resumed)
 
 
-def settle(call: Call, loaded: LoadedConfig, may_fetch: bool) -> LoadedConfig:
-    """Return the config with the numbers of the recipe, after a look at model and rows.
+def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFacts:
+    """Return what the recipe follows from, after a look at model and rows.
 
     Raises: EnvironmentFault where the model is nowhere. `may_fetch` is what `look_at_rows` says.
     """
-    config = loaded.config
-    if recipe.is_settled(config):
-        return loaded
     sources.require(loaded)
-    model = config.model
+    model = loaded.config.model
     shape = load_shape(model.name, model.revision, call.environ)
-    facts = recipe.RecipeFacts(parameters=shape.parameters)
-    if recipe.depends_on_rows(config):
-        from sft_play.data.first_look import look_at_rows
+    if not recipe.depends_on_rows(loaded.config):
+        return recipe.RecipeFacts(shape.parameters)
+    from sft_play.data.first_look import look_at_rows
 
-        facts = replace(
-            facts,
-            positions=load_positions(model.name, model.revision, call.environ, may_fetch),
-            rows=look_at_rows(config, call.environ, may_fetch),
-        )
-    return recipe.settle(loaded, facts)
+    positions = load_positions(model.name, model.revision, call.environ, may_fetch)
+    rows = look_at_rows(loaded.config, call.environ, may_fetch)
+    return recipe.RecipeFacts(shape.parameters, positions, rows)
+
+
+def settle(call: Call, loaded: LoadedConfig, may_fetch: bool) -> LoadedConfig:
+    """Return the config with the numbers of the recipe. Raises: as `look`."""
+    if recipe.is_settled(loaded.config):
+        return loaded
+    return recipe.settle(loaded, look(call, loaded, may_fetch))
 
 
 def plan_run(

@@ -20,7 +20,10 @@ def as_lines(loaded: LoadedConfig) -> list[str]:
     shown = {path: word(loaded.value(path), LINE_LENGTH) for path in settings()}
     name_width = max(map(len, shown))
     value_width = min(VALUE_WIDTH, max(map(len, shown.values())))
-    return [
-        f"{path:<{name_width}} = {value:<{value_width}}  # {loaded.origin[path]}"
-        for path, value in shown.items()
-    ]
+    lines = []
+    for path, value in shown.items():
+        later = "; chosen when a run is planned" if value == "auto" else ""
+        lines.append(
+            f"{path:<{name_width}} = {value:<{value_width}}  # {loaded.origin[path]}{later}"
+        )
+    return lines

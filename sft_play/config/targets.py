@@ -62,7 +62,7 @@ READS: dict[str, frozenset[str]] = {
     "gpu-info": NOTHING,
     "memory-check": OUTPUTS,
     "doctor": OUTPUTS,
-    "init": MACHINE | {"MODEL_NAME", "DATA_TRAIN_PATH", "OUT"},
+    "init": SETTINGS | MACHINE | {"GPUS", "OUT"},
     "tensorboard": OUTPUTS | {"TB_PORT"},
     "tb-stop": OUTPUTS,
     "runs": OUTPUTS,

@@ -1,0 +1,196 @@
+"""`make init`: a config for a model, rows and this machine, with the reason for each line.
+
+Loads no torch, unless a tokenizer must be fetched.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from sft_play.commands.call import Call, hardware_of, look
+from sft_play.config import loader
+from sft_play.config.commented import Line, commented_yaml
+from sft_play.config.loader import CHOSEN, LoadedConfig
+from sft_play.config.schema import env_name, settings
+from sft_play.config.yaml_source import Located, YamlValue
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan import next_command, recipe, report
+from sft_play.plan.devices import GIB
+from sft_play.plan.recipe import RecipeFacts
+from sft_play.plan.resolve import fastest, resolve
+from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.runs.files import write_text
+
+NEEDED = ("model.name", "data.train_path")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A config with a mode that fits this machine, its plan, and why this mode."""
+
+    loaded: LoadedConfig
+    planned: PlannedRun
+    because: str
+
+
+def init(call: Call) -> list[str]:
+    """Write a config for MODEL_NAME and DATA_TRAIN_PATH to OUT; return the lines to print.
+
+    Raises: ConfigError where OUT is taken or one of the two is missing; DataError for rows that
+    cannot be used; EnvironmentFault where the model is nowhere; OutOfMemory where nothing fits.
+    """
+    from sft_play.data.sources import find_sources
+
+    path = Path(call.environ.get("OUT") or "config.yaml")
+    if os.path.lexists(path):
+        raise ConfigError(f"OUT={path} is there already; name another file, or move it away")
+    loaded = loader.load(str(loader.BASE), call.environ, call.overrides)
+    missing = [f"{env_name(name)}=..." for name in NEEDED if not loaded.is_set(name)]
+    if missing:
+        raise ConfigError(
+            f"make init writes a config for a model and rows: add {' '.join(missing)}"
+        )
+    find_sources(loaded.config)  # names every row and column that cannot be used
+    facts = look(call, loaded, may_fetch=not call.invocation.gpus)
+    fit = choose_mode(call, loaded, facts)
+    text = commented_yaml(_header(path, fit.planned.plan), _lines(fit, facts))
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None
+    return _told(path, fit)
+
+
+def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
+    """Return the mode that the user set, else lora where that fits, else qlora.
+
+    Adapters whose base fits on each GPU are fastest without ZeRO, so that comes last.
+    Raises: OutOfMemory where nothing fits.
+    """
+    hardware = hardware_of(call)
+
+    def planned(mode: str, sharded: bool = False) -> tuple[LoadedConfig, PlannedRun]:
+        chosen = loaded
+        if not loaded.is_set("tuning.mode"):
+            chosen = loaded.with_values({"tuning.mode": Located(mode, f"{CHOSEN}by memory")})
+        settled = recipe.settle(chosen, facts)
+        if sharded:
+            return settled, fastest(settled, call.invocation, hardware, call.environ)
+        return settled, resolve(settled, call.invocation, hardware, call.environ, True, False)
+
+    if loaded.is_set("tuning.mode"):
+        settled, run = planned(loaded.config.tuning.mode, sharded=True)
+        _refuse_too_large(run.plan)
+        return Fit(settled, run, f"{loaded.origin['tuning.mode']}; {_memory(run.plan)}")
+    settled, lora = planned("lora")
+    if lora.plan.fits:
+        return Fit(settled, lora, f"adapters over unquantised weights fit: {_memory(lora.plan)}")
+    needed = lora.plan.memory.predicted_peak / GIB
+    reason = f"lora would need {needed:.1f} GiB; adapters over 4-bit weights fit"
+    settled, qlora = planned("qlora")
+    if not qlora.plan.fits:
+        settled, qlora = planned("qlora", sharded=True)
+    _refuse_too_large(qlora.plan)
+    return Fit(settled, qlora, f"{reason}: {_memory(qlora.plan)}")
+
+
+def _refuse_too_large(plan: RunPlan) -> None:
+    if not plan.fits:
+        raise next_command.does_not_fit(plan)
+
+
+def _memory(plan: RunPlan) -> str:
+    where = "each GPU" if plan.ranks.device == "cuda" else "this host"
+    peak = plan.memory.predicted_peak / GIB
+    return f"{peak:.1f} of the {plan.budget_bytes / GIB:.1f} GiB that {where} can give"
+
+
+def _header(path: Path, plan: RunPlan) -> list[str]:
+    gpus = f"{plan.ranks.world_size} x {plan.gpu}" if plan.gpu else "a CPU"
+    return [
+        " ".join(next_command.start_command(plan, {"CONFIG": str(path)}, {})),
+        f"Written by make init for {gpus}. Any number may be changed; auto chooses it anew when a",
+        "run is planned. docs/configuration.md lists all settings.",
+    ]
+
+
+def _lines(fit: Fit, facts: RecipeFacts) -> list[Line]:
+    """Return the settings of the file: what was chosen, and all that the user gave."""
+    loaded = fit.loaded
+    comments = {name: loaded.origin[name] for name in settings() if loaded.is_set(name)}
+    comments.update(_comments(fit, facts))
+    return [
+        Line(name, _plain(loaded.value(name)), comments[name])
+        for name in settings()
+        if name in comments
+    ]
+
+
+def _comments(fit: Fit, facts: RecipeFacts) -> dict[str, str]:
+    """Return why each setting that every such file has is as it is."""
+    loaded = fit.loaded
+    layout = fit.planned.plan.layout
+    model = fit.planned.plan.step.model
+    takes = f", takes at most {facts.positions:,} tokens" if facts.positions else ""
+    comments = {
+        "model.name": f"{recipe.count_in_words(model.parameters)} weights{takes}",
+        "tuning.mode": fit.because,
+        "train.batch_size": f"auto is by memory; here {layout.batch_size} rows",
+        "train.grad_accum": f"auto reaches effective_batch_size; here {layout.grad_accum}",
+        "train.effective_batch_size": "rows of an optimizer step",
+        "data.train_path": _rows(loaded, facts),
+    }
+    for name in recipe.SETTINGS:
+        comments[name] = loaded.origin[name].removeprefix(CHOSEN)
+    if not loaded.config.data.val_path:
+        comments["data.val_size"] = "share of the rows that is held out for evaluation"
+    return comments
+
+
+def _rows(loaded: LoadedConfig, facts: RecipeFacts) -> str:
+    """Return how the training rows are read, and how many there are."""
+    from sft_play.data.row_detection import detect_format
+    from sft_play.data.sources import find_source, source_sections
+
+    data = loaded.config.data
+    kinds = []
+    for section in source_sections(data.train_path):
+        source = find_source(section, "data.train_path", data.columns)
+        columns = detect_format(source.files[0], source.columns).required
+        kinds.append(f"the columns {' and '.join(columns)}")
+    read = ", ".join(dict.fromkeys(kinds))
+    if isinstance(facts.rows, str):
+        return f"rows from {read}"
+    about = "about " if facts.rows.is_estimated else ""
+    return f"{about}{facts.rows.rows:,} rows to train on, from {read}"
+
+
+def _plain(value: object) -> YamlValue:
+    """Return a setting's value as YAML has it."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_defaults=True)
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _told(path: Path, fit: Fit) -> list[str]:
+    """Return what a person reads of a written config."""
+    plan = fit.planned.plan
+    given = {"CONFIG": str(path)}
+    commands: Iterable[list[str]] = (
+        next_command.make_command("preview", given),
+        next_command.start_command(plan, given, {}),
+    )
+    return [
+        f"wrote {path}",
+        report.plan_line(fit.planned),
+        *(f"recipe {sentence}" for sentence in plan.recipe),
+        f"mode {fit.loaded.config.tuning.mode}: {fit.because}",
+        *(f"next {' '.join(words)}" for words in commands),
+    ]
