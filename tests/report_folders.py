@@ -80,6 +80,15 @@ def answer_lines(scores: list[float], text: str = "an answer", **more: object) -
     return "".join(lines)
 
 
+def loss_lines(nats: list[float], tokens: int = 10) -> str:
+    """Return eval/<when>.losses.jsonl of rows of `tokens` tokens with these nats."""
+    lines = []
+    for number, row_nats in enumerate(nats):
+        values = {"origin": f"rows.jsonl:{number + 1}", "nats": row_nats, "tokens": tokens}
+        lines.append(json.dumps(values) + "\n")
+    return "".join(lines)
+
+
 def run_folder(
     path: Path,
     report: RunReport = DONE,

@@ -22,6 +22,8 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import Answer
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
+from sft_play.models.fast.linear_cross_entropy import fuse_loss
+from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.training.callbacks import EvalSpeedCallback
@@ -83,6 +85,22 @@ def test_the_loss_is_the_mean_over_all_labelled_tokens_row_by_row(untrained, spl
     assert evaluator(split, tokenizer).loss(untrained) == pytest.approx(
         nats / tokens, rel=1e-6
     )  # float32 logits
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_each_row_has_the_loss_that_it_has_alone(tiny_base, split, tokenizer, is_fused):
+    model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+    alone = []
+    with torch.no_grad():
+        for row in split:
+            ids, labels = torch.tensor(row.ids[None]), torch.tensor(row.labels[None])
+            alone.append(summed_nll(model(input_ids=ids).logits, labels).item())
+    if is_fused:
+        fuse_loss(model)
+    scores = evaluator(split, tokenizer, eval_batch_size=4, predict_with_generate=False)
+    rows = scores.score(model).row_losses
+    assert [row.nats for row in rows] == pytest.approx(alone, rel=1e-5)
+    assert [row.tokens for row in rows] == [row.trained_tokens for row in split]
 
 
 @pytest.mark.parametrize("batch_size", [2, 5, 6])
@@ -270,7 +288,7 @@ def test_ranks_share_each_row_once_in_equally_many_batches(
 
 def test_a_rank_without_a_row_of_its_own_adds_nothing_to_the_loss(split, tokenizer):
     idle = evaluator(split, tokenizer, Process(1, 1, 2, HERE.device), eval_batch_size=6)
-    assert [batch["labels"].ne(IGNORE_INDEX).sum().item() for batch in idle._loss_batches] == [0]
+    assert [batch.tokens for batch in idle._loss_batches] == [[0]]
 
 
 # ROUGE-L

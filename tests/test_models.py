@@ -18,7 +18,7 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
 from sft_play.models import lora, unsloth
 from sft_play.models.load import load_base, load_model, weight_dtype
-from sft_play.models.losses import labelled_tokens, nll_of_rows, summed_nll
+from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows, summed_nll
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process
 
@@ -285,7 +285,7 @@ def test_summed_nll_is_the_sum_over_labelled_tokens():
     logits, labels = torch.randn(3, 9, 11) * 5, torch.randint(0, 11, (3, 9))
     labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
     nats, tokens = naive_nll(logits, labels)
-    assert labelled_tokens(labels).item() == tokens
+    assert labelled_tokens_of_rows(labels).sum().item() == tokens
     assert summed_nll(logits, labels).item() == pytest.approx(
         nats, rel=1e-6
     )  # float32 sums 16 numbers

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_folders import DONE, ROWS, answer_lines, run_folder
+from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder
 
 from sft_play.commands.call import Call
 from sft_play.commands.compare import write_report_again
@@ -184,6 +184,24 @@ def test_a_run_is_called_better_only_where_its_scores_are(tmp_path, after, rouge
     assert verdict.tone == tone
 
 
+def test_the_loss_has_intervals_where_rows_have_losses(tmp_path):
+    metrics = {"before": {"eval_loss": 3.5}, "after": {"eval_loss": 3.45}}
+    folder = run_folder(tmp_path / "run", replace(DONE, metrics=metrics), before="", after="")
+    (loss,) = read_summary(folder).scores
+    assert (loss.outcome, loss.difference) == ("better", None)
+    before = [30.0, 40.0] * (ROWS // 2)
+    write_text(folder.evaluation / "before.losses.jsonl", loss_lines(before))
+    by_chance = [nats + 3 * (-1) ** (row // 2) - 0.5 for row, nats in enumerate(before)]
+    write_text(folder.evaluation / "after.losses.jsonl", loss_lines(by_chance))
+    (loss,) = read_summary(folder).scores
+    assert (loss.before.mean, loss.after.mean) == (3.5, pytest.approx(3.45))
+    assert loss.difference.mean == pytest.approx(-0.05)
+    assert loss.outcome == "no clear difference"
+    everywhere = [nats - 0.5 for nats in before]
+    write_text(folder.evaluation / "after.losses.jsonl", loss_lines(everywhere))
+    assert read_summary(folder).scores[0].outcome == "better"
+
+
 def test_a_failed_run_shows_class_cause_and_the_check_that_failed(tmp_path):
     report = replace(
         DONE,
@@ -253,6 +271,9 @@ def test_a_real_run_records_history_checks_and_lengths_and_writes_its_report(fin
         "the saved weights are finite and equal those in memory",
     }
     assert sum(report.lengths["train"].counts) == 10
+    loss, rouge = read_summary(folder).scores
+    assert loss.after.mean == pytest.approx(report.metrics["after"]["eval_loss"], abs=1e-5)
+    assert loss.difference is not None and rouge.difference is not None
     words = Page((folder.path / "report.html").read_text(encoding="utf-8")).words
     assert "Scores of the test rows" in words
     assert read_json(folder.path / "report.json")["run"] == folder.name

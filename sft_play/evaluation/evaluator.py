@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.schema import TrainSection
@@ -22,9 +21,9 @@ from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import Answer, Generator
 from sft_play.evaluation.metrics import rouge_l
-from sft_play.evaluation.scores import GenerationScores, Question, Scores
-from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
-from sft_play.models.losses import labelled_tokens, summed_nll
+from sft_play.evaluation.scores import GenerationScores, Question, RowLoss, Scores
+from sft_play.models.fast.linear_cross_entropy import fused_nll_of_rows, is_loss_fused
+from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.process import Process
 
 
@@ -40,6 +39,14 @@ class GeneratedBatch(NamedTuple):
 
     numbers: list[int]
     ids: torch.Tensor  # (B prompts, N generated tokens)
+
+
+class LossBatch(NamedTuple):
+    """Padded rows with their labels, on the CPU; a filler has a negative index and no label."""
+
+    indices: list[int]  # of the rows in the split
+    tokens: list[int]  # labelled, of each row
+    tensors: dict[str, torch.Tensor]
 
 
 class Evaluator:
@@ -75,10 +82,11 @@ class Evaluator:
     def score(self, model: torch.nn.Module) -> Scores:
         """Return the scores of `model`, which must be in evaluation mode."""
         started = time.perf_counter()
-        loss = self.loss(model)
+        row_losses = self.row_losses(model)
+        loss = mean_loss(row_losses)
         loss_seconds = time.perf_counter() - started
         if not self.train.predict_with_generate or not self.question_indices:
-            return Scores(loss, loss_seconds)
+            return Scores(loss, loss_seconds, row_losses=row_losses)
         answers = self.answers(model)
         texts = [answer.text for answer in answers]
         references = [question.expected for question in self.questions]
@@ -89,43 +97,46 @@ class Evaluator:
             max_new_tokens=self.train.generation_max_new_tokens,
             seconds=time.perf_counter() - started - loss_seconds,
         )
-        return Scores(loss, loss_seconds, generation)
+        return Scores(loss, loss_seconds, generation, row_losses)
 
-    @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
         """Return the mean negative log-likelihood in nats per labelled token, over all ranks.
 
         Raises: DivergedError, on every rank, when it is NaN or infinite.
         """
-        total = torch.zeros(2, dtype=torch.float64, device=self.process.device)  # nats, tokens
-        with self.process.autocast():
-            for batch in self._loss_batches:
-                total += self._loss_of_batch(model, batch)
-        if self.process.world_size > 1:
-            distributed.all_reduce(total)
-        nats, tokens = total.tolist()
-        if not math.isfinite(nats):
-            raise DivergedError(
-                f"eval_loss={nats} over {tokens:.0f} tokens: the weights give no finite loss; "
-                "train anew with a lower TRAIN_LEARNING_RATE"
-            )
-        return nats / tokens
+        return mean_loss(self.row_losses(model))
 
-    def _loss_of_batch(
-        self, model: torch.nn.Module, batch: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return (nats, labelled tokens) of a batch, float64 (2,)."""
+    @torch.no_grad()
+    def row_losses(self, model: torch.nn.Module) -> tuple[RowLoss, ...]:
+        """Return the loss of every row, in order, on every rank."""
+        with self.process.autocast():
+            nats_of_batches = [self._nats_of_rows(model, batch) for batch in self._loss_batches]
+        own: dict[int, RowLoss] = {}
+        # moved to the CPU at the end: each move waits for the GPU
+        for batch, nats in zip(self._loss_batches, nats_of_batches, strict=True):
+            for index, row_nats, tokens in zip(
+                batch.indices, nats.tolist(), batch.tokens, strict=True
+            ):
+                if index >= 0:
+                    own[index] = RowLoss(row_nats, tokens)
+        losses: dict[int, RowLoss] = {}
+        for losses_of_rank in self.process.gather(own):
+            losses |= losses_of_rank
+        return tuple(losses[index] for index in range(len(self.split)))
+
+    def _nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
+        """Return the nats of each row of a batch, float32 (B,)."""
         device = self.process.device
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        inputs = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()
+        }
         labels = inputs.pop("labels")
         positions = inputs.pop("positions")
         targets = inputs.pop("targets")
         inputs["use_cache"] = False
         if is_loss_fused(model):
-            nats = fused_nll(model, model, inputs, positions, targets)
-        else:
-            nats = summed_nll(model(**inputs).logits, labels)
-        return torch.stack([nats.double(), labelled_tokens(labels).double()])
+            return fused_nll_of_rows(model, inputs, (positions, targets), batch.tokens)
+        return nll_of_rows(model(**inputs).logits, labels)
 
     def answers(self, model: torch.nn.Module) -> list[Answer]:
         """Return the generated answers to the questions, in order, on every rank.
@@ -184,16 +195,17 @@ class Evaluator:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     @cached_property
-    def _loss_batches(self) -> list[dict[str, torch.Tensor]]:
+    def _loss_batches(self) -> list[LossBatch]:
         """Return this rank's batches, longest rows first. Every rank has the same number."""
         rows = TrainRows(self.split)
         collate = PadCollator(self.tokenizer.pad_token_id)
         batches = []
         order = _longest_first(self.split.lengths)
         for indices in self._share_of_rank(order):
-            batch = collate([rows[index] for index in indices])
-            batch["positions"], batch["targets"] = labelled(batch["labels"])
-            batches.append(batch)
+            tensors = collate([rows[index] for index in indices])
+            tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
+            tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
+            batches.append(LossBatch(indices, tokens, tensors))
         return batches
 
     @cached_property
@@ -218,6 +230,21 @@ class Evaluator:
         missing = -len(batches) % self.process.world_size
         batches += [[~order[-1]]] * missing
         return batches[self.process.rank :: self.process.world_size]
+
+
+def mean_loss(rows: Sequence[RowLoss]) -> float:
+    """Return nats per labelled token; the order of the rows does not matter.
+
+    Raises: DivergedError when it is NaN or infinite.
+    """
+    nats = math.fsum(row.nats for row in rows)
+    tokens = sum(row.tokens for row in rows)
+    if not math.isfinite(nats):
+        raise DivergedError(
+            f"eval_loss={nats} over {tokens} tokens: the weights give no finite loss; "
+            "train anew with a lower TRAIN_LEARNING_RATE"
+        )
+    return nats / tokens
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

@@ -19,6 +19,14 @@ class Question:
 
 
 @dataclass(frozen=True)
+class RowLoss:
+    """The loss of one row."""
+
+    nats: float  # of all its labelled tokens
+    tokens: int  # that are labelled
+
+
+@dataclass(frozen=True)
 class GenerationScores:
     """The generated answers to the first rows of the set, in order, and their ROUGE-L."""
 
@@ -57,6 +65,7 @@ class Scores:
     eval_loss: float  # nats per labelled token
     loss_seconds: float
     generation: GenerationScores | None = None  # None where no answers were generated
+    row_losses: tuple[RowLoss, ...] = ()  # of all rows of the set, in order
 
     def as_metrics(self) -> dict[str, float]:
         """Return the scalars under the names of run.json."""
@@ -87,5 +96,14 @@ def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
             "rougeL": round(rouge_l, 4),
             "was_cut": answer.was_cut,
         }
+        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def losses_jsonl(origins: Sequence[str], scores: Scores) -> str:
+    """Return a JSON line for the loss of each row; `origins` are file:line of the rows."""
+    lines = []
+    for origin, row in zip(origins, scores.row_losses, strict=True):
+        values = {"origin": origin, "nats": round(row.nats, 6), "tokens": row.tokens}
         lines.append(json.dumps(values, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -30,6 +30,6 @@ def nll_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nll.view_as(targets).sum(dim=1)
 
 
-def labelled_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens of labels (B, T) that have a loss, an int64 scalar."""
-    return labels[:, 1:].ne(IGNORE_INDEX).sum()
+def labelled_tokens_of_rows(labels: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens of each row of labels (B, T) that have a loss, int64 (B,)."""
+    return labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1)

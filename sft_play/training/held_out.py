@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.evaluation.scores import Scores, answers_jsonl
+from sft_play.evaluation.scores import Scores, answers_jsonl, losses_jsonl
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training.recorder import RunRecorder
@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class HeldOutEvaluation:
-    """Scores the test rows; writes scores to run.json and answers to eval/<when>.jsonl."""
+    """Scores the test rows; writes scores to run.json, and rows to eval/.
+
+    Answers go to <when>.jsonl, the loss of each row to <when>.losses.jsonl.
+    """
 
     trainer: SftTrainer
     evaluator: Evaluator
@@ -35,4 +38,8 @@ class HeldOutEvaluation:
             return
         answers = answers_jsonl(self.evaluator.questions, scores)
         write_text(self.folder.evaluation / f"{when}.jsonl", answers)
-        logger.info("%s %s rows=%d", when, scores.as_text(), len(self.evaluator.split))
+        split = self.evaluator.split
+        origins = [split.origin(index) for index in range(len(split))]
+        losses = losses_jsonl(origins, scores)
+        write_text(self.folder.evaluation / f"{when}.losses.jsonl", losses)
+        logger.info("%s %s rows=%d", when, scores.as_text(), len(split))
