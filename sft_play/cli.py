@@ -18,6 +18,7 @@ from sft_play.commands import setup, use
 from sft_play.commands import train as training
 from sft_play.config import loader, targets
 from sft_play.errors import ExitClass, SftPlayError
+from sft_play.progress import log_to_stderr
 
 app = typer.Typer(
     add_completion=False,
@@ -303,6 +304,7 @@ def merge() -> None:
 
 def main() -> None:
     """Run the command line; an error of ours is one message and its exit class."""
+    log_to_stderr()
     try:
         app()
     except SftPlayError as error:

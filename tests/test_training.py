@@ -146,9 +146,12 @@ def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, los
     assert run_worker(folder) == 0
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
-    assert {"train/loss", "train/learning_rate", "eval/loss", "eval/rougeL"} <= set(
-        events.Tags()["scalars"]
-    )
+    tags = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= tags
+    assert {"train/tokens_per_second", "train/memory_rss_gib"} <= tags
+    assert {"eval/loss", "eval/rougeL"} <= tags
+    for name in ("test/loss", "test/rougeL"):
+        assert [event.step for event in events.Scalars(name)] == [0, 3], "before and after"
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
         losses_of(folder), rel=1e-6
     )  # float32 on disk

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "fast_path": "models.load",
     "resume_from": "resume.checkpoint_to_resume",
     "allow_backend_change": "resume.checkpoint_to_resume",
+    "report_to": "trackers.open_trackers",
 }
 
 
@@ -112,6 +113,8 @@ def test_nothing_is_reported_to_others_and_nan_is_not_filtered(arguments_of):
         False,
         False,
     )
+    shown = arguments.to_dict()  # what trackers show of a run
+    assert (shown["run_name"], shown["train.lr_scheduler_type"]) == ("run", "constant")
     assert arguments.average_tokens_across_devices, "the loss counts the tokens of all ranks"
 
 

@@ -19,6 +19,7 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
+from sft_play.monitor.trackers import check_installed
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun, RunPlan
@@ -49,15 +50,19 @@ def train(
             f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
             "a run takes NUM_GPUS=N of what is"
         )
-    folder, planned = prepare_run(call, distributed, use_deepspeed, backend)
+    folder, planned = prepare_run(call, distributed, use_deepspeed, backend, with_tensorboard)
     if with_tensorboard:
-        print(start_tensorboard(call, folder.tensorboard))
+        print(start_tensorboard(call, folder.path.parent))  # every run under its name
     sys.stdout.flush()
     launch.execute(planned.plan.launch, call.environ)
 
 
 def prepare_run(
-    call: Call, distributed: bool, use_deepspeed: bool, backend: str | None = None
+    call: Call,
+    distributed: bool,
+    use_deepspeed: bool,
+    backend: str | None = None,
+    with_tensorboard: bool = False,
 ) -> tuple[RunFolder, PlannedRun]:
     """Do all that comes before the launch: plan, make the run's folder, tokenise its rows."""
     call = with_project_ranks(call, distributed)
@@ -69,6 +74,7 @@ def prepare_run(
     for sentence in planned.plan.recipe:
         print(f"recipe {sentence}")
     check_resume(planned, loaded)
+    check_trackers(planned.config, with_tensorboard)
     folder = new_run(call, loaded, planned.config)
     command = launch.launch_command(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
@@ -213,6 +219,17 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
         "effective_batch": planned.plan.layout.rows_per_step,
     }
     refuse_other_steps(checkpoint, stamp.read(checkpoint), now)
+
+
+def check_trackers(config: Config, with_tensorboard: bool) -> None:
+    """Refuse trackers that cannot be used, before anything is tokenised or loaded."""
+    names = config.train.report_to
+    check_installed(names)
+    if with_tensorboard and "tensorboard" not in names:
+        raise ConfigError(
+            f"train.report_to={','.join(names) or 'none'} writes nothing that TensorBoard shows; "
+            "leave out -tb, or add tensorboard"
+        )
 
 
 def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:

@@ -184,6 +184,7 @@ ATTENTION = (
 ANSWERS_ONLY = "answers alone carry loss here; data.train_on chooses which"
 BASE_LORA = "write the base in model.name; resume a run's adapter with train.resume_from"
 NO_MEASURE = "there is no such setting; `make train` prints the loss before and after"
+WANDB = "write train.report_to: wandb; wandb reads its variables, such as WANDB_PROJECT"
 TENSORBOARD = "there is no such setting; every run writes TensorBoard files (make tensorboard)"
 RECIPES = "give all of them in data.train_path, with weights such as {a.jsonl: 3, b.jsonl: 1}"
 ROW_FORMAT = "the format of rows is recognised by their keys; data.columns names other columns"
@@ -273,12 +274,11 @@ ADVICE = {
     "metric_for_best_model": NO_MEASURE,
     "compute_metrics": NO_MEASURE,
     "overwrite_output_dir": "every run has a folder of its own; train.run_name names it",
-    "report_to": TENSORBOARD,
     "tensorboard": TENSORBOARD,
-    "wandb_entity": TENSORBOARD,
-    "wandb_project": TENSORBOARD,
-    "wandb_run_id": TENSORBOARD,
-    "wandb": TENSORBOARD,
+    "wandb_entity": WANDB,
+    "wandb_project": WANDB,
+    "wandb_run_id": WANDB,
+    "wandb": WANDB,
     "plot_loss": TENSORBOARD,
     "save_safetensors": "weights are always saved as safetensors; delete the line",
     "do_train": "choose with the target: make train, make eval",

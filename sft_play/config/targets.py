@@ -94,9 +94,20 @@ OF_OTHERS = {
 PREFIXES_OF_OTHERS = (
     *("ACCELERATE_", "BNB_", "CUBLAS_", "CUDA_", "CUDNN_", "DEEPSPEED_", "DS_", "FORCE_COLOR"),
     *("GIT_", "GLOO_", "GOMP_", "HF_", "HUGGING", "KMP_", "LC_", "LD_", "LIGER_", "MAKE", "MALLOC"),
-    *("MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PEFT_", "PIP_", "PYTEST_", "PYTHON"),
+    *(
+        "MKL_",
+        "MLFLOW_",
+        "NCCL_",
+        "NVIDIA_",
+        "OMP_",
+        "OPENBLAS_",
+        "PEFT_",
+        "PIP_",
+        "PYTEST_",
+        "PYTHON",
+    ),
     *("PYTORCH_", "REQUESTS_", "SLURM_", "SSL_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TQDM_"),
-    *("TRANSFORMERS_", "TRITON_", "UNSLOTH_", "UV_", "WANDB_", "XDG_"),
+    *("TRACKIO_", "TRANSFORMERS_", "TRITON_", "UNSLOTH_", "UV_", "WANDB_", "XDG_"),
 )
 
 # Short words, and those for the variables that are no settings; `foreign_keys` has the others

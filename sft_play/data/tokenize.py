@@ -8,7 +8,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -16,8 +15,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from sft_play.config.schema import Config
 from sft_play.data import cache
@@ -44,6 +41,7 @@ from sft_play.data.tokenized import (
     TokenizedSplits,
 )
 from sft_play.errors import DataError, OutOfMemory
+from sft_play.progress import Pace, Stage, watched
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
@@ -99,15 +97,15 @@ def build_store(folder: Path, source: Source, policy: TokenizePolicy, tokenizer:
     files = tuple(map(str, source.files))
     processes = count_processes(source.file_bytes)
     tasks = _iterate_tasks(source)
+    pace = Pace(_stage(source, tally))
     with (
-        _progress_bar(source) as bar,
         StoreWriter(folder) as writer,
         (folder / BAD_ROWS).open("w", encoding="utf-8") as bad_rows,
     ):
         for done in _tokenize_tasks(tasks, ChunkTokenizer(policy, tokenizer), processes):
-            bar.update(done.bytes_read)
             writer.append(done.samples)
             tally.add(done.tally)
+            pace.advance(done.bytes_read)
             long_rows = longest_first([*long_rows, *done.long_rows])
             bad.add(row.named(files) for row in done.bad_rows)
             bad_rows.writelines(row.as_line() for row in done.bad_rows)
@@ -131,7 +129,10 @@ def _tokenize_source(
     config: Config, source: Source, tokenizer: Any, tokenizer_digest: str
 ) -> TokenizedSource:
     policy = TokenizePolicy.of(config)
-    files_digest = cache.digest_files(source.files)
+    with watched(
+        Stage(f"reading {source.name}", measure=lambda: f"{source.file_bytes / 1e9:.1f} GB")
+    ):
+        files_digest = cache.digest_files(source.files)
     key_facts = {
         **asdict(policy),
         "columns": dict(source.columns),
@@ -147,15 +148,13 @@ def _tokenize_source(
     return TokenizedSource(source.name, files, source.weight, files_digest, str(folder))
 
 
-def _progress_bar(source: Source) -> tqdm:
-    return tqdm(
-        total=source.file_bytes,
-        desc=f"tokenising {source.name}",
-        unit="B",
-        unit_scale=True,
-        disable=not sys.stderr.isatty(),
-        leave=False,
-        dynamic_ncols=True,
+def _stage(source: Source, tally: Tally) -> Stage:
+    """Return the stage of tokenising a source: its bytes are known before its rows are."""
+    return Stage(
+        f"tokenising {source.name}",
+        source.file_bytes,
+        "bytes",
+        measure=lambda: f"{tally.rows_in} rows so far",
     )
 
 

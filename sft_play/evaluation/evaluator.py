@@ -25,6 +25,7 @@ from sft_play.evaluation.scores import GenerationScores, Question, RowLoss, Scor
 from sft_play.models.fast.linear_cross_entropy import fused_nll_of_rows, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.process import Process
+from sft_play.progress import Stage, watched
 
 
 class PromptBatch(NamedTuple):
@@ -109,8 +110,12 @@ class Evaluator:
     @torch.no_grad()
     def row_losses(self, model: torch.nn.Module) -> tuple[RowLoss, ...]:
         """Return the loss of every row, in order, on every rank."""
-        with self.process.autocast():
-            nats_of_batches = [self._nats_of_rows(model, batch) for batch in self._loss_batches]
+        nats_of_batches = []
+        stage = Stage("evaluating the loss", len(self.split))
+        with self.process.autocast(), watched(stage, self.process.is_main):
+            for batch in self._loss_batches:
+                nats_of_batches.append(self._nats_of_rows(model, batch))
+                self._advance(stage)
         own: dict[int, RowLoss] = {}
         # moved to the CPU at the end: each move waits for the GPU
         for batch, nats in zip(self._loss_batches, nats_of_batches, strict=True):
@@ -147,17 +152,24 @@ class Evaluator:
         accumulation_steps = self.train.eval_accumulation_steps or 1
         own: dict[int, Answer] = {}
         pending: list[GeneratedBatch] = []
-        for numbers, prompts in self._prompt_batches:
-            ids = self.generator.generate(model, prompts)
-            pending.append(GeneratedBatch(numbers, ids))
-            if len(pending) >= accumulation_steps:
-                own |= self._decode(pending)
-                pending = []
+        stage = Stage("generating answers", len(self.question_indices), "answers")
+        with watched(stage, self.process.is_main):
+            for numbers, prompts in self._prompt_batches:
+                ids = self.generator.generate(model, prompts)
+                pending.append(GeneratedBatch(numbers, ids))
+                if len(pending) >= accumulation_steps:
+                    own |= self._decode(pending)
+                    pending = []
+                self._advance(stage)
         own |= self._decode(pending)
         answers: dict[int, Answer] = {}
         for answers_of_rank in self.process.gather(own):
             answers |= answers_of_rank
         return [answers[number] for number in range(len(self.question_indices))]
+
+    def _advance(self, stage: Stage) -> None:
+        """Count a batch of each rank: the ranks share the rows batch by batch."""
+        stage.advance(min(self.batch_size * self.process.world_size, stage.total - stage.done))
 
     def _decode(self, batches: Sequence[GeneratedBatch]) -> dict[int, Answer]:
         """Return the generated answers by the number of their question, without fillers."""

@@ -74,6 +74,13 @@ class Scores:
             metrics |= self.generation.as_metrics()
         return metrics
 
+    def as_test_metrics(self) -> dict[str, float]:
+        """Return the scores under the names that trackers show as test/loss and test/rougeL."""
+        metrics = {"test_loss": self.eval_loss}
+        if self.generation is not None:
+            metrics["test_rougeL"] = self.generation.rouge_l.mean
+        return metrics
+
     def as_text(self) -> str:
         """Return the scores as they stand in the log."""
         loss = f"eval_loss={self.eval_loss:.4f}"

@@ -1,15 +1,33 @@
 """Our settings as transformers.TrainingArguments."""
 
-from typing import Any
+from functools import reduce
+from operator import getitem
+from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
-from sft_play.config.schema import TrainSection
+from sft_play.config.schema import TrainSection, settings
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.folder import RunFolder
 
 NEVER = 10**9  # steps: an interval that no run reaches
+
+
+class ReportedArguments(TrainingArguments):
+    """Arguments that trackers show together with the run's own settings."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments, and the settings by their dotted names."""
+        return {**super().to_dict(), **self.settings}
+
+
+def _settings_of(planned: PlannedRun) -> dict[str, Any]:
+    """Return the settings of a run by dotted name, as plain values."""
+    values = planned.config.model_dump(mode="json")
+    return {path: reduce(getitem, path.split("."), values) for path in settings()}
 
 
 def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArguments:
@@ -18,15 +36,17 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
     Raises: EnvironmentFault when the process group has another size than was planned.
     """
     train, plan = planned.config.train, planned.plan
-    arguments = TrainingArguments(
+    arguments = ReportedArguments(
         output_dir=str(folder.checkpoints),
         **_optimization(train),
         **_batches(train, plan),
         **_engine(train, plan),
         **_evaluation_and_saving(train),
-        report_to="none",  # our callbacks write TensorBoard and the terminal
+        run_name=folder.name,
+        report_to="none",  # training.trackers opens what train.report_to names
         disable_tqdm=True,
     )
+    arguments.settings = _settings_of(planned)
     if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
             f"the process group has {arguments.world_size} ranks, planned were "

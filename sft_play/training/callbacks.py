@@ -250,6 +250,8 @@ class Progress(TrainerCallback):
             return
         names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rougeL")
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
+        if "tokens_per_second" in logs:
+            facts += f" tokens_per_second={logs['tokens_per_second']:.0f}"
         pause = contextlib.nullcontext()
         if self.bar is not None:
             pause = tqdm.external_write_mode(file=sys.stdout)

@@ -34,6 +34,7 @@ class HeldOutEvaluation:
             metrics={**self.recorder.report.metrics, when: scores.as_metrics()},
             global_step=self.trainer.state.global_step,
         )
+        self.trainer.log(scores.as_test_metrics())
         if self.recorder.rank != 0:
             return
         answers = answers_jsonl(self.evaluator.questions, scores)

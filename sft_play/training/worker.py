@@ -7,10 +7,9 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import psutil
 import torch
-from torch.utils.tensorboard import SummaryWriter
-from transformers import PreTrainedModel, TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.schema import Config
@@ -24,8 +23,10 @@ from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
 from sft_play.models.vocabulary import check_vocabulary
+from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
+from sft_play.progress import Stage, watched
 from sft_play.runs import stamp
 from sft_play.runs.files import share, write_text
 from sft_play.runs.folder import RunFolder
@@ -46,9 +47,12 @@ from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.recorder import Clock, RunRecorder
 from sft_play.training.resume import checkpoint_to_resume, make_stamp
 from sft_play.training.summary import summary_lines
+from sft_play.training.trackers import Trackers, open_trackers
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
+
+LARGE_WEIGHTS_BYTES = 1e9  # some seconds from a disk
 
 
 def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunRecorder) -> None:
@@ -76,6 +80,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     checkpoint = checkpoint_to_resume(context, run_stamp)
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
+    opened = open_trackers(context)
     model = load_weights(context, recorder)
     clock.lap("load")
 
@@ -88,13 +93,15 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     trainer.add_callback(
         BeforeFirstStep(lambda: before_first_step(context, trainer, held_out, recorder))
     )
-    for callback in (trainer.throughput, stop, Progress(process), *tensorboard(context)):
+    trackers = Trackers(opened, process.device)
+    for callback in (trainer.throughput, stop, Progress(process), trackers):
         trainer.add_callback(callback)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     clock.lap("training")
     if not stop.stopped:
         held_out.score("after")
+    trackers.close()
     weights = save_weights(context, trainer, recorder, is_complete=not stop.stopped)
     clock.lap("save")
     finish(recorder, trainer, stop)
@@ -123,7 +130,12 @@ def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
 def load_weights(context: RunContext, recorder: RunRecorder) -> PreTrainedModel:
     """Return the model on this rank's device, and record which fused kernels it has."""
     runtime.allow_tf32(context.process)
-    with context.memory.phase("load"):
+    if context.process.is_main:
+        log_large_weights(context)
+    stage = Stage(
+        f"loading {context.config.model.name}", measure=lambda: held_memory(context.process)
+    )
+    with context.memory.phase("load"), watched(stage, context.process.is_main):
         model = load_model(context.config, context.process, context.plan.zero_stage)
     if context.process.is_main:
         log_model(model, context)
@@ -153,13 +165,6 @@ def before_first_step(
                 context.process.device,
             )
     held_out.score("before")
-
-
-def tensorboard(context: RunContext) -> list[TrainerCallback]:
-    """Return the callback that writes scalars to tb/, on the main rank only."""
-    if not context.process.is_main:
-        return []
-    return [TensorBoardCallback(SummaryWriter(log_dir=str(context.folder.tensorboard)))]
 
 
 def save_weights(
@@ -274,6 +279,27 @@ def log_data(data: RunData) -> None:
         )
     for note in data.ledger.notes:
         logger.info("data %s", note)
+
+
+def log_large_weights(context: RunContext) -> None:
+    """Log what is read and where it goes, for weights whose reading takes a while."""
+    model = context.config.model
+    files = sorted(Path(model.name).glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    if files and size < LARGE_WEIGHTS_BYTES:
+        return
+    found = "from the hub or its cache"
+    if files:
+        found = f"{size / 1e9:.1f} GB in {len(files)} files"
+    quantised = ", quantised to 4 bits" if context.config.tuning.mode == "qlora" else ""
+    logger.info("loading %s: %s to %s%s", model.name, found, context.process.device, quantised)
+
+
+def held_memory(process: Process) -> str:
+    """Return the memory that this process holds, in words."""
+    if process.device.type == "cuda":
+        return f"{torch.cuda.memory_allocated(process.device) / GIB:.1f} GiB on {process.device}"
+    return f"{psutil.Process().memory_info().rss / GIB:.1f} GiB of host memory"
 
 
 def log_model(model: torch.nn.Module, context: RunContext) -> None:

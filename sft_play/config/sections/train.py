@@ -21,6 +21,17 @@ def _strategy_name(value: Any) -> Any:
     return "no" if value is False or value in ("off", "none", "false") else value
 
 
+def _tracker_names(value: Any) -> Any:
+    """Return a list: of one name, of names with commas between them, or of none."""
+    if value in (None, False, "none", "no", "off", ["none"]):
+        return []
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")]
+    return value
+
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Trackers = Annotated[list[Tracker], BeforeValidator(_tracker_names)]
 EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
 
 
@@ -212,6 +223,15 @@ class TrainSection(Section):
         "the CPU; null moves each at once.",
     )
     logging_steps: PositiveInt = Field(10, description="Optimizer steps between two logged losses.")
+    report_to: Trackers = Field(
+        ["tensorboard"],
+        json_schema_extra={
+            "write": "tensorboard, wandb, mlflow, trackio or none, or a list of them"
+        },
+        description="Where losses, scores, speed and memory go besides run.json and the log; "
+        "TensorBoard's files are in the run folder's tb/, the others read their own variables "
+        "(WANDB_*, MLFLOW_*, TRACKIO_*).",
+    )
     save_strategy: EventStrategy = Field(
         "epoch", description="When to write a checkpoint that a run can resume from."
     )

@@ -1,0 +1,148 @@
+"""Lines about a stage that takes long: how much is done, how fast, how long it still takes.
+
+Knows nothing of the project. Lines rather than a bar, so that a log file can be read.
+"""
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+EVERY_SECONDS = 8.0  # between two lines of a stage; a shorter stage says nothing
+
+
+@dataclass
+class Stage:
+    """A stage of a run, and what is done of it.
+
+    `measure` describes the stage while nothing can be counted, such as the memory in use.
+    """
+
+    title: str
+    total: int | None = None  # None: nothing is counted
+    unit: str = "rows"
+    measure: Callable[[], str] | None = None
+    clock: Callable[[], float] = time.monotonic
+    done: int = 0
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
+
+    def advance(self, count: int) -> None:
+        """Count what has been done since the last call."""
+        self.done += count
+
+    def line(self) -> str:
+        """Return `generating answers: 96/128 rows, 3.2 rows/s, 10 s left`."""
+        seconds = self.clock() - self.started_at
+        parts = []
+        if self.total is not None:
+            parts.append(f"{in_short(self.done)}/{in_short(self.total)} {self.unit}")
+        if self.total is None or self.done == 0:
+            parts.append(f"{duration(seconds)} so far")
+        else:
+            rate = self.done / max(seconds, 1e-9)
+            parts.append(f"{in_short(rate)} {self.unit}/s")
+            parts.append(f"{duration((self.total - self.done) / rate)} left")
+        if self.measure is not None:
+            parts.append(self.measure())
+        return f"{self.title}: {', '.join(parts)}"
+
+
+def say(line: str) -> None:
+    """Log a line, above a bar where there is one."""
+    from tqdm import tqdm  # 20 ms, and few commands take long enough to say something
+
+    with tqdm.external_write_mode(file=sys.stdout):
+        logger.info("%s", line)
+
+
+def log_to_stderr() -> None:
+    """Show the lines of a command that prints its result to stdout."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+@contextlib.contextmanager
+def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
+    """Say a line of the stage every EVERY_SECONDS while the context is open.
+
+    `is_shown` is False where another rank speaks. The lines come from a thread, so they also come
+    while one call takes long; start no processes by fork inside the context.
+    """
+    if not is_shown:
+        yield stage
+        return
+    ended = threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(EVERY_SECONDS):
+            say(stage.line())
+
+    speaker = threading.Thread(target=speak, name=f"progress of {stage.title}", daemon=True)
+    speaker.start()
+    try:
+        yield stage
+    finally:
+        ended.set()
+        speaker.join()
+
+
+class Pace:
+    """Says a line of a stage when something is done and EVERY_SECONDS are over.
+
+    It has no thread, so processes may be started by fork.
+    """
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+        self._said_at = stage.started_at
+
+    def advance(self, count: int) -> None:
+        """Count what has been done since the last call, and say a line if one is due."""
+        self.stage.advance(count)
+        now = self.stage.clock()
+        if now - self._said_at >= EVERY_SECONDS:
+            self._said_at = now
+            say(self.stage.line())
+
+
+def in_short(number: float) -> str:
+    """Return a number with three digits or so.
+
+    >>> in_short(0.5), in_short(96), in_short(12345), in_short(2_500_000_000)
+    ('0.5', '96', '12.3k', '2.5G')
+    """
+    if number >= 1e9:
+        return f"{number / 1e9:.1f}G"
+    if number >= 1e6:
+        return f"{number / 1e6:.1f}M"
+    if number >= 1e4:
+        return f"{number / 1e3:.1f}k"
+    if isinstance(number, int):
+        return str(number)
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with its two largest units.
+
+    >>> duration(9.4), duration(200), duration(7260)
+    ('9 s', '3 min 20 s', '2 h 1 min')
+    """
+    whole = int(seconds)
+    minutes = whole // 60
+    if minutes == 0:
+        return f"{whole} s"
+    if minutes < 60:
+        return f"{minutes} min {whole % 60} s"
+    return f"{minutes // 60} h {minutes % 60} min"
