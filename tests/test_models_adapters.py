@@ -1,12 +1,13 @@
 """What adapters train beside A and B: counted, fused where exact, trained, saved and merged."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
+from plan_examples import STEP
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,8 +20,11 @@ from sft_play.models.embedding_noise import EmbeddingNoise, row_lengths
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
+from sft_play.models.step_meter import StepSetup
+from sft_play.models.trace import trace_step
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.fast import FastSetup, plan_kernels
+from sft_play.plan.memory import layer_bytes_per_token
 from sft_play.plan.model_shape import load_shape
 from sft_play.process import Process
 from sft_play.training.loraplus import raise_learning_rate_of_b
@@ -117,6 +121,35 @@ def test_the_plan_counts_what_is_trained_and_says_what_is_fused(
 
 def test_the_plan_of_qlora_counts_and_says_the_same(untied_base) -> None:
     check_plan(untied_base, "qlora", {"use_dora": True, "modules_to_save": ["norm", "lm_head"]})
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_the_plan_covers_what_peft_keeps_of_a_token(tmp_path, options: dict[str, Any]) -> None:
+    LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=448,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    ).save_pretrained(tmp_path)
+    train = {"batch_size": 1, "packing": False, "bf16": True, "fp16": False}
+    config = config_of(tmp_path, **options)
+    config = config.model_copy(
+        update={
+            "train": config.train.model_copy(update=train),
+            "model": config.model.model_copy(update={"max_seq_len": 256}),
+        }
+    )
+    setup = StepSetup(config, "cuda", checkpointed_layers=0, zero_stage=0, accumulates=True)
+    traced = trace_step(setup).activation_bytes_per_token / 2
+    step = replace(
+        STEP,
+        model=load_shape(str(tmp_path), None, {}),
+        adapter_options=AdapterOptions.of(config.tuning.lora),
+    )
+    assert traced <= layer_bytes_per_token(step) <= 1.25 * traced
 
 
 @pytest.mark.parametrize("name", ["dora", "dora-of-some", "one-layer", "modules", "head", "tokens"])

@@ -31,6 +31,12 @@ def setup_of(planned: PlannedRun) -> StepSetup:
             f"EXACT=1 cannot trace tuning.backend={backend.name}, which brings its own model code; "
             "plan without EXACT, or set TUNING_BACKEND=bnb"
         )
+    tuning = planned.config.tuning
+    if tuning.lora.use_dora and tuning.mode == "qlora":
+        raise ConfigError(
+            "EXACT=1 cannot trace tuning.lora.use_dora over a 4-bit base, whose weights PEFT reads "
+            "for it; plan without EXACT, or set TUNING_MODE=lora"
+        )
     plan = planned.plan
     layout = plan.layout
     return StepSetup(

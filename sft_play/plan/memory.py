@@ -102,7 +102,7 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     held = _held(step, layout)
     computing = _computing(step, held)
     loss = _loss_bytes(step, layout.tokens).forward
-    working = 0
+    working = max(0, _dora_bytes(step) - loss)
     if layout.checkpointed_layers == step.model.layers:
         working = max(0, _working_bytes(step, layout.tokens) - loss)
     forward = replace(
@@ -176,7 +176,10 @@ def layer_bytes_per_token(step: StepSpec) -> int:
     wide = step.compute_bytes // 2
     if not step.is_fast:
         adapters = {"lora": 4 * hidden + 2 * intermediate, "qlora": hidden + intermediate // 2}
-        return wide * (18 * hidden + 9 * intermediate + adapters.get(step.mode, 0))
+        kept = 0
+        if not step.is_full:
+            kept = step.adapter_options.kept_bytes_per_token(model, step.lora_targets)
+        return wide * (18 * hidden + 9 * intermediate + adapters.get(step.mode, 0) + kept)
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim  # queries, output, keys, values
     if model.model_type in HEAD_NORMS:
         heads += (model.heads + model.kv_heads) * model.head_dim
@@ -320,9 +323,17 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
         layer = layout.tokens * layer_bytes_per_token(step)
         recomputed = max(0, layer - _loss_bytes(step, layout.tokens).backward)
     if not step.is_fast:
-        return recomputed
+        return recomputed + _dora_bytes(step)
     features = 2 * step.model.hidden + 3 * step.model.intermediate
     return recomputed + layout.tokens * step.compute_bytes * features
+
+
+def _dora_bytes(step: StepSpec) -> int:
+    """Return what DoRA holds to take the length of a linear's weights."""
+    if step.is_full:
+        return 0
+    wide = step.compute_bytes // 2
+    return wide * step.adapter_options.working_bytes(step.model, step.lora_targets)
 
 
 def _working_bytes(step: StepSpec, tokens: int) -> int:
@@ -342,9 +353,18 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     The gradient of a head that is trained comes with the loss.
     """
     logits = tokens * step.model.vocab * LOGIT_BYTES
+    matrix = step.model.vocab * step.model.hidden
     if not step.has_fused_loss:
-        return _Moments(logits, logits)
+        merged = 0
+        if not step.is_full and step.adapter_options.trained_tokens:
+            merged = step.compute_bytes * matrix  # the head with its trained rows
+        return _Moments(logits + merged, logits + merged)
     hidden = 2 * tokens * step.compute_bytes * step.model.hidden
     if step.is_full:
-        hidden += step.compute_bytes * step.model.vocab * step.model.hidden
-    return _Moments(min(logits, LOSS_CHUNK_BYTES) + hidden, hidden)
+        hidden += step.compute_bytes * matrix
+    forward = min(logits, LOSS_CHUNK_BYTES) + hidden
+    if step.is_full or not step.adapter_options.saves_head:
+        return _Moments(forward, hidden)
+    # its cast and its gradient in 16 bits; then the gradient in both types
+    cast = 2 * step.compute_bytes * matrix
+    return _Moments(forward + cast, hidden + (step.compute_bytes + 4) * matrix)
