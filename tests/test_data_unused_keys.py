@@ -11,8 +11,12 @@ from families import tokenizer
 from renderings import CHATML
 
 from sft_play.config.schema import Config
+from sft_play.data.files import read_chunks
 from sft_play.data.ledger_tables import ledger_lines
 from sft_play.data.pipeline import build_run_data
+from sft_play.data.row_detection import detect_format, read_rows
+from sft_play.data.row_parsing import parse_record_rows
+from sft_play.data.unused_keys import UnusedKeys, unused_notes
 
 
 def row(number: int) -> dict[str, Any]:
@@ -46,9 +50,9 @@ def test_the_ledger_names_what_is_not_used(name: str, tmp_path: Path) -> None:
     expected = {"score": 8, "split": 10, "source": 10, "messages[].prefix": 10, "messages[].id": 10}
     assert {key: unused[key] for key in expected} == expected
     notes = [
-        f"{path}: messages[].prefix (10 rows) is not used: the whole answer is trained",
-        f"{path}: score (8 rows) is not used: no row is chosen or left out by it",
-        f"{path}: split (10 rows) is not used: all rows are read; "
+        f"{path}: messages[].prefix (10 rows) not used: the whole answer is trained",
+        f"{path}: score (8 rows) not used: no row is chosen or left out by it",
+        f"{path}: split (10 rows) not used: all rows are read; "
         "name files of their own in data.train_path and data.val_path",
         f"{path}: not used: messages[].id, source",
     ]
@@ -56,3 +60,22 @@ def test_the_ledger_names_what_is_not_used(name: str, tmp_path: Path) -> None:
         assert unused == expected
         assert data.ledger.as_json()["notes"] == notes
         assert ledger_lines(data.ledger)[-4:] == notes
+
+
+def test_a_text_with_marked_turns_is_named_with_the_way_to_train_its_answers(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = [f"### Human: What is {n}?### Assistant: A number." for n in range(10)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    row_format = detect_format(path, {})
+    unused = UnusedKeys(row_format)
+    (chunk,) = read_chunks(path)
+    assert len(list(parse_record_rows(chunk, row_format, unused=unused))) == 10
+    (note,) = unused_notes(unused.rows, "a.jsonl")
+    assert note == (
+        "a.jsonl: Human: and Assistant: in the text (10 rows) not used: every token is trained, "
+        "also the questions'; to train the answers alone: DATA_COLUMNS='{messages: text}'"
+    )
+    rows = read_rows(path, {"messages": "text"})
+    assert [message.content for message in rows[3].messages] == ["What is 3?", "A number."]

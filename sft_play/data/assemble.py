@@ -3,6 +3,7 @@
 Reads nothing but the mapped stores; loads no torch.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -193,11 +194,23 @@ def _held_out_mask(train: Selection, config: Config) -> np.ndarray:
     records = train.records()
     mask = splits.choose_held_out(records, config.data.val_size, config.train.order_seed)
     if not mask.any() or mask.all():
+        files = [file for source in train.sources for file in source.files]
+        texts = [file for file in files if file.lower().endswith(".txt")]
         raise DataError(
             f"{train.names}: {splits.count_rows(records)} usable rows, or all of the same words, "
             "cannot be split into training and validation; set DATA_VAL_PATH"
+            + (f"\n{_split_text(texts[0])}" if texts else "")
         )
     return mask
+
+
+def _split_text(file: str) -> str:
+    """Return how to make several documents of a text file."""
+    return (
+        "a .txt file is one document; cut it into several: "
+        f"mkdir parts && split -n l/20 --additional-suffix=.txt {shlex.quote(file)} parts/part- "
+        "and set DATA_TRAIN_PATH=parts"
+    )
 
 
 def _without_overlap(

@@ -134,7 +134,7 @@ class ChunkTokenizer:
 
     def _parse(self, task: ChunkTask, progress: "_Progress") -> list["_RecordRows"]:
         """Return the records that are rows, and count what is not used."""
-        unused = UnusedKeys(task.row_format.file_columns, task.row_format.turn_column)
+        unused = UnusedKeys(task.row_format)
         unused.add_columns(columns_with_values(task.chunk))
         parsed = parse_record_rows(task.chunk, task.row_format, self.system_prompt, unused)
         records: list[_RecordRows] = []

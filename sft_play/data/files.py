@@ -13,6 +13,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -65,7 +66,16 @@ class Chunk:
 
     def origin(self, position: int) -> str:
         """Return `file:line` or `file[index]` of the record at a position of this chunk."""
-        return format_origin(self.path, self.numbers[position])
+        number = self.numbers[position]
+        return f"{self._name}:{number}" if self._has_lines else f"{self._name}[{number}]"
+
+    @cached_property
+    def _name(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def _has_lines(self) -> bool:
+        return base_format(self.path) in LINE_FORMATS
 
     def raw(self, position: int) -> str:
         """Return the text of a record: a line as it is in the file, else JSON."""

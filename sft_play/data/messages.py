@@ -118,6 +118,8 @@ def parse_conversation(lists: Sequence[MessageList], is_sharegpt: bool) -> tuple
                 raise InvalidRowError(f"{names[-1]}{error}") from None
             messages.append(message)
     _check_order(messages, names, allows_calls_in_text=is_sharegpt)
+    if messages[0].role == "user":
+        return tuple(messages)
     return _with_untrained_greeting(messages)
 
 

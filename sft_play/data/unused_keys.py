@@ -9,7 +9,9 @@ from typing import Any
 
 from sft_play.data.loss_flags import FLAG_KEYS
 from sft_play.data.messages import REASONING_KEYS
+from sft_play.data.row_formats import RowFormat
 from sft_play.data.rows import Json
+from sft_play.data.turn_lists import is_marked_text
 
 USED_TURN_KEYS = frozenset(
     (
@@ -20,6 +22,7 @@ USED_TURN_KEYS = frozenset(
     )
 )
 TURN_PREFIX = "messages[]."
+TURNS_IN_TEXT = "Human: and Assistant: in the text"
 MAX_LISTED = 12  # keys without a meaning of their own
 EVERY_ROW = "every row weighs the same; weights are of files: DATA_TRAIN_PATH='{a.jsonl: 3, b: 1}'"
 NOT_CHOSEN = "no row is chosen or left out by it"
@@ -37,30 +40,44 @@ MEANINGS = {
     "definition": "to put it before the inputs: "
     "DATA_COLUMNS='{instruction: definition, input: inputs, output: targets}'",
     f"{TURN_PREFIX}prefix": "the whole answer is trained",
+    TURNS_IN_TEXT: "every token is trained, also the questions'; "
+    "to train the answers alone: DATA_COLUMNS='{messages: text}'",
 }
 
 
 class UnusedKeys:
     """Counts the rows in which a key that is not used has a value."""
 
-    def __init__(self, used: Iterable[str], turn_column: str | None):
-        self._used = frozenset(used)
-        self._turn_column = turn_column
+    def __init__(self, row_format: RowFormat):
+        self._used = row_format.file_columns
+        self._turn_column = row_format.turn_column
+        self._text_column = row_format.required[0] if row_format.name == "text" else None
         self.rows: Counter[str] = Counter()
 
     def add(self, record: Json) -> None:
         """Count the keys of a record, and those of its turns."""
-        for key in record.keys() - self._used:
-            if _is_given(record[key]):
+        for key, value in record.items():
+            if key not in self._used and _is_given(value):
                 self.rows[key] += 1
+        if self._text_column is not None:
+            text = record.get(self._text_column)
+            if isinstance(text, str) and is_marked_text(text):
+                self.rows[TURNS_IN_TEXT] += 1
         turns = record.get(self._turn_column) if self._turn_column else None
         if not isinstance(turns, list):
             return
+        unused = [
+            turn for turn in turns if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS
+        ]
+        if unused:
+            self._add_turns(unused)
+
+    def _add_turns(self, turns: Iterable[Json]) -> None:
         keys: set[str] = set()
         for turn in turns:
-            if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
-                keys.update(key for key in turn.keys() - USED_TURN_KEYS if _is_given(turn[key]))
-        self.rows.update(f"{TURN_PREFIX}{key}" for key in keys)
+            keys.update(key for key in turn.keys() - USED_TURN_KEYS if _is_given(turn[key]))
+        for key in keys:
+            self.rows[f"{TURN_PREFIX}{key}"] += 1
 
     def add_columns(self, rows_of: Mapping[str, int]) -> None:
         """Count the columns of an Arrow batch, of which records hold only the used ones."""
@@ -75,7 +92,7 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
     others = []
     for key in sorted(unused):
         if key in MEANINGS:
-            notes.append(f"{source}: {key} ({unused[key]:,} rows) is not used: {MEANINGS[key]}")
+            notes.append(f"{source}: {key} ({unused[key]:,} rows) not used: {MEANINGS[key]}")
         else:
             others.append(key)
     if others:

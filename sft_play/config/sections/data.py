@@ -42,9 +42,9 @@ class DataSection(Section):
     train_path: Sources | None = Field(
         None,
         json_schema_extra=WRITE_SOURCES,
-        description="Training rows: a JSONL, JSON, CSV or Parquet file, a folder of them, a hub "
-        "data set id, or several; with weights small ones repeat and none is cut. null is the data "
-        "set that ships, all its splits.",
+        description="Training rows: a JSONL, JSON, CSV, Parquet, Excel or text file, a folder of "
+        "them, a hub data set id, or several; with weights small ones repeat and none is cut. null "
+        "is the data set that ships, all its splits.",
     )
     val_path: Sources | None = Field(
         None,
@@ -65,7 +65,8 @@ class DataSection(Section):
             "answer: solution}",
         },
         description="Which column holds which field of a row, for files with column names of their "
-        "own; {} recognises the row format by its keys.",
+        "own, or a path into a column, such as answers.text.0; {} recognises the row format by its "
+        "keys.",
     )
     on_bad_row: Literal["fail", "quarantine"] = Field(
         "fail",
