@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import NO_CONFIG
 
+from sft_play.commands.train import run_stem
 from sft_play.config.loader import BASE, DEFAULT, load
 from sft_play.data import first_look
 from sft_play.data.first_look import look_at_rows
@@ -22,7 +23,7 @@ EMPTY = str(NO_CONFIG)
 TINY = str(BASE.parents[1] / "data" / "tiny_llama")
 
 
-def facts(rows: int = 1000, lengths: tuple[int, ...] = (100,)) -> RecipeFacts:
+def facts(rows: int = 1000, lengths: tuple[int, ...] = (100, 100)) -> RecipeFacts:
     return RecipeFacts(8_000_000_000, 4096, RowFacts(rows, lengths))
 
 
@@ -62,6 +63,12 @@ def test_the_config_of_the_shipped_model_counts_for_another_where_it_is_named_wi
     assert recipe.foreign_recipe(load("tiny")) == recipe.foreign_recipe(load()) == []
 
 
+def test_a_run_without_config_has_the_name_of_its_model() -> None:
+    assert run_stem(load(None, {"MODEL_NAME": "Qwen/Qwen2.5-1.5B"})) == "Qwen2.5-1.5B"
+    assert run_stem(load(None, {"MODEL_NAME": "/models/my model"})) == "my-model"
+    assert run_stem(load()) == "tiny"
+
+
 # The choices
 
 
@@ -98,6 +105,7 @@ def test_few_rows_are_seen_more_often(rows: int, epochs: int) -> None:
         ((100,) * 10, None, 512),  # never shorter
         ((700,) * 995 + (5000,) * 5, None, 5120),  # five rows hold 3.5 % of the tokens
         ((1100,) * 999 + (5000,), None, 1152),
+        ((1100,) * 999 + (1300,), None, 1408),  # hardly longer: none is left out
         ((6000,) * 10, 4096, 4096),
         ((100,) * 10, 256, 256),
     ],
@@ -131,7 +139,7 @@ def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay() -> No
     assert recipe.sentences(settled) == (
         "train.learning_rate=1e-05 (auto: full of 8.00 billion weights)",
         "train.epochs=2.0 (environment TRAIN_EPOCHS)",
-        "model.max_seq_len=512 (auto: all rows have at most 100 tokens)",
+        "model.max_seq_len=512 (auto: all 2 rows looked at have at most 100 tokens)",
     )
     assert recipe.is_settled(settled.config) and not recipe.is_settled(loaded.config)
     assert not settled.is_set("train.learning_rate")

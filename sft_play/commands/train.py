@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import sys
 import time
@@ -15,7 +16,7 @@ from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.plan import given_variables, override_variables
 from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
 from sft_play.config.backends import BACKENDS
-from sft_play.config.loader import LoadedConfig
+from sft_play.config.loader import BASE, LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
@@ -253,4 +254,12 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
         given_up = run_folders.give_up_name(output_dir, run_name)
         if given_up is not None:
             print(f"an earlier run {run_name} trained nothing; it is {given_up.path} now")
-    return run_folders.create(output_dir, run_name, run_folders.stem_of(loaded.source))
+    return run_folders.create(output_dir, run_name, run_stem(loaded))
+
+
+def run_stem(loaded: LoadedConfig) -> str:
+    """Return the start of an unnamed run's name: its config's, without one its model's."""
+    if loaded.source == BASE:
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(loaded.config.model.name).name)
+        return name.strip("._-") or BASE.stem
+    return run_folders.stem_of(loaded.source)

@@ -6,6 +6,7 @@ They follow from mode, model and rows. Each choice has a reason, which becomes t
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from sft_play.config.layers import displayed
@@ -38,6 +39,7 @@ MOST_EPOCHS = 10
 
 KEPT_ROWS = 0.995
 KEPT_TOKENS = 0.99  # a few rows that are very long may hold a large part of the tokens
+HARDLY_LONGER = 1.25  # than what holds almost all rows: then no row is left out
 SHORTEST_LIMIT = 512  # packed rows share a sequence, so a shorter one saves nothing
 ASSUMED_LIMIT = 2048
 
@@ -141,7 +143,7 @@ def choose_max_seq_len(
     if isinstance(facts, str):
         return Choice(int(min(max(shortest, ASSUMED_LIMIT), limit)), f"assumed, as {facts}")
     needed = _tokens_of_almost_all(facts.lengths)
-    reason = f"{_share(facts.lengths, needed)} rows have at most {needed:,} tokens"
+    reason = f"{_share(facts, needed)} have at most {needed:,} tokens"
     if facts.uncounted_because:
         reason = f"by their characters {reason}, as {facts.uncounted_because}"
     chosen = max(shortest, round_up(needed))
@@ -199,15 +201,21 @@ def _tokens_of_almost_all(lengths: tuple[int, ...]) -> int:
     """Return the tokens that hold KEPT_ROWS of the rows and KEPT_TOKENS of their tokens."""
     by_rows = lengths[math.ceil(KEPT_ROWS * len(lengths)) - 1]
     wanted = KEPT_TOKENS * sum(lengths)
-    held = 0
-    for by_tokens in lengths:
-        held += by_tokens
-        if held >= wanted:
-            break
-    return max(by_rows, by_tokens)
+    by_tokens = next(
+        tokens for tokens, held in zip(lengths, accumulate(lengths), strict=True) if held >= wanted
+    )
+    enough = max(by_rows, by_tokens)
+    longest = lengths[-1]
+    return longest if longest <= HARDLY_LONGER * enough else enough
 
 
-def _share(lengths: tuple[int, ...], limit: int) -> str:
+def _share(facts: RowFacts, limit: int) -> str:
     """Return how many of the rows a limit holds, in words."""
-    share = bisect_right(lengths, limit) / len(lengths)
-    return "all" if share == 1 else f"{share:.1%} of the"
+    looked_at = len(facts.lengths)
+    share = bisect_right(facts.lengths, limit) / looked_at
+    is_sample = looked_at < facts.rows
+    if share == 1:
+        return f"all {looked_at:,} rows looked at" if is_sample else "all rows"
+    return (
+        f"{share:.1%} of {looked_at:,} rows looked at" if is_sample else f"{share:.1%} of the rows"
+    )
