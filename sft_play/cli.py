@@ -263,11 +263,14 @@ def report() -> None:
 
 
 @app.command("eval")
-def evaluate() -> None:
-    """Score the weights of a run (RUN, default the latest) on its test rows."""
+def evaluate(set_: SetOption = None) -> None:
+    """Score the weights of a run (RUN, default the latest) on its test rows, or on
+    DATA_TEST_PATH."""
+    run = use.chosen_run()
+    asked = use.settings_of(run, "eval", set_)
     from sft_play.inference.evaluate import evaluate_run
 
-    _echo_lines(evaluate_run(use.chosen_run(), use.inference_device()))
+    _echo_lines(evaluate_run(run, use.inference_device(), asked))
 
 
 @app.command()
@@ -276,22 +279,25 @@ def infer(
         str | None,
         typer.Argument(help="The question; default PROMPT, else one a line of standard input."),
     ] = None,
+    set_: SetOption = None,
 ) -> None:
     """Answer questions with the weights of a run."""
+    run = use.chosen_run()
+    config = use.settings_of(run, "infer", set_).config
     from sft_play.inference.chat import answer_all
 
-    run = use.chosen_run()
-    device = use.inference_device()
-    for answer in answer_all(run, device, use.prompts(prompt)):
-        typer.echo(answer)
+    for answer in answer_all(run, use.inference_device(), use.prompts(prompt), config):
+        typer.echo(answer)  # flushes: a program that reads line by line need not wait
 
 
 @app.command()
-def chat() -> None:
-    """Talk to the weights of a run; an empty line ends it."""
+def chat(set_: SetOption = None) -> None:
+    """Talk to the weights of a run; /help lists the commands, /exit leaves."""
+    run = use.chosen_run()
+    config = use.settings_of(run, "chat", set_).config
     from sft_play.inference.chat import chat_with
 
-    chat_with(use.chosen_run(), use.inference_device())
+    chat_with(run, use.inference_device(), config, is_terminal=sys.stdin.isatty())
 
 
 @app.command()

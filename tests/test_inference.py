@@ -17,6 +17,7 @@ from sft_play import cli
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.evaluator import Evaluator
+from sft_play.evaluation.generate import Answer
 from sft_play.inference import chat
 from sft_play.inference.evaluate import evaluate_run, prepared_data
 from sft_play.inference.load import load_run
@@ -66,7 +67,8 @@ def fake_kernels(*lines: str):
 def test_eval_finds_the_scores_that_the_run_ended_with(finished, mode):
     folder = finished(mode)
     after = run_json(folder)["metrics"]["after"]
-    (line,) = evaluate_run(folder, "cpu")
+    line, answers = evaluate_run(folder, "cpu")
+    assert answers == f"answers {folder.evaluation / 'again.jsonl'}"
     again = json.loads((folder.evaluation / "again.json").read_text())
     assert again["eval_loss"] == pytest.approx(
         after["eval_loss"], abs=1e-6
@@ -107,10 +109,11 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
     assert again["rougeL"] == after["rougeL"] and 0 < after["rougeL"] < 1
     assert again["eval_loss"] == pytest.approx(after["eval_loss"], abs=1e-6)
     trained = load_run(folder, "cpu")
-    test = prepared_data(folder, trained).test
+    test = prepared_data(folder, trained.config, trained.tokenizer).test
     evaluator = Evaluator(test, trained.tokenizer, trained.config.train, trained.process)
     answers = [answer.text for answer in evaluator.answers(trained.model)]
     assert answers == [json.loads(line)["answer"] for line in lines]
+    assert (folder.evaluation / "again.jsonl").read_text().splitlines() == lines
 
 
 # Answers
@@ -119,8 +122,8 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
 def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
     loaded = load_run(answering, "cpu")
     assert not loaded.model.training
-    assert chat.answer(loaded, [Message("user", "Count to 6.")]) == "1 2 3 4 5 6"
-    assert chat.answer(loaded, [Message("user", "Count to 3.")]) == "1 2 3"
+    assert chat.answer(loaded, [Message("user", "Count to 6.")]) == ("1 2 3 4 5 6", False)
+    assert chat.answer(loaded, [Message("user", "Count to 3.")]).text == "1 2 3"
 
 
 def test_each_prompt_is_answered_by_itself(answering):
@@ -137,7 +140,9 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     monkeypatch.setattr(
         chat,
         "answer",
-        lambda loaded, messages: asked.append(said(messages)) or really(loaded, messages),
+        lambda loaded, messages, printer: (
+            asked.append(said(messages)) or really(loaded, messages, printer)
+        ),
     )
     chat.chat_with(answering, "cpu")
     first = {"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}
@@ -145,7 +150,7 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     replies = capsys.readouterr().out.splitlines()
     loaded = load_run(answering, "cpu")
     conversation = [Message(**turn) for turn in asked[1]]
-    assert replies == ["1 2 3", *chat.answer(loaded, conversation).splitlines()]
+    assert replies == ["1 2 3", *chat.answer(loaded, conversation).text.splitlines()]
 
 
 def test_an_empty_line_ends_a_chat(answering, monkeypatch, capsys):
@@ -158,7 +163,8 @@ def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_w
     folder = plan_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     assert run_worker(folder) == 0
     asked = []
-    monkeypatch.setattr(chat, "answer", lambda loaded, messages: asked.append(messages))
+    said = Answer("Yes.", was_cut=False)
+    monkeypatch.setattr(chat, "answer", lambda _, messages, *__: asked.append(messages) or said)
     monkeypatch.setattr("builtins.input", fake_kernels("And this?"))
     list(chat.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
     chat.chat_with(folder, "cpu")
@@ -194,7 +200,7 @@ def test_infer_answers_prompt_or_else_each_line_of_standard_input(command):
 
 def test_chat_takes_turns_from_standard_input(command):
     shown = command("chat", "Count to 3.\nCount to 6.\n")
-    assert shown.startswith("> 1 2 3\n> ") and shown.count("> ") == 3
+    assert shown.startswith("1 2 3\n") and ">" not in shown
 
 
 @pytest.mark.slow

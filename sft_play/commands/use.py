@@ -2,12 +2,20 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from sft_play.commands.call import read_call
-from sft_play.config import loader
+from sft_play.config import layers, loader, targets
+from sft_play.config.loader import LoadedConfig, RunSettings
+from sft_play.config.messages import refuse
+from sft_play.config.schema import env_name, settings
+from sft_play.config.yaml_source import Located
 from sft_play.plan import devices
+from sft_play.plan.run_plan import read_plan
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import WEIGHTS, RunFolder
+
+ANSWER_LIMIT = "train.generation_max_new_tokens"
 
 
 def chosen_run(weights: Sequence[str] = WEIGHTS) -> RunFolder:
@@ -23,6 +31,45 @@ def chosen_run(weights: Sequence[str] = WEIGHTS) -> RunFolder:
         sys.stderr.write(f"skipped: {reason}\n")
     sys.stderr.write(f"run {latest.folder.path}, the latest with weights; RUN= chooses another\n")
     return latest.folder
+
+
+def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) -> LoadedConfig:
+    """Return a run's settings with those on top that are given now and that the target reads.
+
+    `is_set` tells which were given. Raises: ConfigError for what the target does not read.
+    """
+    call = read_call(None, overrides or ())
+    _refuse_unread(target, call.overrides)
+    read = targets.READS[target]
+    environ = {
+        name: value
+        for name, value in call.environ.items()
+        if name in read or name not in targets.SETTINGS
+    }
+    config = run.read_config()
+    source = run.path / "config.yaml"
+    shown = layers.displayed(source)
+    layer = {path: Located(attrgetter(path)(config), shown) for path in settings()}
+    own = RunSettings(layer, source, frozenset(layer))
+    loaded = loader.load(None, environ, call.overrides, resumed=own)
+    changes = {}
+    if loaded.config.train.eval_batch_size == "auto":
+        changes["train.eval_batch_size"] = layer["train.eval_batch_size"]
+    is_answered = target in ("infer", "chat") and not loaded.is_set(ANSWER_LIMIT)
+    if is_answered and read_plan(run).has_auto_answer_limit:
+        changes[ANSWER_LIMIT] = Located("auto", shown)
+    return loaded.with_values(changes)
+
+
+def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for words of --set that a target does not read."""
+    problems = []
+    read = sorted(path for path in settings() if env_name(path) in targets.READS[target])
+    for entry in overrides:
+        path = entry.partition("=")[0]
+        if path in settings() and path not in read:
+            problems.append(f"--set {path}: {target} does not read it; it reads {', '.join(read)}")
+    refuse(problems)
 
 
 def inference_device() -> str:

@@ -164,6 +164,35 @@ def assemble(config: Config, sources: TokenizedSplits) -> RunData:
     )
 
 
+@dataclass(frozen=True)
+class OtherRows:
+    """Rows that are scored after a run, and how many of them it trained on."""
+
+    split: Split
+    ledger: SplitLedger
+    trained_on: int
+
+
+def assemble_other_rows(
+    config: Config,
+    sources: tuple[TokenizedSource, ...],
+    trained: tuple[TokenizedSource, ...],
+) -> OtherRows:
+    """Return test rows for a finished run; `trained` are its training rows, () if they are gone.
+
+    Raises: DataError if too many tokens are lost, or if no row is left.
+    """
+    selection = Selection.whole(sources)
+    _refuse_lost_tokens(selection, config)
+    _refuse_empty_splits({"test": selection})
+    records = selection.records()
+    trained_on = 0
+    if trained:
+        found = splits.find_overlap(records, Selection.whole(trained).records())
+        trained_on = splits.count_rows(records[found.normalized])
+    return OtherRows(selection.to_split(), _split_ledger(selection), trained_on)
+
+
 def _refuse_lost_tokens(selection: Selection, config: Config) -> None:
     tally = selection.tally
     if tally.lost_fraction <= config.data.max_lost:

@@ -1,38 +1,169 @@
-"""Score the weights of a finished run on its test rows again."""
+"""Score the weights of a finished run, on its test rows or on other ones."""
 
-from sft_play.data.assemble import RunData, assemble
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from sft_play.config.loader import LoadedConfig
+from sft_play.config.schema import Config
+from sft_play.data.assemble import RunData, assemble, assemble_other_rows
 from sft_play.data.data_facts import DataFacts
 from sft_play.data.pipeline import build_run_data
-from sft_play.errors import DataError
+from sft_play.data.questions import answer_token_limit
+from sft_play.data.sources import find_sources
+from sft_play.data.store import Split
+from sft_play.data.tokenize import tokenize_sources
+from sft_play.data.tokenized import TokenizedSource, read_bad_rows
+from sft_play.data.tokenizer import load_tokenizer
+from sft_play.errors import ConfigError, DataError
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.inference.load import TrainedModel, load_run
-from sft_play.runs.files import write_json
+from sft_play.evaluation.scores import Scores, answers_jsonl
+from sft_play.inference.load import checked_weights, config_of_weights, load_run
+from sft_play.plan import sources
+from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 
+SETTINGS = (
+    "predict_with_generate",
+    "generation_max_new_tokens",
+    "generation_num_beams",
+    "generation_max_rows",
+    "eval_batch_size",
+)
+OWN_ROWS = "again"  # the name of the scores of the run's own test rows
+TAKEN_NAMES = (OWN_ROWS, "before", "after")
 
-def evaluate_run(folder: RunFolder, device: str) -> list[str]:
-    """Score a run's weights on its test rows and write eval/again.json.
 
+@dataclass(frozen=True)
+class ScoredRows:
+    """The rows to score, what is said of them, and the name of their files in eval/."""
+
+    split: Split
+    name: str
+    path: Any  # as data.test_path has it; None for the run's own rows
+    lines: tuple[str, ...] = ()
+
+
+def evaluate_run(folder: RunFolder, device: str, asked: LoadedConfig | None = None) -> list[str]:
+    """Score a run's weights and write eval/<name>.json and eval/<name>.jsonl.
+
+    `asked` are the run's settings with others on top: with data.test_path the rows of that file
+    are scored, rendered as in training, and otherwise the run's test rows.
     Returns the lines to print.
     """
-    trained = load_run(folder, device)
-    test = prepared_data(folder, trained).test
+    config = asked.config if asked else folder.read_config()
+    weights = checked_weights(folder, config)
+    tokenizer = load_tokenizer(config_of_weights(config, weights))
+    has_other_rows = asked is not None and asked.is_set("data.test_path")
+    if has_other_rows:
+        rows = other_rows(folder, config, tokenizer)
+    elif asked is not None and asked.is_set("data.columns"):
+        raise ConfigError(
+            f"{asked.described('data.columns')}: names the columns of a file to score; "
+            "set DATA_TEST_PATH too"
+        )
+    else:
+        rows = ScoredRows(prepared_data(folder, config, tokenizer).test, OWN_ROWS, None)
+    config = with_answer_limit(config, rows.split)
+    trained = load_run(folder, device, config)
     evaluator = Evaluator(
-        test,
+        rows.split,
         trained.tokenizer,
-        trained.config.train,
+        config.train,
         trained.process,
         saved_stops=trained.stops,
     )
     scores = evaluator.score(trained.model)
-    write_json(folder.evaluation / "again.json", scores.as_metrics())
-    return [f"{folder.name} {scores.as_text()} rows={len(test)}"]
+    answers = folder.evaluation / f"{rows.name}.jsonl"
+    write_text(answers, answers_jsonl(evaluator.questions, scores))
+    write_json(answers.with_suffix(".json"), _facts(config, rows, scores))
+    line = f"{folder.name} {scores.as_text()} rows={len(rows.split)}"
+    return [*rows.lines, line, f"answers {answers}"]
 
 
-def prepared_data(folder: RunFolder, trained: TrainedModel) -> RunData:
+def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizerBase) -> ScoredRows:
+    """Return the rows of data.test_path, tokenized as in training.
+
+    Raises: DataError for a row that cannot be used, with its file and line.
+    """
+    data = sources.resolved(config.data)
+    others = {"train_path": None, "val_path": None}  # they may be gone
+    config = config.model_copy(update={"data": data.model_copy(update=others)})
+    found = tokenize_sources(config, find_sources(config), tokenizer)
+    trained_on = _training_sources(folder)
+    rows = assemble_other_rows(config, found["test"], trained_on)
+    names = ", ".join(source.name for source in found["test"])
+    name = _free_name(folder, Path(found["test"][0].files[0]).stem, data.test_path)
+    dropped = " ".join(f"{reason}={count}" for reason, count in rows.ledger.dropped.items())
+    lines = [
+        f"test {names} rows={rows.ledger.rows_in} used={rows.ledger.rows_used} "
+        f"{dropped or 'dropped=0'} tokens={rows.ledger.tokens} trained={rows.ledger.trained_tokens}"
+    ]
+    if rows.trained_on:
+        lines.append(
+            f"warning: {rows.trained_on} of these rows were trained on, so the scores are too good"
+        )
+    for bad in read_bad_rows(found).get("test", []):
+        lines.append(f"warning: {bad.origin} cannot be used: {bad.reason}")
+    return ScoredRows(rows.split, name, data.test_path, tuple(lines))
+
+
+def prepared_data(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """Return a run's data from its tokenized samples, or from the files if those are gone."""
     try:
         facts = DataFacts.from_json(folder.read_data())
-        return assemble(trained.config, facts.sources)
+        return assemble(config, facts.sources)
     except DataError:
-        return build_run_data(trained.config, trained.tokenizer)
+        return build_run_data(config, tokenizer)
+
+
+def with_answer_limit(config: Config, rows: Split) -> Config:
+    """Return the config with a number for train.generation_max_new_tokens where that is auto."""
+    train = config.train
+    if train.generation_max_new_tokens != "auto":
+        return config
+    limit = answer_token_limit([rows], train.generation_max_rows, config.model.max_seq_len)
+    train = train.model_copy(update={"generation_max_new_tokens": limit})
+    return config.model_copy(update={"train": train})
+
+
+def _training_sources(folder: RunFolder) -> tuple[TokenizedSource, ...]:
+    """Return the tokenized training rows of a run, () where they are gone."""
+    try:
+        return DataFacts.from_json(folder.read_data()).sources["train"]
+    except DataError:
+        return ()
+
+
+def _free_name(folder: RunFolder, stem: str, path: Any) -> str:
+    """Return the name of a file's scores: its own, unless another file's scores have that."""
+    number = 1
+    while True:
+        name = stem if number == 1 else f"{stem}-{number}"
+        scores = folder.evaluation / f"{name}.json"
+        is_free = not scores.exists() or read_json(scores).get("test_path") == _as_json(path)
+        if name not in TAKEN_NAMES and is_free:
+            return name
+        number += 1
+
+
+def _facts(config: Config, rows: ScoredRows, scores: Scores) -> dict[str, Any]:
+    """Return the content of eval/<name>.json."""
+    settings = {f"train.{name}": getattr(config.train, name) for name in SETTINGS}
+    if rows.path is not None:
+        settings["data.columns"] = config.data.columns
+    path = _as_json(config.data.test_path if rows.path is None else rows.path)
+    return {
+        **scores.as_metrics(),
+        "rows": len(rows.split),
+        "settings": settings,
+        "test_path": path,
+    }
+
+
+def _as_json(path: Any) -> Any:
+    """Return the value of data.test_path as plain data."""
+    return json.loads(json.dumps(path, default=lambda section: section.model_dump()))
