@@ -99,11 +99,11 @@ compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; 
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
 	@$(SFT) report
-eval: $(ENV) ## score RUN, by default the latest, on its test rows
+eval: $(ENV) ## score RUN, by default the latest, on its test rows or on DATA_TEST_PATH
 	@$(SFT) eval
 infer: $(ENV) ## answer PROMPT, or each line of standard input, with RUN
 	@$(SFT) infer
-chat: $(ENV) ## chat with RUN
+chat: $(ENV) ## chat with RUN; /help lists the commands of a chat
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base model
 	@$(SFT) merge

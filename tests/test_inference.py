@@ -140,7 +140,7 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     monkeypatch.setattr(
         chat,
         "answer",
-        lambda loaded, messages, printer: (
+        lambda loaded, messages, printer=None: (
             asked.append(said(messages)) or really(loaded, messages, printer)
         ),
     )

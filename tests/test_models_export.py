@@ -138,15 +138,15 @@ def test_an_adapter_stops_there_with_the_generation_config_of_its_folder(trained
 
 
 def test_the_code_of_an_adapters_readme_runs_and_answers(trained, capsys):
-    folder = trained("lora").path
-    readme = (folder / "adapter" / "README.md").read_text()
+    folder = trained("lora")
+    readme = (folder.weights("lora") / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     code = code.replace("Hello!", QUESTION).replace("=256", f"={LIMIT}")
     exec(code, {})
     assert capsys.readouterr().out == f"{ANSWER}\n"
-    after = run_json(folder)["metrics"]["after"]
-    assert f"| ROUGE-L | {run_json(folder)['metrics']['before']['rougeL']:.4g} |" in readme
-    assert f"| {after['eval_loss']:.4g} |" in readme
+    metrics = run_json(folder)["metrics"]
+    assert f"| ROUGE-L | {metrics['before']['rougeL']:.4g} |" in readme
+    assert f"| {metrics['after']['eval_loss']:.4g} |" in readme
     assert "| train | train.jsonl | 10 |" in readme
     assert "Answers end with `<|im_end|>`; generation stops at `<|endoftext|>` too" in readme
     assert "| LoRA rank | 16 |" in readme and "More Information Needed" not in readme
@@ -158,7 +158,7 @@ def test_eval_infer_and_chat_stop_there_too(trained):
     assert set(loaded.stops) == stop_ids(loaded.tokenizer) | {
         loaded.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     }
-    assert chat.answer(loaded, [Message("user", QUESTION)]) == ANSWER
+    assert chat.answer(loaded, [Message("user", QUESTION)]) == (ANSWER, False)
     after = run_json(folder)["metrics"]["after"]
     evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())

@@ -1,0 +1,258 @@
+"""What eval, infer and chat take from variables and --set, and what a chat on a terminal shows."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sft_play import cli
+from sft_play.data.rows import Message
+from sft_play.errors import DataError
+from sft_play.inference import chat
+from sft_play.inference.load import load_run
+
+TESTED = [("Say one.", "1"), ("Count to 9.", "1 2 3 4 5 6 7 8 9"), ("Count to 3.", "1 2 3")]
+
+
+@pytest.fixture(scope="module")
+def answering(plan_run, run_worker, taught_base):
+    """A lora run on a base that answers; how long answers may become follows from its rows."""
+    folder = plan_run(
+        {
+            "model.name": taught_base,
+            "train.learning_rate": 1e-5,
+            "train.max_steps": 1,
+            "train.generation_max_new_tokens": "auto",
+        }
+    )
+    assert run_worker(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def call(answering, monkeypatch):
+    """A function that runs a command on the run, in this process."""
+
+    def run(*words: str, typed: str = "", **variables: str):
+        variables = {"RUN": str(answering.path), "DEVICE": "cpu", **variables}
+        return CliRunner().invoke(cli.app, list(words), input=typed, env=variables)
+
+    return run
+
+
+@pytest.fixture
+def other_rows(tmp_path):
+    """A CSV file of test rows with columns of its own; training has the second one."""
+    lines = ["ask,say", *(f'"{question}","{answer}"' for question, answer in TESTED)]
+    path = tmp_path / "held.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+# eval
+
+
+def test_eval_scores_the_rows_of_data_test_path(call, answering, other_rows):
+    result = call(
+        "eval", DATA_TEST_PATH=str(other_rows), DATA_COLUMNS="{prompt: ask, completion: say}"
+    )
+    assert result.exit_code == 0, result.output
+    first, warning, scores, answers = result.stdout.splitlines()
+    assert first.startswith(f"test {other_rows} rows=3 used=3 dropped=0 tokens=")
+    assert warning.startswith("warning: 1 of these rows were trained on")
+    assert scores.endswith("rows=3") and answers.endswith("eval/held.jsonl")
+    facts = json.loads((answering.evaluation / "held.json").read_text())
+    assert facts["test_path"] == str(other_rows) and facts["answers"] == facts["rows"] == 3
+    assert facts["settings"]["data.columns"] == {"prompt": "ask", "completion": "say"}
+    lines = (answering.evaluation / "held.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["expected"] for row in rows] == [answer for _, answer in TESTED]
+    assert rows[0]["origin"].startswith(str(other_rows))
+    assert sum(row["rougeL"] for row in rows) / 3 == pytest.approx(facts["rougeL"], abs=1e-4)
+    assert rows[2]["rougeL"] == 1.0 and rows[2]["was_cut"] is False
+
+
+def test_a_bad_row_of_the_test_file_is_named(call, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
+    result = call("eval", DATA_TEST_PATH=str(path))
+    assert isinstance(result.exception, DataError) and f"{path}:2" in str(result.exception)
+
+
+def test_eval_takes_the_generation_settings(call, answering):
+    result = call(
+        *("eval", "--set", "train.generation_max_rows=2"),
+        TRAIN_GENERATION_MAX_NEW_TOKENS="3",
+        TRAIN_GENERATION_NUM_BEAMS="2",
+        TRAIN_EVAL_BATCH_SIZE="1",
+    )
+    assert "answers=2 cut=2 at 3 tokens" in result.stdout
+    facts = json.loads((answering.evaluation / "again.json").read_text())
+    assert facts["settings"] == {
+        "train.predict_with_generate": True,
+        "train.generation_max_new_tokens": 3,
+        "train.generation_num_beams": 2,
+        "train.generation_max_rows": 2,
+        "train.eval_batch_size": 1,
+    }
+    assert (facts["cut_answers"], facts["test_path"]) == (2, None)
+    result = call("eval", TRAIN_PREDICT_WITH_GENERATE="false")
+    assert "eval_loss=" in result.stdout and "rougeL" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "message"),
+    [
+        ({"TRAIN_GENERATION_NUM_BEAMS": "none"}, (), "train.generation_num_beams=none is not"),
+        ({"DATA_COLUMNS": "{prompt: ask}"}, (), "set DATA_TEST_PATH too"),
+        ({}, ("--set", "train.epochs=3"), "--set train.epochs: eval does not read it; it reads"),
+        ({}, ("--set", "train.beams=3"), "unknown setting 'train.beams'"),
+        ({"TRAIN_GENERATION_MAX_NEW_TOKENS": "4096"}, (), "no room is left for a prompt"),
+    ],
+)
+def test_what_eval_cannot_take_is_an_error(call, variables, words, message):
+    assert message in str(call("eval", *words, **variables).exception)
+
+
+# infer and chat
+
+
+def test_infer_takes_the_generation_settings_and_says_what_was_cut(call):
+    result = call("infer", PROMPT="Count to 6.", TRAIN_GENERATION_MAX_NEW_TOKENS="3")
+    assert result.exit_code == 0 and "1 2 3 4 5 6".startswith(result.stdout.strip())
+    assert "cut at 3 tokens; TRAIN_GENERATION_MAX_NEW_TOKENS=6 lets it go on" in result.stderr
+    assert call("infer", PROMPT="Count to 6.").stdout == "1 2 3 4 5 6\n"
+
+
+def test_the_limit_of_infer_and_chat_is_generous_unless_the_run_named_one(
+    call, answering, monkeypatch
+):
+    limits = []
+    really = chat.Generator.generate
+
+    def generate(self, *arguments):
+        limits.append(self.train.generation_max_new_tokens)
+        return really(self, *arguments)
+
+    monkeypatch.setattr(chat.Generator, "generate", generate)
+    call("infer", PROMPT="Count to 3.")
+    call("chat", typed="Count to 3.\n")
+    call("infer", PROMPT="Count to 3.", TRAIN_GENERATION_MAX_NEW_TOKENS="30")
+    assert limits[0] == limits[1] > 400  # of 512 positions, less the prompt
+    assert limits[2] == 30
+    assert answering.read_config().train.generation_max_new_tokens == 64
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_an_error(call):
+    result = call("infer", PROMPT="Count to 3. " * 200)
+    assert isinstance(result.exception, DataError) and "the model takes 512" in str(
+        result.exception
+    )
+
+
+def test_infer_takes_a_system_prompt(call, monkeypatch):
+    asked = []
+    said = chat.Answer("Yes.", was_cut=False)
+    monkeypatch.setattr(chat, "answer", lambda _, messages: asked.append(messages) or said)
+    call("infer", PROMPT="And?", DATA_SYSTEM_PROMPT="Be brief.")
+    assert asked == [[Message("system", "Be brief."), Message("user", "And?")]]
+
+
+@pytest.fixture
+def terminal(answering, monkeypatch, capsys):
+    """A function that types lines into a chat on a terminal; returns stdout and stderr."""
+
+    def chat_on_terminal(*lines: str):
+        left = iter(lines)
+        monkeypatch.setattr("builtins.input", lambda sign: next(left))
+        chat.chat_with(answering, "cpu", is_terminal=True)
+        return capsys.readouterr()
+
+    return chat_on_terminal
+
+
+def test_a_chat_on_a_terminal_begins_with_what_it_talks_to(terminal, answering, taught_base):
+    shown = terminal("/exit").out
+    assert f"run     {answering.path} (lora, 1 steps)" in shown
+    assert f"base    {taught_base}" in shown and "device  cpu, float32" in shown
+    assert "limits  64 tokens an answer, 512 for the conversation" in shown
+    assert "Ctrl-C stops an answer; /help lists the commands; /exit leaves" in shown
+
+
+def test_a_chat_obeys_its_commands(terminal):
+    lines = terminal("/help", "/bogus", "/system Be brief.", "/reset", "/exit").out.splitlines()[5:]
+    assert [line.split()[0] for line in lines[:4]] == ["/help", "/reset", "/system", "/exit"]
+    assert lines[4:] == [
+        "/bogus is no command; /help lists them",
+        "the conversation is empty, with your system message",
+        "the conversation is empty",
+    ]
+
+
+def test_commands_change_what_the_model_is_asked(answering, monkeypatch):
+    trained = load_run(answering, "cpu")
+    talk = chat.Chat(trained, [], "")
+    asked = []
+    said = chat.Answer("Yes.", was_cut=False)
+    monkeypatch.setattr(chat, "answer", lambda _, turn, *__: asked.append(list(turn)) or said)
+    lines = iter(["a", "/system Be brief.", "b", "c", "/reset", "d", "/system", "e", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    talk.run()
+    system = Message("system", "Be brief.")
+    yes = Message("assistant", "Yes.")
+    users = {name: Message("user", name) for name in "abcde"}
+    assert asked == [
+        [users["a"]],
+        [system, users["b"]],
+        [system, users["b"], yes, users["c"]],
+        [system, users["d"]],
+        [users["e"]],
+    ]
+
+
+def test_an_answer_is_shown_while_it_is_generated(answering, monkeypatch, capsys):
+    trained = load_run(answering, "cpu")
+    shown = []
+    printer = chat.AnswerPrinter(trained.tokenizer)
+    really = printer.put
+    monkeypatch.setattr(
+        printer, "put", lambda ids: (really(ids), shown.append(capsys.readouterr().out))
+    )
+    found = chat.answer(trained, [Message("user", "Count to 6.")], printer)
+    assert "".join(shown) + capsys.readouterr().out == "1 2 3 4 5 6\n"
+    assert len([part for part in shown if part]) > 3, "it came in parts"
+    assert printer.text == found.text
+
+
+def test_ctrl_c_stops_an_answer_and_the_next_one_leaves(answering, monkeypatch, capsys):
+    trained = load_run(answering, "cpu")
+    monkeypatch.setattr(trained.model.get_base_model(), "forward", interrupted(trained))
+    lines = iter(["Count to 6.", KeyboardInterrupt])
+
+    def read(sign: str) -> str:
+        line = next(lines)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    talk = chat.Chat(trained, [], "> ")
+    talk.run()
+    shown = capsys.readouterr()
+    assert shown.err == "\nstopped\n"
+    assert shown.out.startswith("1") and "1 2 3 4 5 6".startswith(shown.out.strip())
+    assert [message.role for message in talk.messages] == ["user", "assistant"]
+
+
+def interrupted(trained):
+    """Return the base model's forward, which Ctrl-C interrupts at its fifth token."""
+    forward = trained.model.get_base_model().forward
+    calls = []
+
+    def run(*arguments, **options):
+        calls.append(None)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return forward(*arguments, **options)
+
+    return run
