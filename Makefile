@@ -30,8 +30,8 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop runs compare report eval infer chat merge embedded bench bench-data bench-plan test \
-  test-fast test-faults test-long test-gpu lint clean
+  tb-stop sweep runs compare report eval infer chat merge embedded bench bench-data bench-plan \
+  test test-fast test-faults test-long test-gpu lint clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -87,6 +87,8 @@ train-deepspeed: $(ENV) ## train with ZeRO on all GPUs or NUM_GPUS, set up by DE
 	@$(SFT) train --distributed --deepspeed
 train-deepspeed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --deepspeed --tensorboard
+sweep: $(ENV) ## train each combination of OVER="train.learning_rate=1e-4,2e-4 ..." and compare
+	@$(SFT) sweep
 
 ## Watch and use
 tensorboard: $(ENV) ## start TensorBoard for all runs, on the loopback interface

@@ -134,6 +134,24 @@ def train(
     training.train(_call(config, set_), distributed, deepspeed, tensorboard, backend)
 
 
+@app.command()
+def sweep(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            "--over", help="Settings and their values, such as train.learning_rate=1e-4,2e-4."
+        ),
+    ] = None,
+) -> None:
+    """Train every combination of the values in OVER, and compare the held-out scores."""
+    from sft_play.commands import sweep as sweeping
+
+    called = _call(config, set_)
+    _echo_lines(sweeping.sweep(called, over or called.environ.get("OVER", "")))
+
+
 @app.command("data-check")
 def data_check(
     config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False

@@ -54,7 +54,13 @@ ALLOWED = {
     "__init__": set(),
 }
 READ_THE_ENVIRONMENT = {"config/loader.py", "training/runtime.py"}
-START_PROCESSES = {"plan/launch.py", "plan/devices.py", "monitor/", "data/tokenize.py"}
+START_PROCESSES = {
+    "plan/launch.py",
+    "plan/devices.py",
+    "monitor/",
+    "data/tokenize.py",
+    "commands/sweep.py",
+}
 HEAVY = {
     "torch",
     "transformers",
