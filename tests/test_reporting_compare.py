@@ -85,6 +85,14 @@ def test_runs_with_other_test_rows_are_said_to_have_them(tmp_path):
     assert "because 0 scored test rows are the same; 10 are needed" in comparison.notes[0]
 
 
+def test_a_run_of_a_version_without_a_setting_differs_only_from_another_value(two):
+    config = two[0].path / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if "weight_decay" not in line))
+    found = [setting.name for setting in compare(two).settings]
+    assert found == ["train.learning_rate"]
+
+
 def test_a_run_that_failed_before_its_first_score_can_be_compared(two, tmp_path):
     failed = RunReport(status="failed", exit_class=11, cause="rows.jsonl:3: not JSON")
     run_folder(tmp_path / "broken", failed, before="", after="")

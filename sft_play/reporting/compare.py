@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from sft_play.config.layers import defaults
+from sft_play.config.messages import word
 from sft_play.reporting import bootstrap
 from sft_play.reporting.answers import Answer, read_answers
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
@@ -100,13 +102,16 @@ def compare(folders: Sequence[RunFolder]) -> Comparison:
 
 
 def differing_settings(summaries: Sequence[RunSummary]) -> list[SettingDifference]:
-    """Return the settings that the runs did not all use with the same value."""
+    """Return the settings that the runs did not all use with the same value, by name."""
     used = [{line.name: line.value for line in summary.settings} for summary in summaries]
-    names = sorted(set().union(*used))
+    built_in = defaults()
     found = []
-    for name in names:
-        values = [settings.get(name) for settings in used]
-        if name not in NOT_COMPARED and len(set(values)) > 1:
+    for name in sorted(set().union(*used).difference(NOT_COMPARED)):
+        # a run of a version without the setting did what the default does now
+        default = word(built_in[name].value)
+        compared = {settings.get(name, default) for settings in used}
+        if len(compared) > 1:
+            values = [settings.get(name) for settings in used]
             found.append(SettingDifference(name, values))
     return found
 
