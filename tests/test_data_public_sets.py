@@ -235,3 +235,11 @@ def test_a_path_that_leads_nowhere_is_named(
     with pytest.raises(DataError) as error:
         read_rows(path, columns)
     assert words in str(error.value)
+
+
+def test_a_question_is_not_suggested_without_what_it_is_about(tmp_path: Path) -> None:
+    asked = {"question": "Which tree?", "answers": [{"text": "An oak."}, {"text": "Oak."}]}
+    nested = {"title": "Park", "paragraphs": [{"context": "An oak.", "qas": [asked]}]}
+    with pytest.raises(DataError) as error:
+        read_rows(write_jsonl(tmp_path / "a.jsonl", [nested]))
+    assert 'DATA_COLUMNS="{question: <column>, answer: <column>}"' in str(error.value)

@@ -9,7 +9,14 @@ from sft_play.data.bad_rows import refuse_bad_rows
 from sft_play.data.column_paths import find_values, top_column
 from sft_play.data.csv_files import DELIMITERS
 from sft_play.data.files import Chunk, base_format, parse_records, read_chunks
-from sft_play.data.row_formats import FIELDS, OPTIONAL_FIELDS, ROW_FORMATS, RowFormat, match_format
+from sft_play.data.row_formats import (
+    FIELDS,
+    OPTIONAL_FIELDS,
+    PROMPT_FORMATS,
+    ROW_FORMATS,
+    RowFormat,
+    match_format,
+)
 from sft_play.data.row_parsing import SystemPrompt, parse_record, parse_rows
 from sft_play.data.rows import (
     BadRow,
@@ -137,7 +144,7 @@ def _refuse_other_training(
             f"and preference training is not here; {hint}"
         )
     labels = [record.get("label") for record in records]
-    if found and found.name == "prompt" and all(isinstance(label, bool) for label in labels):
+    if found and found.name in PROMPT_FORMATS and all(isinstance(label, bool) for label in labels):
         raise DataError(
             f"{path}: label says which completions are good (KTO), "
             "and preference training is not here; to train on the good ones alone: "

@@ -35,6 +35,7 @@ ROW_FORMATS: dict[str, tuple[str, ...]] = {
     "segments": ("segments",),
 }
 TURN_FORMATS = ("messages", "conversations", "conversation")  # one column holds all turns
+PROMPT_FORMATS = ("prompt", "prompt_response")  # two columns may hold turns, in this order
 TEXT_FORMATS = ("text", "segments")  # no chat template is used
 # Optional in every format but plain text: the system message, and the functions that may be called
 SHARED_FIELDS = ("system", "tools")
@@ -111,7 +112,7 @@ def _row_format(
     name: str, column_of: Mapping[str, str], records: Sequence[Json], keys: Collection[str]
 ) -> RowFormat:
     paths = [column for column in column_of.values() if "." in column and column not in keys]
-    has_turns = name in (*TURN_FORMATS, "prompt")
+    has_turns = name in (*TURN_FORMATS, *PROMPT_FORMATS)
     return RowFormat(
         name,
         column_of,

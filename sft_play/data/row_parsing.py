@@ -14,7 +14,7 @@ from sft_play.data.messages import (
     parse_segments,
     parse_text,
 )
-from sft_play.data.row_formats import ROW_FORMATS, TURN_FORMATS, RowFormat
+from sft_play.data.row_formats import PROMPT_FORMATS, ROW_FORMATS, TURN_FORMATS, RowFormat
 from sft_play.data.rows import (
     BadRow,
     InvalidRowError,
@@ -201,7 +201,6 @@ _MESSAGE_PARSERS: dict[str, Callable[[Json, RowFormat], tuple[Message, ...]]] = 
     **dict.fromkeys(TURN_FORMATS, _parse_message_column),
     "instruction": _parse_instruction,
     "instruction_response": _parse_instruction,
-    "prompt": _parse_prompt,
-    "prompt_response": _parse_prompt,
+    **dict.fromkeys(PROMPT_FORMATS, _parse_prompt),
     "calls": _parse_calls,
 }

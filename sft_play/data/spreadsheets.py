@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.data.csv_files import name_columns
-from sft_play.data.rows import NumberedRecord
+from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord
 from sft_play.errors import DataError, EnvironmentFault
 
 
@@ -38,7 +38,11 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
             names = ["" if cell is None else str(cell) for cell in cells]
             header = name_columns(f"{path}:{number}: the first line names the columns", names)
             continue
-        record = dict(zip(header, map(_as_text, cells), strict=False))
+        record: Json | UnreadableRecord = dict(zip(header, map(_as_text, cells), strict=False))
+        if any(cell is not None for cell in cells[len(header) :]):
+            record = UnreadableRecord(
+                f"a cell behind the {len(header)} columns that the first line names", repr(cells)
+            )
         yield NumberedRecord(number, record, sum(len(str(cell)) for cell in cells))
     book.close()
 

@@ -90,9 +90,10 @@ def _candidates(record: Json) -> Iterator[Columns]:
     if answer is None:
         return
     extra = _first_named(leaves, EXTRAS, (question, answer))
-    if extra is not None:
+    if extra is None:
+        yield {"question": question.path, "answer": answer.path}
+    else:  # without it, the question could not be answered
         yield {"instruction": question.path, "input": extra.path, "output": answer.path}
-    yield {"question": question.path, "answer": answer.path}
 
 
 def _turn_lists(record: Json) -> Iterator[str]:
