@@ -43,6 +43,7 @@ MAY_CHANGE = {
     "model.trust_remote_code",
     "tuning.allow_untrained_tokens",
     "train.output_dir",
+    "train.report_to",
     "train.fast_path",
     "train.ddp_find_unused_parameters",
     "train.ddp_broadcast_buffers",
