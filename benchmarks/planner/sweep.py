@@ -33,7 +33,7 @@ from benchmarks.planner.search import (
     step_speed,
 )
 from benchmarks.planner.workloads import SWEEPS, Sweep, Workload
-from sft_play import commands
+from sft_play.commands.call import load_config, read_call
 from sft_play.plan import devices, launch
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import step_bytes
@@ -120,8 +120,8 @@ def make_planner(job: Job) -> Callable[[int | None], PlannedRun]:
     )
     place = Place(job.folder, job.folder / "runs", seconds=0, on_cpu=job.on_cpu)
     overrides = [f"{name}={value}" for name, value in run_settings(workload, place).items()]
-    called = commands.call("configs/base.yaml", overrides)
-    loaded = commands.load_config(called)
+    called = read_call("configs/base.yaml", overrides)
+    loaded = load_config(called)
     here = devices.detect("cpu" if job.on_cpu else "cuda", called.environ)
 
     def plan(card_bytes: int | None) -> PlannedRun:
