@@ -14,6 +14,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
 from sft_play.training.trainer import token_mean_loss
 
+ANSWER_KEYS = {"origin", "prompt", "expected", "answer", "rougeL", "was_cut"}
 EPOCHS = {
     "train.max_steps": None,
     "train.epochs": 2,
@@ -137,7 +138,7 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
     answers = [
         json.loads(line) for line in (folder.evaluation / "after.jsonl").read_text().splitlines()
     ]
-    assert len(answers) == 4 and answers[0].keys() == {"origin", "prompt", "expected", "answer"}
+    assert len(answers) == 4 and set(answers[0]) == ANSWER_KEYS
     assert {"torch", "transformers", "peft"} <= report["versions"].keys()
 
 

@@ -55,6 +55,6 @@ class Tally:
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
-        """Return the counts that `as_json` gave."""
-        counters = {name: Counter(facts[name]) for name in COUNTERS}
+        """Return the counts that `as_json` gave; an older version had fewer counters."""
+        counters = {name: Counter(facts.get(name, {})) for name in COUNTERS}
         return cls(**{**facts, **counters})

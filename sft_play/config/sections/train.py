@@ -190,8 +190,8 @@ class TrainSection(Section):
     generation_max_new_tokens: PositiveInt | Auto = Field(
         "auto",
         description="Longest generated answer in tokens, in evaluations, infer and chat; auto is "
-        "the longest answer of the scored rows and a quarter more, from 64 to 1024; in infer and "
-        "chat 2048. Answers that are cut there are counted.",
+        "the longest answer of the scored rows and a quarter more, 64 to 1024 tokens, and 2048 in "
+        "infer and chat.",
     )
     generation_max_rows: PositiveInt | None = Field(
         128,
