@@ -39,7 +39,7 @@ def _rule_of_backend(option: str) -> Rule:
     return Rule(
         ("tuning.backend", f"tuning.lora.{option}"),
         lambda c: _is_set(c, option) and option not in backend_of(c).lora_options,
-        "this backend has no such adapters; set TUNING_BACKEND=bnb, or delete the setting",
+        "this backend is not given the setting; set TUNING_BACKEND=bnb, or delete it",
     )
 
 
