@@ -117,10 +117,10 @@ def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:
     """Return what a chat begins with: the run, its base, the device, limits, how to leave."""
     config = trained.config
     dtype = str(trained.process.compute_dtype).removeprefix("torch.")
+    positions = positions_of(trained.model.config.to_dict())
     limit = config.train.generation_max_new_tokens
     if limit == "auto":
-        limit = MAX_ANSWER_TOKENS
-    positions = positions_of(trained.model.config.to_dict())
+        limit = min(MAX_ANSWER_TOKENS, positions or MAX_ANSWER_TOKENS)
     whole = f", {positions} for the conversation" if positions else ""
     return [
         f"run     {folder.path} ({config.tuning.mode}, {folder.read_report().global_step} steps)",
