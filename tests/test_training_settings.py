@@ -80,6 +80,7 @@ ELSEWHERE = {
     "resume_from": "resume.checkpoint_to_resume",
     "allow_backend_change": "resume.checkpoint_to_resume",
     "report_to": "trackers.open_trackers",
+    "neftune_noise_alpha": "build.build_trainer",
 }
 
 
