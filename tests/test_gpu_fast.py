@@ -138,10 +138,12 @@ def test_in_float32_the_kernels_compute_the_plain_step(mode: str) -> None:
     assert error(gradients(model, True, torch.float32), plain) < 1e-5
 
 
-def test_full_training_on_float32_weights_goes_through_the_kernels() -> None:
-    model = on_gpu("llama", "full", torch.float32)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # Qwen 3 has norms of queries and keys
+def test_full_training_on_float32_weights_goes_through_the_kernels(name: str) -> None:
+    model = on_gpu(name, "full", torch.float32)
     reference, plain = gradients(model, True, torch.float32), gradients(model, True, torch.bfloat16)
-    make(model, "full", torch.bfloat16)
+    installed = make(model, "full", torch.bfloat16)
+    assert "attention" in installed.on
     assert (
         error(gradients(model, True, torch.bfloat16), reference)
         <= 1.25 * error(plain, reference) + 1e-3

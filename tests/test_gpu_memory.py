@@ -11,7 +11,7 @@ import torch
 from conftest import NO_CONFIG
 from run_files import run_json
 from test_gpu_stalls import GPU, Watch, trainer_on_gpu, watch  # noqa: F401 (a fixture)
-from test_out_of_memory import FAULTY, check_both_ended
+from test_out_of_memory import check_both_ended, write_faulty
 
 from sft_play.commands import call as calls
 from sft_play.commands import setup
@@ -33,17 +33,22 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-# Nothing more is to be had of the card, and of the allocator's own only what is taken here, down to its smallest block.
-RUNS_OUT = """
-        torch.cuda.empty_cache(), torch.cuda.set_per_process_memory_fraction(1e-6)
-        self.hoard, size = [], 2**26
-        while size >= 512:
-            try:
-                self.hoard.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-            except torch.cuda.OutOfMemoryError:
-                size //= 2
-"""
 SECONDS = 400
+
+
+HOARD: list[torch.Tensor] = []
+
+
+def fill_gpu() -> None:
+    """Leave nothing to be had, of the card or of the allocator's own, down to its smallest block."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    size = 2**26
+    while size >= 512:
+        try:
+            HOARD.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.cuda.OutOfMemoryError:
+            size //= 2
 
 
 def trained(trainer, *callbacks) -> dict[str, int]:
@@ -144,12 +149,6 @@ def ended(command: launch.Launch) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def script_of(tmp_path: Path, rank: int) -> Path:
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.replace("RANK", str(rank)).replace("FAULT", RUNS_OUT))
-    return script
-
-
 def test_a_run_measures_all_of_its_phases(plan):
     folder, command = plan(launch.WORKER, {"train.save_strategy": "steps", "train.save_steps": 2})
     code, output = ended(command)
@@ -172,7 +171,7 @@ def test_a_run_measures_all_of_its_phases(plan):
 def test_a_gpu_that_runs_out_of_memory_ends_the_run_with_a_table_and_the_next_command(
     plan, tmp_path
 ):
-    folder, command = plan(script_of(tmp_path, 0), {"train.packing": False})
+    folder, command = plan(write_faulty(tmp_path, 0, fill_gpu), {"train.packing": False})
     code, output = ended(command)
     report = run_json(folder)
     assert (code, report["exit_class"], report["status"]) == (15, 15, "failed"), output[-3000:]
@@ -204,7 +203,7 @@ def test_a_gpu_that_runs_out_of_memory_ends_all_ranks_while_they_wait_in_nccl(
     plan, tmp_path, uses_deepspeed, rank
 ):
     folder, command = plan(
-        script_of(tmp_path, rank),
+        write_faulty(tmp_path, rank, fill_gpu),
         {"train.max_steps": 3000, "train.packing": False},
         2,
         uses_deepspeed,

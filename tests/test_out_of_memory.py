@@ -331,13 +331,25 @@ def test_an_error_that_says_what_to_type_keeps_its_words(plan_run, run_worker, m
 FAULTY = """
 import sys
 from pathlib import Path
-sys.path.append(TESTS)
-from test_out_of_memory import fail_in_step_3, run_out
+sys.path.append({tests!r})
+from test_out_of_memory import fail_in_step_3
+from {module} import {fault}
 from sft_play.training import entry
 
-fail_in_step_3(RANK, run_out)
+fail_in_step_3({rank}, {fault})
 sys.exit(entry.main(Path(sys.argv[1])))
 """
+
+
+def write_faulty(folder: Path, rank: int, fault: Callable[[], None]) -> Path:
+    """Write a worker in which `fault` is called on one rank in the forward pass of step 3."""
+    script = folder / "faulty.py"
+    script.write_text(
+        FAULTY.format(
+            tests=str(ROOT / "tests"), module=fault.__module__, fault=fault.__name__, rank=rank
+        )
+    )
+    return script
 
 
 def run_out() -> None:
@@ -365,19 +377,6 @@ def fail_in_step_3(rank: int, fault: Callable[[], None]) -> None:
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": PYTHONPATH}
 LONG = {"train.max_steps": 3000, "train.predict_with_generate": False, "train.packing": False}
 SECONDS = 240  # the first launch under DeepSpeed on a machine compiles one op
-
-
-@pytest.fixture
-def faulty(tmp_path):
-    """A function that returns a worker in which a rank runs out of memory in step 3."""
-
-    def write(rank: int) -> Path:
-        script = tmp_path / "faulty.py"
-        tests = repr(str(ROOT / "tests"))
-        script.write_text(FAULTY.replace("RANK", str(rank)).replace("TESTS", tests))
-        return script
-
-    return write
 
 
 def launched(folder, launcher: str, script: Path) -> str:
@@ -456,13 +455,13 @@ def check_both_ended(folder, rank: int, output: str, place: str = "the host") ->
         pytest.param("deepspeed", 1, marks=pytest.mark.faults),
     ],
 )
-def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, faulty, launcher, rank):
+def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, tmp_path, launcher, rank):
     folder = plan_run(
         LONG,
         num_gpus=2,
         deepspeed_config=None if launcher == "accelerate" else "configs/deepspeed_zero2.json",
     )
-    output = launched(folder, launcher, faulty(rank))
+    output = launched(folder, launcher, write_faulty(tmp_path, rank, run_out))
     check_both_ended(folder, rank, output)
     assert f"rank {rank} ran out of memory" in output, "the terminal says it, whichever rank it was"
 

@@ -228,6 +228,13 @@ def _attend_varlen(
         f"{query.shape[0]} packed tokens of {query.shape[1:].numel()} features; "
         "set a smaller TRAIN_BATCH_SIZE"
     )
+    if torch.is_autocast_enabled(query.device.type):
+        # autocast knows torch's other attention and not this one; norms of queries and keys with
+        # float32 weights return float32, and so does DoRA
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     known = _varlen_parameters()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in known:  # a torch without the option groups query heads by itself
