@@ -174,11 +174,13 @@ def layer_bytes_per_token(step: StepSpec) -> int:
     model = step.model
     hidden, intermediate = model.hidden, model.intermediate
     wide = step.compute_bytes // 2
-    if not step.is_fast:
+    kept = 0
+    if not step.is_full and not step.is_fast:
+        kept = step.adapter_options.kept_bytes_per_token(
+            model, step.lora_targets, step.mode == "qlora"
+        )
+    if not step.is_fast and not step.has_fused_loss:
         adapters = {"lora": 4 * hidden + 2 * intermediate, "qlora": hidden + intermediate // 2}
-        kept = 0
-        if not step.is_full:
-            kept = step.adapter_options.kept_bytes_per_token(model, step.lora_targets)
         return wide * (18 * hidden + 9 * intermediate + adapters.get(step.mode, 0) + kept)
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim  # queries, output, keys, values
     if model.model_type in HEAD_NORMS:
@@ -189,7 +191,7 @@ def layer_bytes_per_token(step: StepSpec) -> int:
     if step.is_full:
         residual = norms * hidden * step.weight_bytes  # the stream has the type of the embedding
         product = 2 * intermediate  # the gradient of down_proj's weight needs it
-    return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product)
+    return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product + kept)
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
@@ -332,8 +334,12 @@ def _dora_bytes(step: StepSpec) -> int:
     """Return what DoRA holds to take the length of a linear's weights."""
     if step.is_full:
         return 0
-    wide = step.compute_bytes // 2
-    return wide * step.adapter_options.working_bytes(step.model, step.lora_targets)
+    options = step.adapter_options
+    kept = 0
+    if step.mode == "qlora":
+        kept = options.kept_weight_bytes(step.model, step.lora_targets)
+    working = options.working_bytes(step.model, step.lora_targets)
+    return step.compute_bytes // 2 * (working + kept)
 
 
 def _working_bytes(step: StepSpec, tokens: int) -> int:
