@@ -1,0 +1,312 @@
+"""Every command of README.md and docs/ is one that the program takes; those for a CPU work.
+
+A command that is added to README.md goes into RUN, RUN_CHANGED or NOT_RUN below.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from conftest import ROOT
+from typer.testing import CliRunner
+
+from sft_play.cli import app
+from sft_play.config import invocation, loader, targets
+from sft_play.errors import ConfigError
+
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", MAKEFILE, re.MULTILINE))
+
+# A block of commands, any other block, or a command within a sentence
+COMMAND_PLACES = re.compile(r"```bash\n(?P<block>.*?)```|```.*?```|`(?P<inline>[^`]+)`", re.DOTALL)
+STARTS = ("make ", "python ", "python3 ", ".venv/bin/python ", "export ")
+
+# Examples of what is refused
+REFUSED = ("make train LR=1e-4", "make eval TRAIN_EPOCHS=3")
+# What stands for a reader's own value, and one that can be read
+PLACEHOLDERS = {"GPUS=...": "GPUS=2xH200", "outputs/<run>": "outputs/name"}
+
+# What a long test runs, in the order of README.md: a command as it is written there,
+RUN = (
+    "make init DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct OUT=config.yaml",
+    "make config CONFIG=small TRAIN_BATCH_SIZE=4",
+    "make plan GPUS=2xH200 CONFIG=configs/multi_gpu_config.yaml",
+    "make data-check CONFIG=config.yaml",
+    "make preview CONFIG=config.yaml",
+    "make plan",
+    "make train CONFIG=base",
+    "make data-check",
+    "python -m sft_play data-check --json",
+    "make preview",
+    "python -m sft_play preview --rows 10",
+    "make memory-check",
+    "make gpu-info",
+    "make train-distributed DEVICE=cpu NUM_GPUS=2",
+    "make train-bnb",
+    "make compare RUNS=a,b",
+    "make eval RUN=name DATA_TEST_PATH=held.jsonl",
+    "make merge RUN=name",
+    "make runs",
+    "make eval RUN=name",
+)
+# or one that differs in names of files and runs, in the device, and in what is piped into it.
+RUN_CHANGED = {
+    "make train": "make train RUN=name",
+    "make train DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct": (
+        "make train DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct RUN=a"
+    ),
+    "make train CONFIG=config.yaml": "make train CONFIG=config.yaml RUN=b",
+    "make train CONFIG=configs/run_bnb.yaml MODEL_NAME=/models/llama-8b": (
+        "make train CONFIG=configs/run_bnb.yaml MODEL_NAME=models/llama-8b"
+    ),
+    'make sweep OVER="train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"': (
+        'make sweep OVER="train.learning_rate=1e-4"'
+    ),
+    "make setup-accelerate": "make setup-accelerate DEVICE=cpu",
+    "make train TRAIN_RESUME_FROM=outputs/<run>": (
+        "rm -r outputs/name/checkpoints/checkpoint-2; make train TRAIN_RESUME_FROM=outputs/name"
+    ),
+    "make infer RUN=name PROMPT='...'": "make infer RUN=name PROMPT='When does the bank open?'",
+    "make chat RUN=name": "printf 'Hello\\n/exit\\n' | make chat RUN=name",
+    "make infer RUN=name": "echo 'When does the bank open?' | make infer RUN=name",
+    "make infer PROMPT='...'": "make infer PROMPT='When does the bank open?'",
+    "make doctor": "make doctor || [ $? = 2 ]",  # make's code where doctor found something
+}
+# The commands of README.md that no test runs, by the reason
+NOT_RUN = {
+    "installs, from the network": (
+        "make install TORCH=cpu",
+        "make install TORCH=cu126",
+        "make install TORCH=cu130",
+        "make install-unsloth",
+        ".venv/bin/python -m pip install wandb",
+    ),
+    "needs a GPU": (
+        "make train-distributed CONFIG=configs/run_bnb.yaml",
+        "make train-deepspeed CONFIG=configs/run_bnb.yaml",
+        "make train-deepspeed DEEPSPEED_CONFIG=configs/deepspeed_zero3.json",
+        "make train-distributed-tb CONFIG=configs/run_bnb.yaml",
+        "make train-unsloth",
+        "make bench",
+        "export TRAIN_EFFECTIVE_BATCH_SIZE=8",
+        "python benchmarks/inputs.py --out /tmp/8b",
+        "python benchmarks/targets.py --inputs /tmp/8b ddp-lora zero2-lora zero3-lora",
+    ),
+    "these tests": ("make test",),
+}
+
+# So small that each run takes seconds
+SMALL = {
+    "TRAIN_MAX_STEPS": "2",
+    "TRAIN_GENERATION_MAX_ROWS": "2",
+    "TRAIN_GENERATION_MAX_NEW_TOKENS": "8",
+    "TRAIN_SAVE_STRATEGY": "steps",
+    "TRAIN_SAVE_STEPS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page, without its comment."""
+
+    page: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        text = self.text
+        for placeholder, value in PLACEHOLDERS.items():
+            text = text.replace(placeholder, value)
+        return shlex.split(text)
+
+    @property
+    def goals(self) -> list[str]:
+        return [word for word in self.words[1:] if "=" not in word]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        pairs = (word.partition("=") for word in self.words[1:] if "=" in word)
+        return {name: value for name, _, value in pairs}
+
+
+def without_comment(line: str) -> str:
+    """Return a line of a block without its comment."""
+    return " ".join(re.split(r"(?:^|\s)#", line)[0].split())
+
+
+def spelled_out(text: str) -> list[str]:
+    """Return `make a X=1` and `make b X=1` for `make a|b X=1`."""
+    targets_of_make = re.match(r"make ([a-z|-]+\|[a-z-]+)(.*)", text)
+    if targets_of_make is None:
+        return [text]
+    names, rest = targets_of_make.groups()
+    return [f"make {name}{rest}" for name in names.split("|")]
+
+
+def lines_of(place: re.Match[str]) -> list[str]:
+    """Return the commands of a block, or the one within a sentence."""
+    if place["block"] is not None:
+        lines = [without_comment(line) for line in place["block"].splitlines()]
+        return [line for line in lines if line]
+    line = " ".join((place["inline"] or "").split())
+    return [line] if line.startswith(STARTS) else []
+
+
+def commands_of(page: Path) -> list[Command]:
+    """Return the commands of a page, each once, in its order."""
+    places = COMMAND_PLACES.finditer(page.read_text(encoding="utf-8"))
+    lines = [line for place in places for line in lines_of(place)]
+    texts = [text for line in lines for text in spelled_out(line)]
+    return [Command(page.name, text) for text in dict.fromkeys(texts)]
+
+
+ALL = [command for page in PAGES for command in commands_of(page)]
+OF_MAKE = [command for command in ALL if command.words[0] == "make"]
+ACCEPTED = [command for command in OF_MAKE if command.text not in REFUSED]
+PLANS = [
+    command for command in ACCEPTED if command.goals == ["plan"] and "GPUS" in command.variables
+]
+
+
+def named(commands: list[Command]) -> list[object]:
+    return [pytest.param(command, id=f"{command.page}: {command.text}") for command in commands]
+
+
+def problem_with_variables(command: Command) -> str:
+    """Return what the program says of a make command's variables, "" where it takes them."""
+    given = command.variables
+    call = {targets.GIVEN: " ".join(given), targets.GOALS: " ".join(command.goals)}
+    try:
+        targets.refuse_unread(call)
+        called = invocation.read(given)
+        if targets.READS.get(command.goals[0], targets.NOTHING) & targets.SETTINGS:
+            loader.load(called.config, given)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user who has written a config.yaml beside configs/."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "config.yaml").write_text("train:\n  epochs: 1\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_command_of_the_readme_is_run_or_listed_with_the_reason() -> None:
+    listed = [*RUN, *RUN_CHANGED, *(text for texts in NOT_RUN.values() for text in texts)]
+    written = [command.text for command in commands_of(README)]
+    assert set(written) - set(listed) == set(), "new in README.md: list it above"
+    assert set(listed) - set(written) == set(), "no longer in README.md: remove it here"
+
+
+@pytest.mark.parametrize("command", named(OF_MAKE))
+def test_the_target_and_its_variables_exist(command: Command, users_folder: Path) -> None:
+    assert command.goals, "no target"
+    assert set(command.goals) <= TARGETS
+    problem = problem_with_variables(command)
+    if command.text in REFUSED:
+        assert problem
+    else:
+        assert not problem
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_settings_that_a_page_names_as_variables_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    variables = set(re.findall(r"`((?:MODEL|DATA|TRAIN|TUNING)_[A-Z0-9_]*[A-Z0-9])[=`]", text))
+    assert variables <= targets.SETTINGS
+
+
+@pytest.mark.parametrize("command", named(ALL))
+def test_the_files_of_this_repository_that_a_command_names_exist(command: Command) -> None:
+    for word in command.words:
+        value = word.partition("=")[2] or word
+        if value.startswith(("configs/", "benchmarks/", "data/", "tests/")):
+            assert (ROOT / value).exists()
+
+
+@pytest.mark.parametrize("command", named([each for each in ALL if "python" in each.words[0]]))
+def test_the_module_and_its_options_exist(command: Command) -> None:
+    words = command.words[1:]
+    module = words[1] if words[0] == "-m" else words[0].removesuffix(".py").replace("/", ".")
+    arguments = words[2:] if words[0] == "-m" else words[1:]
+    if module == "sft_play":
+        subcommand = typer.main.get_command(app).commands[arguments[0]]
+        subcommand.make_context(arguments[0], arguments[1:])  # parses, and calls nothing
+    elif module != "pip":
+        path = ROOT / module.replace(".", "/")
+        entry = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        source = entry.read_text(encoding="utf-8")
+        for option in (word for word in arguments if word.startswith("--")):
+            assert f'"{option}"' in source
+
+
+@pytest.mark.parametrize("command", named(PLANS))
+def test_a_plan_for_other_hardware_is_printed(command: Command) -> None:
+    environ = {name: value for name, value in command.variables.items() if name != "EXACT"}
+    environ[targets.GIVEN] = " ".join(environ)
+    environ[targets.GOALS] = "plan"
+    result = CliRunner().invoke(app, ["plan"], env=environ)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "\nstart         make train" in result.output
+
+
+def copied_project(folder: Path) -> Path:
+    """Copy this project, with rows and a model where the commands of README.md name them."""
+    leave_out = shutil.ignore_patterns(".*", "__pycache__", "outputs", "tests", "docs", "mlruns")
+    project = shutil.copytree(ROOT, folder / "project", ignore=leave_out)
+    rows = (ROOT / "data" / "desk" / "train.jsonl").read_text(encoding="utf-8").splitlines(True)
+    (project / "my.jsonl").write_text("".join(rows[:80]), encoding="utf-8")
+    (project / "held.jsonl").write_text("".join(rows[80:90]), encoding="utf-8")
+    for name in ("Qwen/Qwen2.5-1.5B-Instruct", "models/llama-8b"):
+        shutil.copytree(ROOT / "data" / "tiny_llama", project / name)
+    return project
+
+
+def run_in(project: Path, typed: str) -> str:
+    """Run a command in a project; return "" or how it failed. Its output goes to this test's."""
+    python = shlex.quote(sys.executable)
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in targets.OURS and not name.startswith(("MAKE", "MFLAGS", "PYTEST_"))
+    }
+    environ |= SMALL | {"CUDA_VISIBLE_DEVICES": "", "PY": sys.executable}
+    script = f'make() {{ command make PY={python} "$@"; }}\npython() {{ {python} "$@"; }}\n{typed}'
+    start = time.monotonic()
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=project,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    print(f"$ {typed}\n{done.stdout}({time.monotonic() - start:.1f} s, code {done.returncode})\n")
+    if done.returncode == 0:
+        return ""
+    return f"{typed}: code {done.returncode}\n{done.stdout[-1500:]}"
+
+
+@pytest.mark.long
+def test_the_commands_of_the_readme_work_on_a_cpu_in_its_order(tmp_path: Path) -> None:
+    project = copied_project(tmp_path)
+    written = [command.text for command in commands_of(README)]
+    typed = [RUN_CHANGED.get(text, text) for text in written if text in {*RUN, *RUN_CHANGED}]
+    failures = [run_in(project, command) for command in typed]
+    assert not any(failures), "\n\n".join(filter(None, failures))
