@@ -64,10 +64,18 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     )
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, mode: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tuning.mode": "lora", "tuning.lora.trainable_tokens": "<|user|>"},
+        {"tuning.mode": "qlora"},
+        {"tuning.mode": "full"},
+    ],
+    ids=["lora", "qlora", "full"],
+)
+def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, changes) -> None:
     probed, plain = (
-        plan_run({**SAME, "tuning.mode": mode, "train.grad_accum": 4, "train.probe": is_probed})
+        plan_run({**SAME, **changes, "train.grad_accum": 4, "train.probe": is_probed})
         for is_probed in (True, False)
     )
     assert run_worker(probed) == run_worker(plain) == 0

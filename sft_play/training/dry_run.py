@@ -140,7 +140,7 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
     Every token but the first is labelled. Each row is one token short, so that whatever padding
     needs, such as a mask, is allocated as well.
     """
-    vocabulary = trainer.model.get_input_embeddings().num_embeddings
+    vocabulary = trainer.model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
     sequences = []
     for _ in range(rows):
