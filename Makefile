@@ -87,7 +87,7 @@ train-deepspeed: $(ENV) ## train with ZeRO on all GPUs or NUM_GPUS, set up by DE
 	@$(SFT) train --distributed --deepspeed
 train-deepspeed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --deepspeed --tensorboard
-sweep: $(ENV) ## train each combination of OVER="train.learning_rate=1e-4,2e-4 ..." and compare
+sweep: $(ENV) ## train all combinations of OVER="tuning.lora.r=8,16 ..."; HALVING=1 ends worse
 	@$(SFT) sweep
 
 ## Watch and use

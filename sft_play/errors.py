@@ -61,6 +61,12 @@ class OutOfMemory(SftPlayError):
     exit_class = ExitClass.OUT_OF_MEMORY
 
 
+class StoppedOnRequest(SftPlayError):
+    """The user stopped a command that goes on when it is typed again."""
+
+    exit_class = ExitClass.STOPPED
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error that says something, else the error's type."""
     lines = map(str.strip, str(error).splitlines())

@@ -1,5 +1,9 @@
 """`make sweep`: the grid, what is done already, and which run is the best."""
 
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,8 +11,10 @@ import pytest
 from sft_play.commands import sweep
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
+from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.plan.sweep import Point, grid
+from sft_play.plan.sweep import Point, grid, halving_factor, ranking, rungs
+from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -45,40 +51,104 @@ def call(tmp_path: Path) -> Call:
 
 
 def write_report(folder: RunFolder, **facts) -> None:
-    folder.path.mkdir()
+    folder.path.mkdir(parents=True, exist_ok=True)
     folder.write_report(RunReport(run=folder.name, **facts))
 
 
-def test_a_name_follows_from_the_settings_and_a_failed_run_is_tried_under_the_next(tmp_path):
+def write_run(folder: RunFolder, step: int, loss: float, stop_after: float | None = None) -> None:
+    """Write what the worker leaves of a run that has ended with scores and a checkpoint."""
+    status = "done" if stop_after is None else "stopped"
+    metrics = {"after": {"eval_loss": loss, "rougeL": 0.5}}
+    write_report(folder, status=status, metrics=metrics, global_step=step, seconds={"total": 90.0})
+    folder.write_config(Config.model_validate({"train": {"stop_after": stop_after}}))
+    write_checkpoint(folder, step)
+
+
+def write_checkpoint(folder: RunFolder, step: int) -> None:
+    checkpoint = folder.checkpoints / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    stamp.write(checkpoint, {})
+
+
+def test_a_name_follows_from_the_settings_and_a_finished_run_is_not_trained_again(tmp_path):
     first, second, *_ = sweep.plan_trials(call(tmp_path), OVER)
-    assert first.folder.name != second.folder.name
-    write_report(first.folder, status="done")
-    write_report(second.folder, status="failed", cause="no room")
-    first_again, second_again, *_ = sweep.plan_trials(call(tmp_path), OVER)
-    assert first_again.folder == first.folder, "done: it is not trained again"
-    assert second_again.folder.name == f"{second.folder.name}-2"
+    assert first.first != second.first
+    write_report(RunFolder(first.first), status="done")
+    assert sweep.plan_trials(call(tmp_path), OVER)[0].run_at(None).name == first.first.name
+    halved, *_ = sweep.plan_trials(call(tmp_path), OVER, factor=2)
+    assert halved.first != first.first, "its rungs are part of what it is"
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint_and_a_failed_one_is_tried_anew(tmp_path):
+    trial = sweep.Trial(Point(("train.seed=1",)), tmp_path / "a")
+    write_report(trial.numbered(1), status="failed", cause="no room")
+    write_checkpoint(trial.numbered(1), 5)
+    assert trial.resumable() is None
+    write_report(trial.numbered(2), status="stopped")
+    write_checkpoint(trial.numbered(2), 5)
+    write_report(trial.numbered(3), status="stopped")  # before its first step
+    assert trial.resumable() == trial.numbered(2)
+    assert [run.name for run in trial.runs()] == ["a", "a-2", "a-3"]
 
 
 def test_every_combination_is_checked_before_the_first_run(tmp_path):
     with pytest.raises(ConfigError, match=r"tuning\.lora\.r=none"):
         sweep.plan_trials(call(tmp_path), "train.learning_rate=1e-4 tuning.lora.r=8,none")
+    one = call(tmp_path)
+    stopped = Call(one.invocation, {**one.environ, "TRAIN_STOP_AFTER": "5"}, ())
+    with pytest.raises(ConfigError, match="write HALVING=1"):
+        sweep.plan_trials(stopped, OVER)
 
 
 def test_the_table_has_every_run_and_the_best_has_the_lowest_held_out_loss(tmp_path):
-    trials = []
-    for name, loss in (("a", 1.25), ("b", 0.75)):
-        folder = RunFolder(tmp_path / name)
-        metrics = {"after": {"eval_loss": loss, "rougeL": 0.5}}
-        write_report(folder, status="done", metrics=metrics, seconds={"total": 90.0})
-        trials.append(sweep.Trial(Point((f"train.seed={name}",)), folder))
-    failed = RunFolder(tmp_path / "c")
-    write_report(failed, status="failed", cause="diverged\nmore")
-    trials.append(sweep.Trial(Point(("train.seed=c",)), failed))
+    trials = [sweep.Trial(Point((f"train.seed={name}",)), tmp_path / name) for name in "abc"]
+    write_run(trials[0].numbered(1), 12, 1.25)
+    write_run(trials[1].numbered(1), 12, 0.75)
+    write_report(trials[2].numbered(1), status="failed", cause="diverged\nmore")
     assert sweep.table(trials) == [
-        "settings          loss  ROUGE-L  minutes  status",
-        "train.seed=a    1.2500    0.500      1.5  done a",
-        "train.seed=b    0.7500    0.500      1.5  done b",
-        "train.seed=c         -        -        -  failed c diverged",
+        "settings          loss  ROUGE-L    step  minutes  status",
+        "train.seed=a    1.2500    0.500      12      1.5  done a",
+        "train.seed=b    0.7500    0.500      12      1.5  done b",
+        "train.seed=c         -        -       -        -  failed c diverged",
     ]
     assert sweep.best_of(trials) is trials[1]
     assert sweep.lines_of_best(trials[1])[0] == "best b: train.seed=b"
+
+
+def test_halving_stops_at_fractions_that_leave_one_run():
+    assert [halving_factor(text) for text in ("", "0", "1", "3")] == [None, None, 2, 3]
+    with pytest.raises(ConfigError, match="HALVING=yes is not valid"):
+        halving_factor("yes")
+    assert rungs(4, None) == rungs(1, 2) == []
+    assert rungs(4, 2) == [0.25, 0.5]
+    assert rungs(5, 2) == [0.125, 0.25, 0.5]
+    assert ranking([2.0, None, 1.0, float("nan")]) == [2, 0]
+
+
+def test_at_a_rung_the_best_go_on_and_the_others_say_why_they_stopped(tmp_path):
+    trials = [sweep.Trial(Point((f"train.seed={name}",)), tmp_path / name) for name in "abcd"]
+    for trial, loss in zip(trials, (1.5, 0.75, 1.25, 2.0), strict=True):
+        write_run(trial.numbered(1), 3, loss, stop_after=0.25)
+    assert sweep.best_at(trials, 0.25, kept=2) == [trials[1], trials[2]]
+    halved = trials[0].numbered(1)
+    cause = "halved at step 3: loss 1.5000 is number 3 of 4, 2 went on"
+    assert halved.read_report().cause == f"{cause}; go on with TRAIN_RESUME_FROM={halved.path}"
+    assert trials[1].run_at(0.25) == trials[1].resumable() == trials[1].numbered(1)
+    assert trials[1].run_at(0.5) is None, "it has to train up to there"
+    assert sweep.best_of(trials) is None, "the best is one of those that finished"
+
+
+def test_a_signal_stops_the_runs_of_a_sweep_once_and_its_handlers_go(tmp_path):
+    script = "import time\ntry:\n    print('up', flush=True)\n    time.sleep(60)\n"
+    script += "except KeyboardInterrupt:\n    print('saved')\n"
+    log = tmp_path / "log"
+    before = signal.getsignal(signal.SIGTERM)
+    with sweep.Children() as children, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(children.run, [sys.executable, "-c", script], {}, log)
+        while not (log.exists() and "up" in log.read_text()):
+            assert not done.done(), log.read_text()
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        done.result(timeout=30)
+    assert children.is_stopping and log.read_text() == "up\nsaved\n"
+    assert signal.getsignal(signal.SIGTERM) == before

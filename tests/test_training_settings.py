@@ -78,6 +78,7 @@ ELSEWHERE = {
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "fast_path": "models.load",
     "resume_from": "resume.checkpoint_to_resume",
+    "stop_after": "callbacks.StopAfter",
     "allow_backend_change": "resume.checkpoint_to_resume",
     "report_to": "trackers.open_trackers",
     "neftune_noise_alpha": "build.build_trainer",

@@ -116,6 +116,24 @@ def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy
     assert losses_of(again)[:step] == losses_of(folder) and len(losses_of(again)) == step + 2
 
 
+def test_a_run_that_stops_after_a_fraction_is_scored_and_goes_on_as_if_it_had_not_stopped(
+    plan_run, run_worker, losses_of
+):
+    schedule = {"train.max_steps": 4, "train.lr_scheduler_type": "cosine"}
+    whole = plan_run(schedule)
+    assert run_worker(whole) == ExitClass.DONE
+    first = plan_run({**schedule, "train.stop_after": 0.5})
+    assert run_worker(first) == ExitClass.STOPPED
+    report = first.read_report()
+    assert report.cause.startswith("stopped by train.stop_after at step 2; go on with")
+    assert report.metrics["after"]["eval_loss"] != report.metrics["before"]["eval_loss"]
+    second = plan_run({**schedule, "train.resume_from": first.path})
+    assert run_worker(second) == ExitClass.DONE
+    assert losses_of(second) == losses_of(whole)
+    scores = [run.read_report().metrics["after"] for run in (second, whole)]
+    assert scores[0]["eval_loss"] == scores[1]["eval_loss"]
+
+
 def test_a_run_that_is_stopped_before_it_has_learned_is_stopped_and_not_diverged(
     plan_run, run_worker
 ):

@@ -4,83 +4,198 @@ Every run is a `python -m sft_play train` of its own. Its name follows from its 
 same command goes on where it was stopped. Loads no torch.
 """
 
+import dataclasses
+import math
 import queue
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Self
 
 from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.config.targets import GIVEN, GOALS
-from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.sweep import Point, grid, name_of
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, StoppedOnRequest
+from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
+from sft_play.runs import stamp
 from sft_play.runs.asked import AskedRun
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
-ATTEMPTS = 100  # of one combination
-NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # of this command, not of its runs
+ATTEMPTS = 100  # runs of one combination
+NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "HALVING", "RUN")  # of this command, not of its runs
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A combination of settings, and the folder of its run, which may not be there yet."""
+    """A combination of settings, and the run folders that were made for it.
+
+    The first is `first`. A run that goes on from another, or tries again, is `<first>-2` and so on.
+    """
 
     point: Point
-    folder: RunFolder
+    first: Path
 
-    @property
-    def held_out(self) -> dict[str, float]:
-        """The scores after training, {} where the run has none."""
-        return (self.folder.read_report().metrics or {}).get("after", {})
+    def numbered(self, number: int) -> RunFolder:
+        """Return the folder of the run of this number, from 1, which may not be there yet."""
+        if number == 1:
+            return RunFolder(self.first)
+        return RunFolder(self.first.with_name(f"{self.first.name}-{number}"))
+
+    def runs(self) -> list[RunFolder]:
+        """Return the runs that there are, oldest first."""
+        found = []
+        while self.numbered(len(found) + 1).path.exists():
+            found.append(self.numbered(len(found) + 1))
+        return found
+
+    def latest(self) -> RunFolder:
+        """Return the newest run, or the folder of the first where there is none yet."""
+        return self.numbered(max(1, len(self.runs())))
+
+    def run_at(self, stop_after: float | None) -> RunFolder | None:
+        """Return the run with scores at this fraction of the whole run; None is its end."""
+        for run in self.runs():
+            report = run.read_report()
+            if report.state == "done":
+                return run
+            if stop_after is None or report.state != "stopped" or not held_out(report):
+                continue
+            if run.read_config().train.stop_after == stop_after:
+                return run
+        return None
+
+    def resumable(self) -> RunFolder | None:
+        """Return the newest run with a checkpoint, None where there is none.
+
+        A run that failed would fail again from its checkpoint, so it does not count.
+        """
+        for run in reversed(self.runs()):
+            if run.read_report().state not in ("stopped", "died"):
+                continue
+            try:
+                stamp.latest_checkpoint(run.path)
+            except CheckpointError:
+                continue
+            return run
+        return None
 
 
-def sweep(call: Call, over: str) -> list[str]:
+class Children:
+    """The processes of the runs. Inside this context SIGINT and SIGTERM stop them.
+
+    A run that trains then saves a checkpoint and ends; no further run starts.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def __enter__(self) -> Self:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.is_stopping = True
+        for process in self._processes.copy():
+            process.send_signal(signal.SIGINT)
+
+    def run(self, command: list[str], environ: dict[str, str], log: Path) -> None:
+        """Run a command to its end; what it prints goes to `log`."""
+        with log.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches it once, through this process
+            )
+            self._processes.append(process)
+            if self.is_stopping:  # the signal came while the process started
+                process.send_signal(signal.SIGINT)
+            process.wait()
+            self._processes.remove(process)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all runs of a sweep have in common."""
+
+    call: Call
+    slots: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each run at a time
+    children: Children
+
+
+def sweep(call: Call, over: str, halving: str = "") -> list[str]:
     """Train every combination of `over` that is not done, and return the lines of the table.
 
+    With `halving` a part of the runs is stopped at each rung, those with the highest loss.
     Raises: ConfigError for a combination that is not valid, before the first run; EnvironmentFault
-    when none of the runs has scores.
+    when none of the runs has scores; StoppedOnRequest with the table after a signal.
     """
-    trials = plan_trials(call, over)
-    waiting = [trial for trial in trials if trial.folder.read_report().state != "done"]
+    factor = halving_factor(halving)
+    trials = plan_trials(call, over, factor)
     slots = gpu_slots(call, trials[0].point)
-    print(f"sweep {len(trials)} runs, {len(trials) - len(waiting)} done, {len(slots)} at a time")
-    train_all(call, waiting, slots)
+    done = [trial for trial in trials if trial.run_at(None) is not None]
+    print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
+    with Children() as children:
+        train_in_rungs(Sweep(call, slots, children), trials, factor)
+    if children.is_stopping:
+        goes_on = "stopped on request; the same command goes on from the checkpoints"
+        raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
     best = best_of(trials)
     if best is None:
-        log = log_of(trials[0].folder)
+        log = log_of(trials[0].latest())
         raise EnvironmentFault("\n".join([*table(trials), f"no run has scores; {log} says why"]))
     return [*table(trials), *lines_of_best(best)]
 
 
-def plan_trials(call: Call, over: str) -> list[Trial]:
-    """Return a trial for each combination; every one of them is checked."""
+def plan_trials(call: Call, over: str, factor: int | None = None) -> list[Trial]:
+    """Return a trial for each combination; every one of them is checked.
+
+    Raises: ConfigError, also while a run of the same sweep is going on.
+    """
+    points = grid(over)
+    stops = rungs(len(points), factor)
     trials = []
-    for point in grid(over):
+    for point in points:
         one = Call(call.invocation, call.environ, (*call.overrides, *point.words))
         config = load_config(one).config
-        output_dir = Path(config.train.output_dir)
-        name = name_of(call.invocation.run or "sweep", config.model_dump(mode="json"))
-        trials.append(Trial(point, free_or_done(output_dir, name)))
+        if config.train.stop_after is not None:
+            raise ConfigError(
+                "train.stop_after is not for a sweep, whose runs it would all stop; leave it out, "
+                "or write HALVING=1 to stop the worse ones"
+            )
+        settings = config.model_dump(mode="json")
+        if stops:  # losses are compared at equal steps, so other rungs are other runs
+            settings["rungs"] = stops
+        name = name_of(call.invocation.run or "sweep", settings)
+        trial = Trial(point, Path(config.train.output_dir) / name)
+        refuse_running(trial)
+        trials.append(trial)
     return trials
 
 
-def free_or_done(output_dir: Path, name: str) -> RunFolder:
-    """Return the finished run of this name, or else the folder that the next attempt makes.
-
-    Raises: ConfigError while a run of this name is going on.
-    """
-    for number in range(1, ATTEMPTS):
-        folder = RunFolder(output_dir / (name if number == 1 else f"{name}-{number}"))
-        if not folder.path.exists():
-            return folder
-        report = folder.read_report()
-        if report.state == "done":
-            return folder
-        if report.state in ("planned", "running"):
-            raise ConfigError(f"{folder.path} is running; wait for the sweep that started it")
-    raise ConfigError(f"{output_dir / name}: {ATTEMPTS} runs with these settings failed")
+def refuse_running(trial: Trial) -> None:
+    """Raise ConfigError while a run of this trial is going on, or after too many of them."""
+    path = trial.latest().path
+    if trial.latest().read_report().state in ("planned", "running"):
+        raise ConfigError(f"{path} is running; wait for the sweep that started it")
+    if len(trial.runs()) >= ATTEMPTS:
+        raise ConfigError(f"{trial.first}: {ATTEMPTS} runs with these settings did not end")
 
 
 def gpu_slots(call: Call, point: Point) -> list[str | None]:
@@ -90,53 +205,88 @@ def gpu_slots(call: Call, point: Point) -> list[str | None]:
     return list(ranks.visible) if ranks.device == "cuda" else [None]
 
 
-def train_all(call: Call, trials: Sequence[Trial], slots: Sequence[str | None]) -> None:
-    """Run the trials, one on each slot at a time. Ctrl-C ends those that run and starts no more."""
+def train_in_rungs(sweep: Sweep, trials: Sequence[Trial], factor: int | None) -> None:
+    """Train the trials to their end; with a factor, at each rung only the best of them go on."""
+    for stop_after in [*rungs(len(trials), factor), None]:
+        waiting = [trial for trial in trials if trial.run_at(stop_after) is None]
+        if stop_after is not None:
+            print(f"rung  {stop_after:.3g} of a run: {len(trials)} runs", flush=True)
+        train_all(sweep, waiting, stop_after)
+        if sweep.children.is_stopping:
+            return
+        if stop_after is not None:
+            trials = best_at(trials, stop_after, math.ceil(len(trials) / factor))
+
+
+def best_at(trials: Sequence[Trial], stop_after: float, kept: int) -> list[Trial]:
+    """Return the best trials at a rung, and note in run.json of the others why they stopped."""
+    runs = [trial.run_at(stop_after) for trial in trials]
+    losses = [loss_of(run) for run in runs]
+    order = ranking(losses)
+    for place, position in enumerate(order[kept:], start=kept + 1):
+        run = runs[position]
+        report = run.read_report()
+        cause = (
+            f"halved at step {report.global_step}: loss {losses[position]:.4f} is number {place} "
+            f"of {len(trials)}, {kept} went on; go on with TRAIN_RESUME_FROM={run.path}"
+        )
+        if report.state == "stopped":
+            run.write_report(dataclasses.replace(report, cause=cause))
+    return [trials[position] for position in order[:kept]]
+
+
+def train_all(sweep: Sweep, trials: Sequence[Trial], stop_after: float | None) -> None:
+    """Run the trials, one on each slot at a time, until a signal stops them."""
     free: queue.Queue[str | None] = queue.Queue()
-    for slot in slots:
+    for slot in sweep.slots:
         free.put(slot)
 
     def run(trial: Trial) -> None:
+        if sweep.children.is_stopping:
+            return
         slot = free.get()
         try:
-            train_one(call, trial, slot)
+            train_one(sweep, trial, stop_after, slot)
         finally:
             free.put(slot)
 
-    with ThreadPoolExecutor(len(slots)) as pool:
-        started = [pool.submit(run, trial) for trial in trials]
-        try:
-            for future in started:
-                future.result()
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(len(sweep.slots)) as pool:
+        for future in [pool.submit(run, trial) for trial in trials]:
+            future.result()
 
 
-def train_one(call: Call, trial: Trial, slot: str | None) -> None:
-    """Train one trial to its end; what it prints goes to a file beside its folder."""
+def train_one(sweep: Sweep, trial: Trial, stop_after: float | None, slot: str | None) -> None:
+    """Train one trial up to a rung or its end; what it prints goes to a file beside its folder."""
+    folder = trial.numbered(len(trial.runs()) + 1)
+    resumed = trial.resumable()
+    log = log_of(folder)
+    log.parent.mkdir(parents=True, exist_ok=True)
     place = "" if slot is None else f" on GPU {slot}"
-    print(f"start {trial.folder.name}{place}: {trial.point}", flush=True)
+    origin = "" if resumed is None else f", from {resumed.name}"
+    print(f"start {folder.name}{place}: {trial.point}{origin}", flush=True)
+    environ = run_environment(sweep.call, folder, slot)
+    words = [*sweep.call.overrides, *trial.point.words]
+    if resumed is not None:
+        words.append(f"train.resume_from={resumed.path}")
+    if stop_after is not None:
+        words.append(f"train.stop_after={stop_after!r}")
+    command = [sys.executable, "-m", "sft_play", "train", *(f"--set={word}" for word in words)]
+    sweep.children.run(command, environ, log)
+    if not folder.path.exists():
+        print(f"end   {folder.name}: did not start; {log} says why", flush=True)
+        return
+    loss = loss_of(folder)
+    shown = "no scores" if loss is None else f"held-out loss {loss:.4f}"
+    print(f"end   {folder.name}: {folder.read_report().state}, {shown}", flush=True)
+
+
+def run_environment(call: Call, folder: RunFolder, slot: str | None) -> dict[str, str]:
+    """Return the environment of a run of the sweep."""
     environ = {name: value for name, value in call.environ.items() if name not in NOT_PASSED_ON}
-    environ["RUN"] = trial.folder.name
+    environ["RUN"] = folder.name
     if slot is not None:
         environ |= {"CUDA_VISIBLE_DEVICES": slot, "NUM_GPUS": "1"}
-    words = [f"--set={word}" for word in (*call.overrides, *trial.point.words)]
-    command = [sys.executable, "-m", "sft_play", "train", *words]
-    log = log_of(trial.folder)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as output:
-        subprocess.run(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    loss = trial.held_out.get("eval_loss")
-    shown = "no scores" if loss is None else f"held-out loss {loss:.4f}"
-    print(f"end   {trial.folder.name}: {trial.folder.read_report().state}, {shown}", flush=True)
+    return environ
 
 
 def log_of(folder: RunFolder) -> Path:
@@ -144,25 +294,39 @@ def log_of(folder: RunFolder) -> Path:
     return folder.path.parent / ".sweep" / f"{folder.name}.log"
 
 
+def held_out(report: RunReport) -> dict[str, float]:
+    """Return the scores after training, {} where the run has none."""
+    return (report.metrics or {}).get("after", {})
+
+
+def loss_of(run: RunFolder | None) -> float | None:
+    """Return the held-out loss of a run, None where there is no run or no score."""
+    return None if run is None else held_out(run.read_report()).get("eval_loss")
+
+
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the trial with the lowest held-out loss, None where none has a score."""
-    scored = [trial for trial in trials if "eval_loss" in trial.held_out]
-    return min(scored, key=lambda trial: trial.held_out["eval_loss"], default=None)
+    """Return the finished trial with the lowest held-out loss, None where none has a score."""
+    order = ranking([loss_of(trial.run_at(None)) for trial in trials])
+    return trials[order[0]] if order else None
 
 
 def table(trials: Sequence[Trial]) -> list[str]:
-    """Return a line for each trial: settings, held-out scores, minutes and status."""
+    """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
     width = max(len(str(trial.point)) for trial in trials)
-    lines = [f"{'settings':<{width}}  {'loss':>8}  {'ROUGE-L':>7}  {'minutes':>7}  status"]
+    titles = f"{'loss':>8}  {'ROUGE-L':>7}  {'step':>6}  {'minutes':>7}  status"
+    lines = [f"{'settings':<{width}}  {titles}"]
     for trial in trials:
-        report = trial.folder.read_report()
+        run = trial.run_at(None) or trial.latest()
+        report = run.read_report()
+        scores = held_out(report)
         cause = (report.cause or "").partition("\n")[0]
         numbers = [
-            as_cell(trial.held_out.get("eval_loss"), 8, 4),
-            as_cell(trial.held_out.get("rougeL"), 7, 3),
-            as_cell(minutes_of(report.seconds), 7, 1),
+            as_cell(scores.get("eval_loss"), 8, 4),
+            as_cell(scores.get("rougeL"), 7, 3),
+            as_cell(report.global_step, 6, 0),
+            as_cell(minutes_of(trial.runs()), 7, 1),
         ]
-        status = f"{report.state} {trial.folder.name} {cause}".rstrip()
+        status = f"{report.state} {run.name} {cause}".rstrip()
         lines.append("  ".join([f"{trial.point!s:<{width}}", *numbers, status]))
     return lines
 
@@ -172,16 +336,20 @@ def as_cell(number: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if number is None else f"{number:>{width}.{digits}f}"
 
 
-def minutes_of(seconds: dict[str, float] | None) -> float | None:
-    """Return how long a whole run took."""
-    total = (seconds or {}).get("total")
-    return None if total is None else total / 60
+def minutes_of(runs: Sequence[RunFolder]) -> float | None:
+    """Return how long the runs took together, None where no run has ended."""
+    seconds = [(run.read_report().seconds or {}).get("total") for run in runs]
+    known = [total for total in seconds if total is not None]
+    return sum(known) / 60 if known else None
 
 
 def lines_of_best(best: Trial) -> list[str]:
     """Return what to type with the best run."""
-    asked = AskedRun.read(best.folder)
-    lines = [f"best {best.folder.name}: {best.point}"]
+    run = best.run_at(None)
+    lines = [f"best {run.name}: {best.point}"]
+    asked = AskedRun.read(best.numbered(1))
     if asked is not None:
-        lines.append(f"  the same again: {asked.command}")
-    return [*lines, f"  use it: make chat RUN={best.folder.name}"]
+        words = shlex.split(asked.command)
+        words = [word for word in words if not word.startswith("TRAIN_STOP_AFTER=")]
+        lines.append(f"  the same again: {shlex.join(words)}")
+    return [*lines, f"  use it: make chat RUN={run.name}"]

@@ -51,7 +51,7 @@ READS: dict[str, frozenset[str]] = {
     "train-distributed-tb": RUN | {"TB_PORT"},
     "train-deepspeed": RUN | {"DEEPSPEED_CONFIG"},
     "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
-    "sweep": RUN | {"OVER"},
+    "sweep": RUN | {"OVER", "HALVING"},
     "config": LOOK,
     "plan": LOOK | {"EXACT"},
     "data-check": LOOK,

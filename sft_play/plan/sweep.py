@@ -1,9 +1,11 @@
-"""The grid of `make sweep`: every combination of the values of OVER. Pure."""
+"""The grid of `make sweep`, and where successive halving stops its runs. Pure."""
 
 import hashlib
 import itertools
 import json
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ from sft_play.errors import ConfigError
 
 EXAMPLE = 'OVER="train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"'
 COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not inside a list or a mapping
-NOT_SWEPT = ("train.run_name", "train.output_dir", "train.resume_from")
+NOT_SWEPT = ("train.run_name", "train.output_dir", "train.resume_from", "train.stop_after")
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,41 @@ def name_of(prefix: str, settings: dict[str, Any]) -> str:
     """Return the name of the run with these settings, the same whenever they are the same."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return f"{prefix}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def halving_factor(text: str) -> int | None:
+    """Return by what HALVING divides the runs at each rung: 2 for 1; None for 0 or nothing.
+
+    Raises: ConfigError for anything but a whole number.
+    """
+    if text in ("", "0"):
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            f"HALVING={text} is not valid; write 1 to go on with the better half of the runs, 3 "
+            "with the best third, 0 with all"
+        )
+    return max(2, int(text))
+
+
+def rungs(count: int, factor: int | None) -> list[float]:
+    """Return the fractions of a whole run at which `count` runs become fewer, until one is left.
+
+    Four runs and factor 2 stop at 0.25 and 0.5: all train as long in total at each rung (successive
+    halving, Jamieson and Talwalkar 2016).
+    """
+    if factor is None:
+        return []
+    number = 0
+    while factor**number < count:
+        number += 1
+    return [factor**-exponent for exponent in range(number, 0, -1)]
+
+
+def ranking(losses: Sequence[float | None]) -> list[int]:
+    """Return the positions of the finite losses, the lowest first."""
+    scored = []
+    for position, loss in enumerate(losses):
+        if loss is not None and math.isfinite(loss):
+            scored.append((loss, position))
+    return [position for _, position in sorted(scored)]

@@ -20,7 +20,12 @@ from sft_play.runs.asked import AskedRun
 from sft_play.runs.folder import RunFolder
 
 # Of one run alone
-NOT_TAKEN_OVER = ("train.run_name", "train.resume_from", "train.allow_backend_change")
+NOT_TAKEN_OVER = (
+    "train.run_name",
+    "train.resume_from",
+    "train.stop_after",
+    "train.allow_backend_change",
+)
 # Taken as they were asked, auto too, so that they are planned anew for this machine
 PLANNED_ANEW = (
     "train.batch_size",

@@ -214,6 +214,27 @@ class StopOnSignal(TrainerCallback):
             control.should_evaluate = False
 
 
+class StopAfter(TrainerCallback):
+    """Ends the run with a checkpoint after the step that `stop_step` returns of all its steps."""
+
+    def __init__(self, stop_step: Callable[[int], int]):
+        self.stop_step = stop_step
+        self.stopped = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop_step(state.max_steps) <= state.global_step < state.max_steps:
+            self.stopped = True
+            control.should_training_stop = True
+            control.should_save = True
+            control.should_log = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # as for a signal: Trainer also ends the epoch that was cut short
+        if self.stopped:
+            control.should_save = False
+            control.should_evaluate = False
+
+
 class Progress(TrainerCallback):
     """Shows a progress bar on the main rank's terminal, and one line for each log."""
 

@@ -35,7 +35,7 @@ from sft_play.runs.report import LoggedLoss, RunReport
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.build import build_evaluator, build_trainer
-from sft_play.training.callbacks import BeforeFirstStep, Progress, StopOnSignal
+from sft_play.training.callbacks import BeforeFirstStep, Progress, StopAfter, StopOnSignal
 from sft_play.training.checks import check_engine, check_saved_adapter, check_saved_model
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
@@ -94,7 +94,8 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
         BeforeFirstStep(lambda: before_first_step(context, trainer, held_out, recorder))
     )
     trackers = Trackers(opened, process.device)
-    for callback in (trainer.throughput, stop, Progress(process), trackers):
+    stop_after = StopAfter(config.train.stops_after)
+    for callback in (trainer.throughput, stop_after, stop, Progress(process), trackers):
         trainer.add_callback(callback)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -102,9 +103,10 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     if not stop.stopped:
         held_out.score("after")
     trackers.close()
-    weights = save_weights(context, trainer, recorder, is_complete=not stop.stopped)
+    is_complete = not (stop.stopped or stop_after.stopped)
+    weights = save_weights(context, trainer, recorder, is_complete)
     clock.lap("save")
-    finish(recorder, trainer, stop)
+    finish(recorder, trainer, reason_of_stop(stop, stop_after))
     if process.is_main:
         logger.info("%s", "\n".join(summary_lines(recorder.report, held_out, folder, weights)))
     leave_group(recorder)
@@ -210,10 +212,17 @@ def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:
     return "the saved weights are finite and equal those in memory", None
 
 
-def finish(recorder: RunRecorder, trainer: SftTrainer, stop: StopOnSignal) -> None:
+def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
+    """Return why the run stopped before its last step; None where it did not."""
+    if stop.stopped:
+        return "on request"
+    return "by train.stop_after" if stop_after.stopped else None
+
+
+def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> None:
     """Complete run.json with times, speed, peak memory, losses, and how the run ended.
 
-    Every rank must call it.
+    `stopped` says why the run stopped early, None for one that did not. Every rank must call it.
     """
     throughput = trainer.throughput
     step = trainer.state.global_step
@@ -238,9 +247,9 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stop: StopOnSignal) -> No
             if "loss" in entry
         ],
     )
-    if stop.stopped:
+    if stopped is not None:
         folder = recorder.folder.path
-        cause = f"stopped on request at step {step}; go on with TRAIN_RESUME_FROM={folder}"
+        cause = f"stopped {stopped} at step {step}; go on with TRAIN_RESUME_FROM={folder}"
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)

@@ -246,6 +246,12 @@ class TrainSection(Section):
         description="Run or checkpoint folder to resume: its settings, step, optimizer and random "
         "state; null starts anew.",
     )
+    stop_after: PositiveFloat | None = Field(
+        None,
+        description="Optimizer steps after which the run stops with a checkpoint and scores, to go "
+        "on with train.resume_from; a value under 1 is a fraction of the run, null does not stop. "
+        "The learning rate schedule stays that of the whole run.",
+    )
     allow_backend_change: bool = Field(
         False,
         description="Resume although the checkpoint's stamp names another backend or quantisation.",
@@ -255,6 +261,13 @@ class TrainSection(Section):
     def order_seed(self) -> int:
         """Seed of the row order, of held-out rows and of the mix of sources."""
         return self.seed if self.data_seed is None else self.data_seed
+
+    def stops_after(self, total_steps: int) -> int:
+        """Return the step after which a run of so many steps stops."""
+        if self.stop_after is None:
+            return total_steps
+        wanted = self.stop_after * total_steps if self.stop_after < 1 else self.stop_after
+        return min(total_steps, math.ceil(wanted))
 
     def passes(self, samples: int) -> int:
         """Return the number of epochs that a resolved run on `samples` begins."""
