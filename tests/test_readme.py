@@ -295,7 +295,7 @@ def run_in(project: Path, typed: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     print(f"$ {typed}\n{done.stdout}({time.monotonic() - start:.1f} s, code {done.returncode})\n")
     if done.returncode == 0:
