@@ -252,7 +252,7 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_benchmark_runs_on_the_tiny_model_and_its_arms_agree(tmp_path: Path) -> None:
     command = [
         sys.executable,

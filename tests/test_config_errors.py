@@ -417,9 +417,9 @@ def test_all_problems_come_at_once_one_a_line(folder: Path) -> None:
     assert message(
         "a.yaml", {"TRAIN_SEED": "-1", "TRAIN_X": "1"}, ["tuning.mode=x"]
     ).splitlines() == [
-        "a.yaml:2: unknown setting 'train.sed'; did you mean train.seed? (a guess from the spelling)",
         "environment TRAIN_X: no such setting; unset TRAIN_X if it is another program's",
-        "a.yaml:5: model.max_seq_len=0 is not valid; write a whole number of at least 1",
+        "a.yaml:2: unknown setting 'train.sed'; did you mean train.seed? (a guess from the spelling)",
+        "a.yaml:5: model.max_seq_len=0 is not valid; write a whole number of at least 1, or auto",
         "--set tuning.mode: tuning.mode=x is not valid; write lora, qlora or full",
         f"a.yaml:3: train.batch_size=true is a switch; {BATCH}",
         "environment TRAIN_SEED: train.seed=-1 is not valid; write a whole number of at least 0",

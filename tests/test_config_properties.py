@@ -56,8 +56,14 @@ def random_value(
             dice.choice([text(dice), {"path": text(dice), "weight": dice.choice([None, 0.5, 3.0])}])
             for _ in range(dice.randint(1, 3))
         ]
+    if path == "train.report_to":
+        return dice.sample(["tensorboard", "wandb", "mlflow", "trackio"], dice.randint(1, 3))
+    if path == "tuning.lora.layers_to_transform" and kind is list:
+        return [dice.randrange(100) for _ in range(dice.randint(1, 3))]
     if kind is list:
         return [text(dice) for _ in range(dice.randint(1, 3))]
+    if path == "tuning.lora.loraplus_lr_ratio" and kind is float:
+        return dice.choice([1.0, 1 + 1 / 3, 16.0])
     if kind is float:
         return (
             dice.choice([1e-05, 5e-324, 0.25, 0.1 + 0.2, 1 / 3])
@@ -119,7 +125,13 @@ def _spelled(config: Config, path: str) -> str:
         node = node[name]
     if is_structured(path) and isinstance(node, dict | list):
         return json.dumps(node)
-    return ",".join(node) if isinstance(node, list) else "null" if node is None else str(node)
+    return (
+        ",".join(map(str, node))
+        if isinstance(node, list)
+        else "null"
+        if node is None
+        else str(node)
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)

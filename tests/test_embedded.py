@@ -174,6 +174,7 @@ def test_the_package_imports_nothing_of_sft_play() -> None:
             assert not any(name.startswith("sft_play") for name in names), path
 
 
+@pytest.mark.long
 def test_the_builder_pretrains_and_saves_a_model_that_loads(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "town.txt").write_text(

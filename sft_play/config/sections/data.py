@@ -44,7 +44,7 @@ class DataSection(Section):
         json_schema_extra=WRITE_SOURCES,
         description="Training rows: a JSONL, JSON, CSV, Parquet, Excel or text file, a folder of "
         "them, a hub data set id, or several; with weights small ones repeat and none is cut. null "
-        "is the data set that ships, all its splits.",
+        "is the shipped data set.",
     )
     val_path: Sources | None = Field(
         None,

@@ -248,9 +248,9 @@ class TrainSection(Section):
     )
     stop_after: PositiveFloat | None = Field(
         None,
-        description="Optimizer steps after which the run stops with a checkpoint and scores, to go "
-        "on with train.resume_from; a value under 1 is a fraction of the run, null does not stop. "
-        "The learning rate schedule stays that of the whole run.",
+        description="Optimizer steps, or a fraction of the run under 1, after which it stops with "
+        "a checkpoint and scores, to go on with train.resume_from on the same schedule; null does "
+        "not stop.",
     )
     allow_backend_change: bool = Field(
         False,
