@@ -417,7 +417,7 @@ def bench(folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tiny_model_is_planned_run_and_read_and_what_counts_is_kept(tmp_path: Path) -> None:
     found = bench(tmp_path, "--works", "toy-lora", "toy-refused")["works"]
     lora, refused = found["toy-lora"], found["toy-refused"]

@@ -340,7 +340,7 @@ def test_a_reference_that_the_results_have_is_not_trained_again(tmp_path: Path) 
     assert refer() == found and not report.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_benchmark_that_is_told_to_stop_leaves_no_arm_behind(tmp_path: Path) -> None:
     command = [
         sys.executable,

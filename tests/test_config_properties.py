@@ -21,7 +21,10 @@ ODD_TEXTS = [
     "!a", "{a", "[a", "'", '"', "%a", "@a", "`a", " a ", "é\u2028", "a\nb\n", "a\tb", "\\n", "?",
     ":",
 ]  # fmt: skip
-SEEDS = range(60)
+SEEDS = [
+    *range(20),
+    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 100)),
+]
 
 
 def random_text(dice: random.Random) -> str:

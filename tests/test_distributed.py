@@ -187,7 +187,13 @@ def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> N
     assert max(found.values()) <= (5e-5 if engine == 3 else 1e-5)
 
 
-CASES = [("ddp", "full"), ("ddp", "qlora"), (2, "full"), (3, "lora"), (3, "full")]
+CASES = [
+    ("ddp", "qlora"),
+    (2, "full"),
+    (3, "full"),
+    pytest.param("ddp", "full", marks=pytest.mark.long),
+    pytest.param(3, "lora", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("engine", "mode"), CASES)
@@ -233,6 +239,7 @@ def test_two_processes_are_two_and_say_so_once(pair, engine):
     assert len(lines) == len(set(lines)), "a line was printed twice"
 
 
+@pytest.mark.long
 def test_plain_torchrun_starts_a_planned_run(plan_run, taught_base, alone):
     folder = plan_run({**STEPS, "model.name": taught_base, "train.grad_accum": 2}, num_gpus=2)
     torchrun(str(ROOT / "scripts" / "train.py"), str(folder.path))

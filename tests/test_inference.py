@@ -203,7 +203,7 @@ def test_chat_takes_turns_from_standard_input(command):
     assert shown.startswith("1 2 3\n") and ">" not in shown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_make_infer_shows_the_answer_and_nothing_else(answering):
     words = {
         "RUN": str(answering.path),

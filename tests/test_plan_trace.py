@@ -197,7 +197,14 @@ def saved_bytes(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        pytest.param("llama", marks=pytest.mark.long),
+        pytest.param("qwen3", marks=pytest.mark.long),
+    ],
+)
 def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
     name: str, mode: str, folder_of
 ) -> None:

@@ -385,7 +385,11 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
     return report["exit_class"]
 
 
-ENGINES = [("ddp", "lora"), (2, "lora"), (3, "full")]
+ENGINES = [
+    ("ddp", "lora"),
+    (2, "lora"),
+    pytest.param(3, "full", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.slow

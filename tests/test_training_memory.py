@@ -232,7 +232,9 @@ def note_phases(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "mode"), [(2, "lora"), (2, "full"), (3, "full")])
+@pytest.mark.parametrize(
+    ("stage", "mode"), [pytest.param(2, "lora", marks=pytest.mark.long), (2, "full"), (3, "full")]
+)
 def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):
     settings = {
         "tuning.mode": mode,

@@ -119,7 +119,7 @@ def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
-@pytest.mark.parametrize("looks_for_unused", [False, True])
+@pytest.mark.parametrize("looks_for_unused", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_two_ranks_send_gradients_once_a_step_and_learn_what_one_does(
     tmp_path: Path, is_full: bool, looks_for_unused: bool
 ) -> None:
