@@ -12,7 +12,7 @@ from plan_examples import plan_for
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config
-from sft_play.data import row_counts
+from sft_play.data import beginnings
 from sft_play.data.pipeline import prepare_run_data
 from sft_play.data.row_counts import count_rows_or_reason
 from sft_play.plan.speed import LABELLED
@@ -130,7 +130,7 @@ def test_rows_of_a_file_are_counted_and_their_tokens_guessed(name: str, tmp_path
 
 
 def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_counts, "SAMPLED_BYTES", 1 << 20)
+    monkeypatch.setattr(beginnings, "READ_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(rows(10_000, 400)))
     config = config_of(f"data.train_path={path}", f"train.output_dir={tmp_path}")

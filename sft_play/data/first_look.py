@@ -7,17 +7,15 @@ import math
 import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data.files import Chunk, read_chunks
+from sft_play.data.beginnings import Beginning, held_out_share, read_beginning
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import parse_rows
-from sft_play.data.rows import MAX_HELD_OUT_ROWS, Row
+from sft_play.data.rows import Row
 from sft_play.data.sources import find_source, source_sections, system_prompt_of
 from sft_play.data.token_counter import TokenCounter
 from sft_play.errors import DataError
@@ -25,24 +23,17 @@ from sft_play.plan import sources
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, estimated
 
-READ_BYTES = 16 << 20  # of each source
 SAMPLED_ROWS = 2000  # of all sources together
 COUNTED_CHARACTERS = 2 << 20  # a tokenizer takes about a second
 FEWEST_COUNTED_ROWS = 50
 
 
-@dataclass(frozen=True)
-class SourceSample:
-    """The beginning of one source."""
+class SourceSample(NamedTuple):
+    """The beginning of one source, and the format of each of its files."""
 
     section: SourceSection
-    chunks: tuple[tuple[RowFormat, Chunk], ...]
-    rows: int  # that were read
-    all_rows: float  # of the source; estimated by the size of its files where more is left
-
-    @property
-    def is_estimated(self) -> bool:
-        return self.all_rows > self.rows
+    beginning: Beginning
+    formats: dict[Path, RowFormat]
 
 
 class Lengths(NamedTuple):
@@ -70,40 +61,29 @@ def look_at_rows(config: Config, environ: Mapping[str, str], may_fetch: bool) ->
         return "none of the first rows can be used"
     lengths = _lengths_of(rows, _find_counter(config, environ, may_fetch), config.model.name)
     mean_tokens = sum(lengths.tokens) / len(lengths.tokens)
-    held_out = 0.0
-    if not data.val_path:
-        all_rows = sum(sample.all_rows for sample in samples)
-        held_out = min(data.val_size, MAX_HELD_OUT_ROWS / all_rows)
-    of_sources = [(sample.all_rows, mean_tokens, sample.section.weight) for sample in samples]
+    held_out = held_out_share(data, sum(sample.beginning.all_rows for sample in samples))
+    of_sources = [
+        (sample.beginning.all_rows, mean_tokens, sample.section.weight) for sample in samples
+    ]
     return RowFacts(
         rows=estimated(of_sources, held_out).samples,
         lengths=lengths.tokens,
-        is_estimated=any(sample.is_estimated for sample in samples),
+        is_estimated=any(sample.beginning.is_estimated for sample in samples),
         uncounted_because=lengths.uncounted_because,
     )
 
 
 def _read_source(section: SourceSection, config: Config, may_fetch: bool) -> SourceSample:
-    """Return the first READ_BYTES of a source. Raises DataError."""
+    """Return the beginning of a source. Raises DataError."""
     if not may_fetch and not Path(section.path).exists():
         raise DataError(f"{section.path} is not on this machine yet")
     source = find_source(section, "data.train_path", config.data.columns)
-    chunks = []
-    bytes_read = 0
-    for path in source.files:
-        row_format = detect_format(path, source.columns)
-        for chunk in read_chunks(path):
-            chunks.append((row_format, chunk))
-            bytes_read += chunk.bytes_read
-            if bytes_read >= READ_BYTES:
-                break
-        if bytes_read >= READ_BYTES:
-            break
-    rows = sum(len(chunk.records) for _, chunk in chunks)
-    share = 1.0
-    if bytes_read >= READ_BYTES:
-        share = max(1.0, source.file_bytes / bytes_read)
-    return SourceSample(section, tuple(chunks), rows, rows * share)
+    beginning = read_beginning(source.files)
+    if not beginning.rows:
+        raise DataError(f"{section.path}: no rows")
+    paths = dict.fromkeys(chunk.path for chunk in beginning.chunks)
+    formats = {path: detect_format(path, source.columns) for path in paths}
+    return SourceSample(section, beginning, formats)
 
 
 def _sampled_rows(samples: Sequence[SourceSample], config: Config) -> list[Row]:
@@ -111,19 +91,21 @@ def _sampled_rows(samples: Sequence[SourceSample], config: Config) -> list[Row]:
 
     They are drawn at random, the same ones each time: rows at equal distances may be all alike.
     """
-    positions = range(sum(sample.rows for sample in samples))
+    positions = range(sum(sample.beginning.rows for sample in samples))
     if len(positions) > SAMPLED_ROWS:
         positions = sorted(random.Random(0).sample(positions, SAMPLED_ROWS))
     rows: list[Row] = []
     start = 0  # of a chunk, among all rows
-    for row_format, chunk in chain.from_iterable(sample.chunks for sample in samples):
-        end = start + len(chunk.records)
-        of_chunk = positions[bisect_left(positions, start) : bisect_left(positions, end)]
-        if of_chunk:
-            drawn = chunk.take([position - start for position in of_chunk])
-            parsed = parse_rows(drawn, row_format, system_prompt_of(config))
-            rows.extend(row for row in parsed if isinstance(row, Row))
-        start = end
+    for sample in samples:
+        for chunk in sample.beginning.chunks:
+            end = start + len(chunk.records)
+            of_chunk = positions[bisect_left(positions, start) : bisect_left(positions, end)]
+            if of_chunk:
+                drawn = chunk.take([position - start for position in of_chunk])
+                row_format = sample.formats[chunk.path]
+                parsed = parse_rows(drawn, row_format, system_prompt_of(config))
+                rows.extend(row for row in parsed if isinstance(row, Row))
+            start = end
     return rows
 
 

@@ -7,14 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data import cache
-from sft_play.data.files import read_chunks
-from sft_play.data.rows import MAX_HELD_OUT_ROWS
+from sft_play.data.beginnings import held_out_share, read_beginning
 from sft_play.data.sources import SETTINGS, local_files, source_sections
 from sft_play.errors import DataError
 from sft_play.plan.workload import Counted, estimated, estimated_tokens
@@ -22,8 +20,6 @@ from sft_play.runs.files import read_json, write_json
 
 if TYPE_CHECKING:
     from sft_play.data.assemble import RunData
-
-SAMPLED_BYTES = 16 << 20  # of each source, for an estimate
 
 
 class SourceEstimate(NamedTuple):
@@ -75,30 +71,19 @@ def estimate_rows(config: Config) -> Counted:
     rows = sum(estimate.rows for estimate in estimates)
     if rows == 0:
         raise DataError("the files hold no row")
-    held_out = 0.0
-    if not config.data.val_path:
-        held_out = min(config.data.val_size, MAX_HELD_OUT_ROWS / max(1.0, rows))
-    return estimated(estimates, held_out)
+    return estimated(estimates, held_out_share(config.data, rows))
 
 
 def _estimate_source(section: SourceSection, max_seq_len: int) -> SourceEstimate:
     files = local_files(Path(section.path), f"data.train_path={section.path}")
-    rows = 0
-    tokens = 0.0
-    bytes_read = 0
-    for chunk in chain.from_iterable(map(read_chunks, files)):
-        chunk_rows = len(chunk.records)
-        characters = (len(chunk.raw(position)) for position in range(chunk_rows))
-        rows += chunk_rows
-        tokens += estimated_tokens(characters, max_seq_len)
-        bytes_read += chunk.bytes_read
-        if bytes_read >= SAMPLED_BYTES:
-            break
-    if not rows:
+    beginning = read_beginning(files)
+    if not beginning.rows:
         return SourceEstimate(0.0, 0.0, section.weight)
-    file_bytes = sum(file.stat().st_size for file in files)
-    all_rows = rows * max(1.0, file_bytes / bytes_read)
-    return SourceEstimate(all_rows, tokens / rows, section.weight)
+    tokens = 0.0
+    for chunk in beginning.chunks:
+        characters = (len(chunk.raw(position)) for position in range(len(chunk.records)))
+        tokens += estimated_tokens(characters, max_seq_len)
+    return SourceEstimate(beginning.all_rows, tokens / beginning.rows, section.weight)
 
 
 def _record_path(config: Config) -> Path:
