@@ -12,8 +12,6 @@ import pytest
 from fake_nvml import plant  # noqa: F401 (a fixture)
 from run_files import run_json
 
-from sft_play.plan import launch
-
 # Before torch: threads that spin while they wait starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one test process a core
@@ -267,9 +265,3 @@ def build_trainer() -> Callable:
         return build_trainer(context, arguments, tokenizer, data, model, run_stamp), data
 
     return build
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    return launch.free_port()

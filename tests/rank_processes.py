@@ -6,13 +6,14 @@ only where a test is about the launcher.
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs.folder import RunFolder
 
@@ -51,17 +52,10 @@ def start_rank(
         "MASTER_PORT": port,
     }
     environ = {**QUIET, **ON_CPU, **{name: str(value) for name, value in place.items()}}
-    before = {name: os.environ.get(name) for name in {**QUIET, **ON_CPU}}
-    os.environ.update(QUIET | ON_CPU)  # of the fork server, which the first rank starts
-    try:
-        process = FORKS.Process(target=_be_rank, args=(target, arguments, environ, output))
+    process = FORKS.Process(target=_be_rank, args=(target, arguments, environ, output))
+    # the first rank starts the fork server, which imports torch in this environment
+    with patch.dict(os.environ, QUIET | ON_CPU):
         process.start()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
     return process
 
 
@@ -96,13 +90,6 @@ def work(folder: Path, prepare: Target | None = None, *arguments: Any) -> int:
 def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments: Any) -> list[int]:
     """Run a planned run of two ranks, as `work`; return their exit codes."""
     return run_two(work, folder.path, prepare, *arguments, output=folder.path / "output.txt")
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _be_rank(

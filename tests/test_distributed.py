@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rank_processes import SECONDS, free_port, run_two_workers, start_rank, wait_for, work
+from rank_processes import SECONDS, run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file
 
+from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
