@@ -93,12 +93,10 @@ def test_the_case_beside_it_is_allowed(kept: list[str]) -> None:
 
 
 def test_generation_may_be_longer_than_rows_when_nothing_is_generated() -> None:
-    load(
-        EMPTY,
-        None,
-        [
-            "train.predict_with_generate=false",
-            "train.generation_max_new_tokens=64",
-            "model.max_seq_len=64",
-        ],
-    )
+    words = [
+        "train.predict_with_generate=false",
+        "train.generation_max_new_tokens=64",
+        "model.max_seq_len=64",
+    ]
+    config = load(EMPTY, None, words).config
+    assert config.train.generation_max_new_tokens == config.model.max_seq_len == 64

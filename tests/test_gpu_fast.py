@@ -177,6 +177,7 @@ def test_a_fast_step_never_waits_for_the_gpu(name: str, is_packed: bool) -> None
             loss_of(model, batch, torch.bfloat16).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
 
 
 def test_evaluation_and_generation_are_the_same_to_the_bit() -> None:

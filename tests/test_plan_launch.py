@@ -206,8 +206,10 @@ def test_programs_of_this_python_are_found() -> None:
 
 
 def test_a_free_port_is_free() -> None:
+    port = launch.free_port()
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", launch.free_port()))
+        probe.bind(("127.0.0.1", port))
+        assert probe.getsockname()[1] == port
 
 
 # Execution
