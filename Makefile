@@ -125,7 +125,7 @@ bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
 bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
 	@$(CHECK)
 	$(PY) -m benchmarks.planner --docs docs
-test: $(ENV) ## run all tests that need no GPU
+test: $(ENV) ## run the tests that need no GPU, but for those of test-faults and test-long
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long"
 test-fast: $(ENV) ## run the fast tests
