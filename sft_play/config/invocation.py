@@ -98,6 +98,7 @@ class _Words:
         return self.environ.get(name, "").strip() or None
 
     def whole_number(self, name: str, low: int, high: int | None = None) -> int | None:
+        """Return a whole number from `low` to `high`; None where it is unset or a problem."""
         text = self.text(name)
         if text is None:
             return None

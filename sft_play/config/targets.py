@@ -94,19 +94,9 @@ OF_OTHERS = {
 PREFIXES_OF_OTHERS = (
     *("ACCELERATE_", "BNB_", "CUBLAS_", "CUDA_", "CUDNN_", "DEEPSPEED_", "DS_", "FORCE_COLOR"),
     *("GIT_", "GLOO_", "GOMP_", "HF_", "HUGGING", "KMP_", "LC_", "LD_", "LIGER_", "MAKE", "MALLOC"),
-    *(
-        "MKL_",
-        "MLFLOW_",
-        "NCCL_",
-        "NVIDIA_",
-        "OMP_",
-        "OPENBLAS_",
-        "PEFT_",
-        "PIP_",
-        "PYTEST_",
-        "PYTHON",
-    ),
-    *("PYTORCH_", "REQUESTS_", "SLURM_", "SSL_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TQDM_"),
+    *("MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PEFT_", "PIP_", "PYTEST_"),
+    *("PYTHON", "PYTORCH_", "REQUESTS_", "SLURM_", "SSL_", "TENSORBOARD_", "TOKENIZERS_"),
+    *("TORCH", "TQDM_"),
     *("TRACKIO_", "TRANSFORMERS_", "TRITON_", "UNSLOTH_", "UV_", "WANDB_", "XDG_"),
 )
 
