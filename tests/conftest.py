@@ -58,6 +58,22 @@ def tiny_base(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def base_of(tokenizer, tmp_path_factory) -> Callable[[str], Path]:
+    """A function that returns the folder of a tiny random base of a model type, with the tokenizer."""
+    from tiny_models import write_base
+
+    folders = {}
+
+    def base(model_type: str) -> Path:
+        if model_type not in folders:
+            folder = tmp_path_factory.mktemp(model_type)
+            folders[model_type] = write_base(model_type, folder, tokenizer)
+        return folders[model_type]
+
+    return base
+
+
+@pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> dict[str, Path]:
     """Files of 10 training and 6 validation rows; prompts and answers are of unequal length."""
     folder = tmp_path_factory.mktemp("rows")
