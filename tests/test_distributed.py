@@ -1,6 +1,6 @@
 """Several processes, started as a user starts them: equal to one process, honest about their number, and none left behind.
 
-Slow: each launch imports torch twice and compiles nothing; the first one under DeepSpeed on a machine compiles one op, half a minute.
+Slow: each launch imports torch twice.
 """
 
 import json

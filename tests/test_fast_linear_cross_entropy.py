@@ -457,17 +457,14 @@ import torch
 from sft_play.models.fast import cross_entropy_kernel, linear_cross_entropy
 cross_entropy_kernel.BLOCK = 64  # several blocks a row, the last one not full
 torch.manual_seed(0)
-for softcap in (None, 3.0):
-    for scale in (1.0, 256.0):
-        logits = (4 * torch.randn(5, 301)).to(torch.{dtype})
-        targets = torch.tensor([0, 63, 64, 300, 7])
-        ours, reference = logits.clone(), logits.clone()
-        nll = cross_entropy_kernel.nll_and_gradient_(ours, targets, softcap, scale)
-        expected = linear_cross_entropy.nll_and_gradient_(reference, targets, softcap, scale)
-        torch.testing.assert_close(nll, expected, rtol=1e-5, atol=0)
-        # float32: exponentials of two libraries; bfloat16: the last of 8 bits
-        rtol = 2**-7 if logits.dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(
-            ours.float(), reference.float(), rtol=rtol, atol=1e-6 * scale
-        )
+for softcap, scale in ((None, 256.0), (3.0, 1.0)):
+    logits = (4 * torch.randn(5, 301)).to(torch.{dtype})
+    targets = torch.tensor([0, 63, 64, 300, 7])
+    ours, reference = logits.clone(), logits.clone()
+    nll = cross_entropy_kernel.nll_and_gradient_(ours, targets, softcap, scale)
+    expected = linear_cross_entropy.nll_and_gradient_(reference, targets, softcap, scale)
+    torch.testing.assert_close(nll, expected, rtol=1e-5, atol=0)
+    # float32: exponentials of two libraries; bfloat16: the last of 8 bits
+    rtol = 2**-7 if logits.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(ours.float(), reference.float(), rtol=rtol, atol=1e-6 * scale)
 """

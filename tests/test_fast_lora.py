@@ -101,16 +101,16 @@ def results(linears: Linears, modules: list[nn.Module], passes: int = 1) -> dict
 
 
 def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference, relative to the largest element of its tensor."""
+    """Return the largest difference, relative to the largest element of its tensor; inf for NaN."""
     assert found.keys() == wanted.keys()
     for name in wanted:
         assert (
             found[name].dtype == wanted[name].dtype and found[name].shape == wanted[name].shape
         ), name
-    return max(
-        float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max())
-        for name in wanted
-    )
+    differences = [
+        (found[name] - wanted[name]).abs().max() / wanted[name].abs().max() for name in wanted
+    ]
+    return float(torch.stack(differences).float().nan_to_num(torch.inf).max())
 
 
 def fused_one_by_one(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:

@@ -66,11 +66,24 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
         return
     uses_deepspeed = plan.ranks.strategy == "deepspeed"
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
+    if uses_deepspeed:
+        _compile_nothing_for_inference()
     PartialState(
         cpu=plan.ranks.device == "cpu" and not uses_deepspeed,
         backend=plan.ranks.collective_backend,
         timeout=timeout,
     )
+
+
+def _compile_nothing_for_inference() -> None:
+    """Keep DeepSpeed from compiling its all-reduce for inference on CPUs, which no training calls.
+
+    With every new machine it would take half a minute of all cores, and a process killed meanwhile
+    leaves a lock on which the next run waits for ever.
+    """
+    from deepspeed import ops  # seconds, so only for DeepSpeed
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def seed_everything(seed: int) -> None:
