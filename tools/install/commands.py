@@ -19,6 +19,11 @@ SOURCE_SETTINGS = re.compile(
     r"\.(index-url|extra-index-url|find-links|no-index|constraint|proxy|cert|trusted-host)="
 )
 SOURCE_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX")
+# On all cores. Some packages have templates that are no Python; pip passes over them too.
+COMPILE = """
+import compileall, sysconfig
+compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)
+"""
 
 
 class Step(NamedTuple):
@@ -78,6 +83,8 @@ def install_steps(
 ) -> list[Step]:
     """Return the steps that install the pinned packages for the interpreter `python`."""
     install = install_command(python, installer)
+    if installer == "pip":
+        install.append("--no-compile")  # one core does it; the last step takes all
     constraints = ["-c", str(root / "requirements.lock")]
     steps = []
     if source is not None:
@@ -89,6 +96,7 @@ def install_steps(
     # DeepSpeed is built against the torch that is there; it compiles its ops when a run needs them
     rest = [*install, "--no-build-isolation", "-r", str(root / "requirements.txt")]
     steps.append(Step("training, data and front end", rest, {"DS_BUILD_OPS": "0"}))
+    steps.append(Step("bytecode", [str(python), "-c", COMPILE], {}))
     return steps
 
 
