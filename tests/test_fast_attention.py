@@ -5,19 +5,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as torch_flex
 
-from sft_play.models.fast import attention, rope
-from sft_play.models.fast.attention import UNMASKED, Documents, attend, is_unmasked, remove_mask
+from sft_play.models.fast import attention_flex, attention_kernels, attention_sinks, rope
+from sft_play.models.fast.attention import UNMASKED, is_unmasked, remove_mask
+from sft_play.models.fast.attention_flex import attend_flex
+from sft_play.models.fast.attention_kernels import attend
+from sft_play.models.fast.attention_scoring import Documents, Scoring
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
 SAME = 1e-6  # tolerance of float32 sums in another order
 
 
-def inputs(key_heads: int = 2) -> tuple[torch.Tensor, ...]:
+def inputs(key_heads: int = 2, value_features: int = FEATURES) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, FEATURES), (key_heads, FEATURES), (key_heads, value_features))
     return tuple(
-        torch.randn(ROWS, TOKENS, heads, FEATURES, generator=draw, requires_grad=True)
-        for heads in (HEADS, key_heads, key_heads)
+        torch.randn(ROWS, TOKENS, *shape, generator=draw, requires_grad=True) for shape in shapes
     )
 
 
@@ -25,24 +29,27 @@ def written_out(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
     document: torch.Tensor,
 ) -> torch.Tensor:
     """Attention by its definition; `document` (B, T) is the number of each token's document."""
     groups = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=2) for tensor in (key, value))
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     position = torch.arange(TOKENS)
     distance = position[:, None] - position
     sees = (
         (distance >= 0)
-        & (distance < (window or TOKENS))
+        & (distance < (scoring.window or TOKENS))
         & (document[:, :, None] == document[:, None, :])
     )  # (B, T, T)
-    return torch.einsum(
-        "bhqk,bkhd->bqhd", scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1), value
-    )
+    weights = scores.masked_fill(~sees[:, None], -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if scoring.sinks is not None:
+        total = total + scoring.sinks[:, None, None].exp()
+    return torch.einsum("bhqk,bkhd->bqhd", weights / total, value)
 
 
 def documents_of(*lengths: int) -> tuple[Documents, torch.Tensor]:
@@ -79,10 +86,149 @@ def test_attention_is_its_definition(
 ) -> None:
     of = inputs(key_heads)
     documents, numbers = documents_of(*lengths)
-    expected = written_out(*of, 0.3, window, numbers)
-    assert gap(attend(*of, 0.3, window, documents), expected, of) <= SAME
+    expected = written_out(*of, Scoring(0.3, window), numbers)
+    assert gap(attend(*of, Scoring(0.3, window), documents), expected, of) <= SAME
     if lengths == WHOLE:
-        assert gap(attend(*of, 0.3, window), expected, of) <= SAME
+        assert gap(attend(*of, Scoring(0.3, window)), expected, of) <= SAME
+
+
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 7.0], requires_grad=True)
+KINDS = {
+    "sinks": Scoring(0.3, None, None, SINKS),
+    "sinks in a window": Scoring(0.3, 6, None, SINKS),
+    "cap": Scoring(0.3, None, 0.7),
+    "cap in a window": Scoring(0.3, 6, 0.7),
+    "all": Scoring(0.3, 5, 0.7, SINKS),
+}
+
+
+def leaves(of: tuple[torch.Tensor, ...], scoring: Scoring) -> tuple[torch.Tensor, ...]:
+    """Return what has gradients."""
+    return of if scoring.sinks is None else (*of, scoring.sinks)
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
+def test_sinks_and_soft_caps_are_their_definition(
+    lengths: tuple[int, ...], kind: str, key_heads: int
+) -> None:
+    of = inputs(key_heads, value_features=12)
+    scoring = KINDS[kind]
+    documents, numbers = documents_of(*lengths)
+    expected = written_out(*of, scoring, numbers)
+    assert gap(attend(*of, scoring, documents), expected, leaves(of, scoring)) <= SAME
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "plain"])
+@pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
+def test_flex_attention_is_the_definition(
+    lengths: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_flex, "BLOCK", 8)  # full, partial and unneeded blocks
+    # its backward pass in plain torch, which runs on a CPU too
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    scoring = KINDS.get(kind, Scoring(0.3))
+    of = inputs(2, value_features=16)
+    documents, numbers = documents_of(*lengths)
+    flat = attend_flex(*(tensor.flatten(0, 1) for tensor in of), scoring, documents)
+    expected = written_out(*of, scoring, numbers)
+    assert gap(flat.unflatten(0, (ROWS, TOKENS)), expected, leaves(of, scoring)) <= SAME
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 8, 9, 20])
+def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window: int | None) -> None:
+    boundaries = torch.tensor([0, 5, 6, 40, 48, 71], dtype=torch.int32)
+    tokens, size = 71, attention_flex.BLOCK
+    mask = attention_flex.make_block_mask(boundaries, tokens, window)
+    document = torch.bucketize(torch.arange(tokens), boundaries, right=True)
+    position = torch.arange(tokens)
+    distance = position[:, None] - position
+    sees = (distance >= 0) & (distance < (window or tokens)) & (document[:, None] == document)
+    found = torch.zeros_like(sees)
+    for indices, counts, is_full in (
+        (mask.kv_indices, mask.kv_num_blocks, False),
+        (mask.full_kv_indices, mask.full_kv_num_blocks, True),
+    ):
+        for block, count in enumerate(counts[0, 0].tolist()):
+            for key_block in indices[0, 0, block, :count].tolist():
+                queries = slice(block * size, (block + 1) * size)
+                keys = slice(key_block * size, (key_block + 1) * size)
+                assert not found[queries, keys].any(), "a block is computed twice"
+                assert not is_full or sees[queries, keys].all()
+                found[queries, keys] = True
+    assert found[sees].all()
+
+
+def test_a_step_makes_one_mask_for_all_layers_of_a_kind() -> None:
+    documents, _ = documents_of(*PACKED)
+    first = attention_flex._block_mask(documents, ROWS * TOKENS, None)
+    assert attention_flex._block_mask(documents, ROWS * TOKENS, None) is first
+    assert attention_flex._block_mask(documents, ROWS * TOKENS, 6) is not first
+
+
+def flash_by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, of: Documents
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores (H, N, N) and whether each pair is seen, of flattened rows."""
+    groups = query.shape[1] // key.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, 1)) * scoring.scale
+    position = torch.arange(len(query))
+    document = torch.bucketize(position, of.boundaries, right=True)
+    distance = position[:, None] - position
+    sees = (distance >= 0) & (distance < (scoring.window or len(query)))
+    return scores, sees & (document[:, None] == document)
+
+
+def flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, of: Documents
+) -> tuple[torch.Tensor, ...]:
+    """The forward pass of flash attention by its definition."""
+    scores, sees = flash_by_definition(query, key, value, scoring, of)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    return out, scores.logsumexp(-1), torch.zeros(2)
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    results: list[torch.Tensor],
+    scoring: Scoring,
+    of: Documents,
+) -> tuple[torch.Tensor, ...]:
+    """The backward pass of flash attention: from the log sums and the output that it is given."""
+    query, key, value = inputs
+    out, log_sums, _ = results
+    groups = query.shape[1] // key.shape[1]
+    scores, sees = flash_by_definition(query, key, value, scoring, of)
+    weights = torch.where(sees, (scores - log_sums[:, :, None]).exp(), 0.0)
+    delta = (grad * out).sum(-1).t()  # (H, N)
+    wanted = torch.einsum("qhd,khd->hqk", grad, value.repeat_interleave(groups, 1))
+    slope = weights * (wanted - delta[:, :, None]) * scoring.scale
+    grad_query = torch.einsum("hqk,khd->qhd", slope, key.repeat_interleave(groups, 1))
+    grad_key = torch.einsum("hqk,qhd->khd", slope, query)
+    grad_value = torch.einsum("hqk,qhd->khd", weights, grad)
+    grouped = (tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (grad_key, grad_value))
+    return grad_query, *grouped
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+def test_sinks_are_added_to_flash_attention_forward_and_backward(
+    key_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels are for GPUs: their definitions stand in for them."""
+    monkeypatch.setattr(attention_sinks, "flash_forward", flash_forward)
+    monkeypatch.setattr(attention_sinks, "flash_backward", flash_backward)
+    scoring = Scoring(0.3, window, None, SINKS)
+    documents, numbers = documents_of(*PACKED)
+    of = inputs(key_heads)
+    padded = (tensor.flatten(0, 1) for tensor in of)
+    found = attention_sinks.attend_with_sinks(*padded, scoring, documents)
+    expected = written_out(*of, scoring, numbers)
+    assert gap(found.unflatten(0, (ROWS, TOKENS)), expected, leaves(of, scoring)) <= 2 * SAME
 
 
 @pytest.mark.parametrize("mutant", ["boundaries", "window", "scale", "no boundaries"])
@@ -92,31 +238,30 @@ def test_the_comparison_sees_what_is_wrong(mutant: str) -> None:
     moved = documents.boundaries + 1
     moved[0] -= 1
     moved[-1] -= 1
-    given: dict[str, Any] = {"scale": 0.3, "window": 6, "documents": documents}
     mutants = {
-        "boundaries": {"documents": documents._replace(boundaries=moved)},
-        "window": {"window": 7},
-        "scale": {"scale": 0.31},
-        "no boundaries": {"documents": None},
+        "boundaries": (Scoring(0.3, 6), documents._replace(boundaries=moved)),
+        "window": (Scoring(0.3, 7), documents),
+        "scale": (Scoring(0.31, 6), documents),
+        "no boundaries": (Scoring(0.3, 6), None),
     }
-    wrong = attend(*of, **{**given, **mutants[mutant]})
-    assert gap(wrong, written_out(*of, 0.3, 6, numbers), of) > 1e-3
+    wrong = attend(*of, *mutants[mutant])
+    assert gap(wrong, written_out(*of, Scoring(0.3, 6), numbers), of) > 1e-3
 
 
 def test_rows_of_one_document_need_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(
-        attention,
+        attention_kernels,
         "_attend_by_document",
         lambda *arguments: called.append(arguments) or arguments[0],
     )
     whole, _ = documents_of(*WHOLE)
-    attend(*inputs(), 0.3, None, whole)
-    attend(*inputs(), 0.3, TOKENS, whole)
+    attend(*inputs(), Scoring(0.3), whole)
+    attend(*inputs(), Scoring(0.3, TOKENS), whole)
     assert not called
-    attend(*inputs(), 0.3, TOKENS - 1, whole)
+    attend(*inputs(), Scoring(0.3, TOKENS - 1), whole)
     packed, _ = documents_of(*PACKED)
-    attend(*inputs(), 0.3, None, packed)
+    attend(*inputs(), Scoring(0.3), packed)
     assert len(called) == 2
 
 

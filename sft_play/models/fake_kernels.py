@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 from sft_play.models.fast import (
     attention,
+    attention_kernels,
     glu,
     install,
     linear_cross_entropy,
@@ -70,8 +71,10 @@ def scaled_dot_product_attention(
 
 
 def attend_by_document(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Torch's variable-length attention: (N, H, D) of queries (N, H, D), keys, values (N, K, D)."""
-    return FakeFlashAttention.apply(query, key, value, None)
+    """Torch's variable-length attention: (N, H, V) of query (N, H, D), key and value (N, K, V)."""
+    features = value.shape[-1]
+    padded = attention_kernels.padded_to_one_size(query, key, value)
+    return FakeFlashAttention.apply(*padded, None)[..., :features]
 
 
 class FakeRmsNorm(torch.autograd.Function):
@@ -179,7 +182,7 @@ VALUE_READERS = (
     Replacement(lora, "dequantize", dequantize),
     # tests check this for every model of plan.fast
     Replacement(linear_cross_entropy, "_logits_come_from_head", lambda model, head: True),
-    Replacement(attention, "_attend_by_document", attend_by_document),
+    Replacement(attention_kernels, "_attend_by_document", attend_by_document),
     # the step passes its own mask for packed rows
     Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
 )

@@ -21,6 +21,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.fast import attention, norms, residual
 from sft_play.models.fast.activations import activation_of
+from sft_play.models.fast.attention_kernels import LARGEST_FLASH_HEAD
 from sft_play.models.fast.linear_cross_entropy import fuse_loss, why_loss_not_fusable
 from sft_play.models.fast.lora import fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.mlp import lora_mlp
@@ -159,7 +160,7 @@ def _install_attention(setup: TrainingSetup) -> int:
             raise Unsupported(f"the model's attention has a dropout of {module.attention_dropout}")
         if not module.is_causal:
             raise Unsupported("the model's attention looks ahead")
-        if module.head_dim > attention.LARGEST_HEAD:
+        if module.head_dim > LARGEST_FLASH_HEAD:
             raise Unsupported(f"heads of {module.head_dim} features")
     for module in setup.attentions:
         module.forward = MethodType(attention.attention_forward, module)
