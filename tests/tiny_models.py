@@ -140,7 +140,7 @@ def draw_weights(model: nn.Module) -> None:
         elif name.endswith("bias") or "conv" in name:
             parameter.normal_(std=0.3)
         else:
-            parameter.normal_(std=1.2 * min(parameter.shape[-2:]) ** -0.5)
+            parameter.normal_(std=min(parameter.shape[-2:]) ** -0.5)
     for name, buffer in model.named_buffers():
         if name.endswith(("bias", "layer_scalar")):  # of a router's choice; of a layer's output
             buffer.add_(torch.randn_like(buffer), alpha=0.1)

@@ -1,0 +1,206 @@
+"""A training step of a tiny model, as this project computes it and as transformers and PEFT do.
+
+Legend: T tokens of a document, V vocabulary.
+"""
+
+import copy
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from tiny_models import TINY
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from sft_play.config.schema import Config
+from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.models.fast.install import install_fused_kernels, uses_varlen_attention
+from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
+from sft_play.models.lora import add_adapters
+from sft_play.process import Process
+from sft_play.training.trainer import (
+    LOSS_POSITIONS,
+    LOSS_TARGETS,
+    REAL_TOKENS,
+    collate_for_step,
+    token_mean_loss,
+)
+
+CPU = torch.device("cpu")
+# Longer than the sliding windows of the tiny models, and no multiple of a chunk of their mixers
+LENGTHS = (19, 27, 9)
+MAX_SEQ_LEN = 64
+MIN_GRADIENT = 1e-2  # of a model's largest gradient: smaller ones are compared with that
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample as a store gives it: ids and labels, each (T,)."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+def documents(vocabulary: int = TINY.vocabulary) -> list[Document]:
+    """Return three documents; prompts and some later tokens have no label."""
+    draw = random.Random(0)
+    made: list[Document] = []
+    for length in LENGTHS:
+        ids = np.array([draw.randrange(2, vocabulary) for _ in range(length)])
+        labels = ids.copy()
+        labels[: length // 3] = IGNORE_INDEX
+        labels[length // 2] = IGNORE_INDEX
+        made.append(Document(ids, labels))
+    return made
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step computes from the documents."""
+
+    loss: float  # mean over the labelled tokens, in nats
+    logits: list[Tensor]  # of each document, (T, V)
+    gradients: dict[str, Tensor]  # of each trained weight
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The largest difference of two steps, relative to the largest number of each tensor."""
+
+    loss: float
+    logits: float
+    gradients: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether the differences are those of float32 sums in another order."""
+        return self.loss <= 1e-6 and self.logits <= 1e-5 and self.gradients <= 2e-5
+
+
+def gap(one: Step, two: Step) -> Gap:
+    """Return how much two steps differ, infinitely where other weights have gradients."""
+    return Gap(
+        loss=abs(one.loss - two.loss) / abs(one.loss),
+        logits=max(relative(a, b) for a, b in zip(one.logits, two.logits, strict=True)),
+        gradients=_gap_of_gradients(one.gradients, two.gradients),
+    )
+
+
+def _gap_of_gradients(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    if one.keys() != two.keys():
+        return float("inf")
+    largest = max(gradient.abs().max().item() for gradient in one.values())
+    # Some gradients are zero but for rounding, such as that of the bias of keys
+    least = MIN_GRADIENT * largest
+    return max(relative(gradient, two[name], least) for name, gradient in one.items())
+
+
+def relative(one: Tensor, two: Tensor, least: float = 0.0) -> float:
+    """Return the largest difference over the largest element of `one`; infinite for NaN."""
+    difference = (one - two).abs().max().item()
+    scale = max(one.abs().max().item(), least)
+    return difference / scale if math.isfinite(difference) else float("inf")
+
+
+def settings(mode: str, **lora: Any) -> Config:
+    """Return the settings of a run of small adapters."""
+    return Config.model_validate({"tuning": {"mode": mode, "lora": {"r": 4, **lora}}})
+
+
+def adapted(model: PreTrainedModel, config: Config) -> PreTrainedModel | PeftModel:
+    """Return the model with adapters that change its output, as it is for mode full."""
+    if config.tuning.mode == "full":
+        return model
+    with_adapters = add_adapters(model, config)
+    torch.manual_seed(1)
+    for name, parameter in with_adapters.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)  # zeros would give lora_A no gradient
+    return with_adapters.train()
+
+
+def fused(model: nn.Module, config: Config) -> nn.Module:
+    """Return a copy of the model with all fused kernels that prove themselves."""
+    made = copy.deepcopy(model)
+    install_fused_kernels(made, config, Process.alone(CPU))
+    return made
+
+
+def reference_step(model: nn.Module) -> Step:
+    """Return the step of plain transformers and PEFT: each document by itself, no mask, no padding."""
+    model.zero_grad()
+    samples = documents()
+    labelled = sum(int((sample.labels != IGNORE_INDEX).sum()) for sample in samples)
+    total = 0.0
+    logits: list[Tensor] = []
+    for sample in samples:
+        scores = model(input_ids=torch.from_numpy(sample.ids)[None]).logits[0]
+        labels = torch.from_numpy(sample.labels)
+        loss = functional.cross_entropy(
+            scores[:-1].float(), labels[1:], ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        (loss / labelled).backward()
+        total += loss.item() / labelled
+        logits.append(scores.detach())
+    return Step(total, logits, gradients_of(model))
+
+
+def trained_step(model: nn.Module, is_packed: bool) -> Step:
+    """Return the step as a run computes it: its collator, its loss, one batch of all documents."""
+    model.zero_grad()
+    rows = TrainRows(documents())
+    indices = range(len(LENGTHS))
+    if is_packed:
+        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model))
+        batch = collate_for_step(collator, [rows[indices]])
+    else:
+        batch = collate_for_step(PadCollator(0, MAX_SEQ_LEN), [rows[index] for index in indices])
+    loss = loss_of(model, dict(batch))
+    loss.backward()
+    return Step(loss.item(), logits_of(model, batch, is_packed), gradients_of(model))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of a whole step of one micro-batch, as `SftTrainer.compute_loss` does."""
+    labels, positions, targets = (
+        batch.pop(name) for name in ("labels", LOSS_POSITIONS, LOSS_TARGETS)
+    )
+    batch.pop(REAL_TOKENS)
+    if is_loss_fused(model):
+        return fused_nll(model, model, batch, positions, targets) / len(targets)
+    return token_mean_loss(model(**batch), labels, len(targets))
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, batch: Batch, is_packed: bool) -> list[Tensor]:
+    """Return each document's logits (T, V) of the same batch, in training mode as before."""
+    names = {"labels", LOSS_POSITIONS, LOSS_TARGETS, REAL_TOKENS}
+    inputs = {name: value for name, value in batch.items() if name not in names}
+    logits = model(**inputs).logits  # (1, all T, V) or (documents, longest T, V)
+    if not is_packed:
+        return [row[:length] for row, length in zip(logits, LENGTHS, strict=True)]
+    return list(logits[0, : sum(LENGTHS)].split(LENGTHS))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of every gradient."""
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Return the names of trained weights that the last step did not reach."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
+    ]
