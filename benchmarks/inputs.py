@@ -3,6 +3,7 @@
 Rows have one length, ragged lengths, or lengths like Alpaca's.
 
 python benchmarks/inputs.py --out /tmp/8b --tokens 2048 --rows 700
+python benchmarks/inputs.py --out /tmp/moe --shape Qwen/Qwen3-30B-A3B --layers 12
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
+ARCHITECTURES = Path(__file__).with_name("architectures.json")  # transformers configs by name
 CORPUS = TINY.parent / "corpus" / "town.txt"
 ALPACA_INPUTS = 0.4  # share of Alpaca's rows that have an input
 MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
@@ -50,22 +52,34 @@ ALPACA_WORDS = {
 }
 
 
-def random_model(shape: str, folder: Path) -> None:
-    """Save a known architecture with random bfloat16 weights and the tiny model's tokenizer.
+def model_settings(shape: str, layers: int | None = None) -> dict[str, object]:
+    """Return the transformers config of an architecture, cut to its first `layers` layers."""
+    architectures = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
+    if shape in architectures:
+        settings = architectures[shape]
+    else:
+        settings = {
+            **known_models()[shape],
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+        }
+        if settings["model_type"] == "gemma3":  # its name with the part that sees
+            settings["model_type"] = "gemma3_text"
+    if layers is not None:
+        settings["num_hidden_layers"] = layers
+    return settings
+
+
+def random_model(shape: str, folder: Path, layers: int | None = None) -> None:
+    """Save an architecture with random bfloat16 weights and the tiny model's tokenizer.
 
     The weights are drawn on the GPU where there is one.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.for_model(
-        **known_models()[shape],
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = AutoConfig.for_model(**model_settings(shape, layers), **tokens)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
@@ -187,11 +201,12 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="meta-llama/Llama-3.1-8B-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="folder for model/ and rows.jsonl")
+    parser.add_argument("--layers", type=int, help="how many of the architecture's; default all")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=700)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    random_model(args.shape, args.out / "model")
+    random_model(args.shape, args.out / "model", args.layers)
     fixed_rows(args.out / "rows.jsonl", args.tokens, args.rows)
     print(
         f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl "

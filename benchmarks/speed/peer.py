@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel, Trainer
 
-# all-linear, for programs that ask for names
-LINEAR_NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+UNSLOTHS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}  # its names for fused matrices of experts
 REFERENCE = "reference"
 
 
@@ -167,8 +166,28 @@ def trainer_settings(job: Job) -> dict[str, Any]:
     }
 
 
-def lora_config() -> LoraConfig:
-    """Return the adapters of every arm."""
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Return the last words of the names of all linear layers but the output head."""
+    import torch
+
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            names.add(name.rpartition(".")[2])
+    return sorted(names)
+
+
+def expert_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the names, within a layer, of the matrices of all experts in one parameter."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and name.endswith("_proj") and parameter.dim() == 3:
+            names.add(name.partition("layers.")[2].partition(".")[2])
+    return sorted(names)
+
+
+def lora_config(model: PreTrainedModel) -> LoraConfig:
+    """Return the adapters of every arm: on the linear layers and the experts, not on routers."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -176,7 +195,8 @@ def lora_config() -> LoraConfig:
         r=LORA_RANK,
         lora_alpha=LORA_ALPHA,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=linear_names(model),
+        target_parameters=expert_parameters(model) or None,
         bias="none",
     )
 
@@ -196,7 +216,7 @@ def load_base(job: Job) -> PreTrainedModel:
         )
     device = torch.device("cpu") if job.on_cpu else torch.device("cuda", 0)
     return AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=job.dtype, attn_implementation="sdpa", device_map={"": device}, **options
+        job.model, dtype=job.dtype, device_map={"": device}, **options
     )
 
 
@@ -216,7 +236,7 @@ def build_hf(job: Job) -> Trainer:
     if job.workload.mode == "qlora" and not job.arm.is_best:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=job.checkpointing)
     if job.workload.mode != "full":
-        model = get_peft_model(model, lora_config())
+        model = get_peft_model(model, lora_config(model))
     arguments = TrainingArguments(
         **trainer_settings(job),
         gradient_checkpointing_kwargs={"use_reentrant": False},
@@ -237,9 +257,10 @@ def build_trl(job: Job) -> Trainer:
     arguments = SFTConfig(
         **trainer_settings(job), max_length=job.workload.max_seq_len, packing=job.arm.packs
     )
-    peft_config = None if job.workload.mode == "full" else lora_config()
+    model = load_base(job)
+    peft_config = None if job.workload.mode == "full" else lora_config(model)
     return SFTTrainer(
-        load_base(job),
+        model,
         arguments,
         train_dataset=make_dataset(job),
         processing_class=AutoTokenizer.from_pretrained(job.model),
@@ -263,12 +284,15 @@ def build_unsloth(job: Job) -> Trainer:
         use_gradient_checkpointing=recompute,
     )
     if job.workload.mode != "full":
+        names = set(linear_names(model))
+        if expert_parameters(model):
+            names |= UNSLOTHS_EXPERTS
         model = FastLanguageModel.get_peft_model(
             model,
             r=LORA_RANK,
             lora_alpha=LORA_ALPHA,
             lora_dropout=0.0,
-            target_modules=LINEAR_NAMES,
+            target_modules=sorted(names),
             bias="none",
             use_gradient_checkpointing=recompute,
             random_state=SEED,

@@ -76,6 +76,8 @@ def describe_workload(workload: Workload) -> str:
     if workload.tokens:
         rows = f"rows of {workload.tokens} tokens"
     model = f"{workload.shape.rpartition('/')[2]} with random weights"
+    if workload.layers is not None:
+        model = f"{workload.layers} layers of {model}"
     if workload.shape == TOY:
         model = "the tiny model that ships"
     return f"{model}, {workload.mode}, {rows}, {workload.rows_per_step} a step"

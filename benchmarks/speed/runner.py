@@ -121,6 +121,8 @@ class Benchmark:
     def describe_reference(self, workload: Workload) -> dict[str, Any]:
         """Return what a reference is trained on, as a file gives it back: JSON has no tuples."""
         described = dataclasses.asdict(workload) | {"padded_rows": list(workload.padded_rows)}
+        if workload.layers is None:
+            del described["layers"]
         machine = self.results.machine
         return {"work": described, "device": machine.device, "torch": machine.versions["torch"]}
 

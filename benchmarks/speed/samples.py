@@ -85,21 +85,27 @@ class Samples:
         return TokenCount(end - begin, int(self.trained[begin:end].sum()))
 
 
-def make_model(shape: str, folder: Path) -> Path:
+def make_model(shape: str, folder: Path, layers: int | None = None) -> Path:
     """Return the folder of a model with random weights, made in a process of its own."""
     if shape == TOY:
         return TINY
-    model = folder / "models" / shape.rpartition("/")[2] / "model"
+    name = shape.rpartition("/")[2]
+    options = ["--shape", shape]
+    if layers is not None:
+        name += f"-{layers}-layers"
+        options += ["--layers", str(layers)]
+    model = folder / "models" / name / "model"
     if not (model / "tokenizer.json").exists():  # written last
         command = [sys.executable, ROOT / "benchmarks" / "inputs.py", "--rows", "0"]
-        options = ["--shape", shape, "--out", model.parent]
-        subprocess.run([*command, *options], check=True, cwd=ROOT)
+        command += [*options, "--out", model.parent]
+        subprocess.run(command, check=True, cwd=ROOT)
     return model
 
 
 def make_inputs(workload: Workload, steps: int, folder: Path) -> Inputs:
     """Return the files for WARM_UP + `steps` optimizer steps, made unless they exist."""
-    inputs = Inputs(folder / f"{workload.name}-{steps}", make_model(workload.shape, folder))
+    model = make_model(workload.shape, folder, workload.layers)
+    inputs = Inputs(folder / f"{workload.name}-{steps}", model)
     if not inputs.samples.exists():
         inputs.folder.mkdir(parents=True, exist_ok=True)
         _write(workload, (WARM_UP + steps) * workload.rows_per_step, inputs)

@@ -11,6 +11,15 @@ LLAMA_1B = "meta-llama/Llama-3.2-1B-Instruct"
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 QWEN_14B = "Qwen/Qwen2.5-14B-Instruct"
 QWEN_32B = "Qwen/Qwen2.5-32B-Instruct"
+QWEN3_8B = "Qwen/Qwen3-8B"
+GEMMA3_4B = "google/gemma-3-4b-it"
+SMOLLM3_3B = "HuggingFaceTB/SmolLM3-3B"
+MINISTRAL3_8B = "mistralai/Ministral-3-8B-Instruct-2512"
+GRANITE_8B = "ibm-granite/granite-3.3-8b-instruct"
+OLMO2_7B = "allenai/OLMo-2-1124-7B-Instruct"
+QWEN35_4B = "Qwen/Qwen3.5-4B"
+QWEN3_30B = "Qwen/Qwen3-30B-A3B"
+GPT_OSS_20B = "openai/gpt-oss-20b"
 TOY = "toy"  # the tiny model that ships
 
 LORA_RANK = 16
@@ -28,7 +37,7 @@ class Workload:
     """Rows, a model and what is trained of it; a step of every arm holds `rows_per_step` rows."""
 
     name: str
-    shape: str  # a name in sft_play/plan/known_models.json, or toy
+    shape: str  # a name in architectures.json or sft_play/plan/known_models.json, or toy
     mode: str  # lora, qlora, full (weights in bfloat16)
     tokens: int | None  # of every row; None: log-normal, median `RAGGED_MEDIAN`
     max_seq_len: int
@@ -40,6 +49,7 @@ class Workload:
     reference: str
     # Rows of a micro-batch that tuned arms try, until one fits without activation checkpointing.
     padded_rows: tuple[int, ...]
+    layers: int | None = None  # how many of the model's; None: all
 
 
 def _fixed(
@@ -51,13 +61,33 @@ def _fixed(
     reference: str,
     padded_rows: tuple[int, ...],
     rate: float = 2e-4,
+    layers: int | None = None,
 ) -> Workload:
-    """Return a workload of rows of one length, which ends its name; a step holds 8192 tokens."""
+    """Return a workload of rows of one length, which ends its name.
+
+    A step holds 8192 tokens, and a longer row by itself.
+    """
     tokens = int(name.rpartition("-")[2])
-    rows_per_step = 8192 // tokens
     return Workload(
-        name, shape, mode, tokens, tokens, rows_per_step, rate, steps, reference, padded_rows
+        name,
+        shape,
+        mode,
+        tokens,
+        tokens,
+        rows_per_step=max(1, 8192 // tokens),
+        learning_rate=rate,
+        steps=steps,
+        reference=reference,
+        padded_rows=padded_rows,
+        layers=layers,
     )
+
+
+def _bfloat16(
+    name: str, shape: str, mode: str = "lora", rows: tuple[int, ...] = (4, 2, 1), **options: int
+) -> Workload:
+    """Return a workload of rows of one length whose reference is in bfloat16."""
+    return _fixed(name, shape, mode, steps=20, reference="bfloat16", padded_rows=rows, **options)
 
 
 _WORKLOADS = (
@@ -88,6 +118,20 @@ _WORKLOADS = (
     ),
     _fixed("14b-lora-2048", QWEN_14B, "lora", steps=20, reference="bfloat16", padded_rows=(1,)),
     _fixed("32b-lora-2048", QWEN_32B, "lora", steps=10, reference="bfloat16", padded_rows=(1,)),
+    _bfloat16("qwen3-8b-lora-2048", QWEN3_8B),
+    _bfloat16("gemma3-4b-lora-2048", GEMMA3_4B),
+    _bfloat16("smollm3-3b-lora-2048", SMOLLM3_3B),
+    _bfloat16("ministral3-8b-lora-2048", MINISTRAL3_8B),
+    _bfloat16("granite-8b-lora-2048", GRANITE_8B),
+    _bfloat16("olmo2-7b-lora-2048", OLMO2_7B),
+    _bfloat16("qwen3.5-4b-lora-2048", QWEN35_4B),
+    Workload("qwen3.5-4b-ragged", QWEN35_4B, "lora", None, 2048, 32, 2e-4, 20, "bfloat16", (4, 2)),
+    _bfloat16("qwen3-30b-12-layers-lora-2048", QWEN3_30B, layers=12),
+    _bfloat16("qwen3-30b-lora-2048", QWEN3_30B, rows=(2, 1)),
+    _bfloat16("qwen3-30b-qlora-2048", QWEN3_30B, "qlora", rows=(2, 1)),
+    _bfloat16("gpt-oss-20b-8-layers-lora-2048", GPT_OSS_20B, layers=8),
+    _bfloat16("8b-lora-32768", LLAMA_8B, rows=(1,)),
+    _bfloat16("8b-lora-131072", LLAMA_8B, rows=(1,)),
     Workload("toy-fixed", TOY, "lora", 64, 64, 4, 2e-3, 5, "float32", (4,)),
     Workload("toy-ragged", TOY, "lora", None, 128, 8, 2e-3, 5, "float32", (4,)),
 )
