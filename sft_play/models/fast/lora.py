@@ -74,7 +74,7 @@ def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
             return DROPOUT
         if hasattr(module.lora_A[name].weight, "ds_id"):
             return "weights partitioned by ZeRO-3"
-    return _why_hooked(module)
+    return why_hooked(module)
 
 
 def _why_base_not_fusable(base: nn.Module) -> str | None:
@@ -88,10 +88,10 @@ def _why_base_not_fusable(base: nn.Module) -> str | None:
         state = base.weight.quant_state
         if state is None or getattr(state, "packing_format_for_cpu", False):
             return "4-bit weights in no form to train on"
-    return _why_hooked(base)
+    return why_hooked(base)
 
 
-def _why_hooked(module: nn.Module) -> str | None:
+def why_hooked(module: nn.Module) -> str | None:
     """Return why a module's hooks forbid fusing: a fused function would skip them."""
     hooks = (
         module._forward_hooks,
