@@ -57,6 +57,7 @@ READ_THE_ENVIRONMENT = {"config/loader.py", "training/runtime.py"}
 START_PROCESSES = {
     "plan/launch.py",
     "plan/devices.py",
+    "plan/counting.py",
     "monitor/",
     "data/tokenize.py",
     "commands/sweep.py",

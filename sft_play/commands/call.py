@@ -12,7 +12,8 @@ from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
 from sft_play.plan import devices, recipe, sources
-from sft_play.plan.model_shape import load_positions, load_shape
+from sft_play.plan.counted_shape import load_counted_shape
+from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.resumed import settings_of_run
@@ -65,7 +66,7 @@ def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFact
     """
     sources.require(loaded)
     model = loaded.config.model
-    shape = load_shape(model.name, model.revision, call.environ)
+    shape = load_counted_shape(loaded.config, call.environ)
     if not recipe.depends_on_rows(loaded.config):
         return recipe.RecipeFacts(shape.parameters)
     from sft_play.data.first_look import look_at_rows

@@ -18,19 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.schema import Config
 from sft_play.data.rows import Json
 
 logger = logging.getLogger(__name__)
 
 COMPLETE = "meta.json"  # written last: its presence marks the entry complete
 LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
-
-
-def cache_folder(config: Config) -> Path:
-    """Return the folder of the cache."""
-    default = Path(config.train.output_dir) / ".data"
-    return Path(config.data.cache_dir or default).resolve()
 
 
 def digest_files(paths: Iterable[Path]) -> str:

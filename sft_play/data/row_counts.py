@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data import cache
 from sft_play.data.beginnings import held_out_share, read_beginning
 from sft_play.data.sources import SETTINGS, local_files, source_sections
 from sft_play.errors import DataError
 from sft_play.plan.workload import Counted, estimated, estimated_tokens
+from sft_play.runs.cache import cache_folder
 from sft_play.runs.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _record_path(config: Config) -> Path:
         "files": [_file_facts(file) for file in _local_files(config)],
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return cache.cache_folder(config) / "counts" / f"{key}.json"
+    return cache_folder(config) / "counts" / f"{key}.json"
 
 
 def _local_files(config: Config) -> Iterator[Path]:

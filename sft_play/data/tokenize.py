@@ -42,6 +42,7 @@ from sft_play.data.tokenized import (
 )
 from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage, watched
+from sft_play.runs.cache import cache_folder
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32
@@ -140,7 +141,7 @@ def _tokenize_source(
     }
     key = cache.entry_key(files_digest, tokenizer_digest, key_facts)
     folder = cache.get_or_build(
-        cache.cache_folder(config),
+        cache_folder(config),
         key,
         lambda unfinished: build_store(unfinished, source, policy, tokenizer),
     )

@@ -1,6 +1,7 @@
 """What adapters train beyond rank and targets, and how many weights that is. Pure: no torch.
 
-Counts are exact for layers like Llama's without biases; `models.parameters` counts the real model.
+Counts are exact where the matrices of the model are, but for biases of modules that are trained
+whole; `models.parameters` counts the real model.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 
 from sft_play.config.schema import LoraSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
-from sft_play.plan.model_shape import LINEARS, ModelShape, adapted_linears
+from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.structure import MatrixKind, adapted_matrices
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -35,18 +37,35 @@ class AdapterOptions:
             trained_tokens=len(set(lora.trainable_tokens or ())),
         )
 
-    def layers_of(self, model: ModelShape) -> int:
-        """Return how many layers have adapters."""
-        return model.layers if self.layers is None else len(self.layers)
+    def adapted(self, model: ModelShape, targets: str | Sequence[str]) -> tuple[MatrixKind, ...]:
+        """Return the matrices that have adapters."""
+        kinds = adapted_matrices(model.matrices, targets)
+        if self.layers is None:
+            return kinds
+        return tuple(kind.in_layers(self.layers, model.layers) for kind in kinds)
 
     def adapter_weights(self, model: ModelShape, rank: int, targets: str | Sequence[str]) -> int:
-        """Return the weights of the A and B matrices, and of DoRA's magnitudes."""
+        """Return the weights of the A and B matrices, and of DoRA's magnitudes.
+
+        Each expert has an A and a B of its own.
+        """
         weights = 0
-        for inputs, outputs in _target_sizes(model, targets):
-            weights += rank * (inputs + outputs)
-            if self.use_dora:
-                weights += outputs
-        return self.layers_of(model) * weights
+        for kind in self.adapted(model, targets):
+            weights += kind.count * kind.experts * self._weights_of_one(kind, rank)
+        return weights
+
+    def active_adapter_weights(
+        self, model: ModelShape, rank: int, targets: str | Sequence[str]
+    ) -> int:
+        """Return those of `adapter_weights` that a token meets."""
+        weights = 0
+        for kind in self.adapted(model, targets):
+            weights += kind.count * kind.active * self._weights_of_one(kind, rank)
+        return weights
+
+    def _weights_of_one(self, kind: MatrixKind, rank: int) -> int:
+        """Return the weights of the adapter of one matrix."""
+        return rank * (kind.inputs + kind.outputs) + self.use_dora * kind.outputs
 
     def kept_bytes_per_token(
         self, model: ModelShape, targets: str | Sequence[str], is_4bit: bool
@@ -58,27 +77,29 @@ class AdapterOptions:
         output for DoRA, and 7.7 over 4-bit weights, where PEFT computes the base once more.
         """
         kept = 0
-        for inputs, outputs in _target_sizes(model, targets):
-            kept += 3 * self.has_dropout * inputs
-            kept += (8 if is_4bit else 6) * self.use_dora * outputs
-        return kept * self.layers_of(model) // model.layers
+        for kind in self.adapted(model, targets):
+            of_one = 3 * self.has_dropout * kind.inputs
+            of_one += (8 if is_4bit else 6) * self.use_dora * kind.outputs
+            kept += kind.count * kind.active * of_one
+        return kept // model.layers
 
     def kept_weight_bytes(self, model: ModelShape, targets: str | Sequence[str]) -> int:
         """Return the 4-bit weights in 16 bits, which DoRA keeps for the backward pass."""
         if not self.use_dora:
             return 0
-        weights = sum(inputs * outputs for inputs, outputs in _target_sizes(model, targets))
-        return 2 * self.layers_of(model) * weights
+        return 2 * sum(kind.weights for kind in self.adapted(model, targets))
 
     def working_bytes(self, model: ModelShape, targets: str | Sequence[str]) -> int:
         """Return what DoRA holds to take the length of the largest linear's weights, in 16 bits.
 
         PEFT multiplies A and B through an identity matrix in 32 and in 16 bits.
         """
-        sizes = _target_sizes(model, targets)
-        if not self.use_dora or not sizes:
+        if not self.use_dora:
             return 0
-        return max(6 * inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes)
+        sizes = []
+        for kind in self.adapted(model, targets):
+            sizes.append(6 * kind.inputs * kind.inputs + 4 * kind.inputs * kind.outputs)
+        return max(sizes, default=0)
 
     @property
     def saves_head(self) -> bool:
@@ -117,17 +138,12 @@ def adapter_words(lora: LoraSection) -> str:
     return "".join(f", {word}" for word in words)
 
 
-def _target_sizes(model: ModelShape, targets: str | Sequence[str]) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of the linears of a block that have adapters."""
-    sizes = dict(zip(LINEARS, model.linears, strict=True))
-    return [sizes[name] for name in adapted_linears(targets)]
-
-
 def _module_sizes(model: ModelShape) -> dict[str, int]:
     """Return the weights of all modules of a name, of those beside embedding and head."""
     sizes = {"norm": model.hidden}
     for name in LAYER_NORMS:
         sizes[name] = model.layers * model.hidden
-    for name, (inputs, outputs) in zip(LINEARS, model.linears, strict=True):
-        sizes[name] = model.layers * inputs * outputs
+    for kind in model.matrices:
+        word = kind.name.rpartition(".")[2]
+        sizes[word] = sizes.get(word, 0) + kind.weights
     return sizes

@@ -19,8 +19,11 @@ def step_flops(
     gradient of its input and, where it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
     et al. 2020, section 2.1). The head is computed where there is a label. Attention is 2 products
     forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
-    and each pair of tokens, of which causality leaves T (T + 1) / 2 in a document. Sliding windows,
-    which leave fewer, are not considered.
+    and each pair of tokens, of which causality leaves T (T + 1) / 2 in a document.
+
+    Where the structure of a model was counted, only the experts that a token is sent to count, and
+    only the pairs within a layer's window. A recurrence between tokens is not counted: its matrices
+    are. For architectures like Llama windows are not considered.
 
     >>> one = ModelShape(
     ...     vocab=10, hidden=4, intermediate=8, layers=1,
@@ -31,7 +34,27 @@ def step_flops(
     """
     tokens = sum(lengths)
     flops_per_weight = 6 if adapters is None else 4
-    weights = model.block_weights * tokens + model.vocab * model.hidden * labelled
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
-    attention = 12 * model.layers * model.heads * model.head_dim * pairs
+    weights = model.active_block_weights * tokens + model.vocab * model.hidden * labelled
+    attention = 12 * sum(_attended_features(model, length) for length in lengths)
     return flops_per_weight * weights + 6 * (adapters or 0) * tokens + attention
+
+
+def _attended_features(model: ModelShape, length: int) -> float:
+    """Return the features of all heads and layers, each times the pairs of tokens that it sees."""
+    if model.structure is None:
+        features = model.layers * model.heads * model.head_dim
+        return features * length * (length + 1) / 2
+    total = 0.0
+    for kind in model.structure.layers:
+        total += kind.count * kind.query_features * _pairs(length, kind.window)
+    return total
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Return the pairs of a token and one that it sees in a document of `length` tokens.
+
+    >>> _pairs(4, None), _pairs(4, 2)  # 1 + 2 + 3 + 4 and 1 + 2 + 2 + 2
+    (10.0, 7.0)
+    """
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) / 2 + float((length - seen) * seen)

@@ -155,13 +155,14 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
 def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
     """Return the bytes of all base weights, of which the unquantised have `weight_bytes` each.
 
-    Under qlora the linear layers are quantised; embeddings, head and norms stay as they are.
+    Under qlora the linear layers are quantised; embeddings, head, norms and routers are not.
     """
     model = step.model
     if step.mode != "qlora":
         return weight_bytes * model.parameters
     four_bit = NF4_BYTES if step.double_quant else FP4_PLAIN_BYTES
-    return int(four_bit * model.block_weights) + weight_bytes * model.other_weights
+    unquantised = model.parameters - model.quantised_weights
+    return int(four_bit * model.quantised_weights) + weight_bytes * unquantised
 
 
 def layer_bytes_per_token(step: StepSpec) -> int:
@@ -234,7 +235,7 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
     model = step.model
     cache = 0
     if step.generates:
-        cache = tokens * 2 * model.layers * model.kv_heads * model.head_dim * step.compute_bytes
+        cache = tokens * 2 * model.kv_features * step.compute_bytes
     activations = max(cache, _working_bytes(step, tokens) - logits)
     return replace(held, gradients=0, activations=activations, logits=logits)
 

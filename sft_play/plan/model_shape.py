@@ -6,20 +6,23 @@ Reads config.json; loads no torch and no weights.
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.plan.structure import MatrixKind, Structure, adapted_matrices, structure_from_json
 
 KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings")
-# the linear layers of a block, as transformers names them
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Architectures like Llama, for which the sizes in config.json are the structure
+LLAMA_LIKE = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3")
+)
 # their config.json on the hub leaves tie_word_embeddings to the class
 TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
@@ -28,7 +31,7 @@ ModelConfigJson = Mapping[str, Any]  # a transformers config.json
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder."""
+    """Sizes of a decoder. Without a `structure` its layers are those of Llama."""
 
     vocab: int
     hidden: int  # features
@@ -39,45 +42,74 @@ class ModelShape:
     head_dim: int  # features of a head
     is_tied: bool  # the output head shares the embedding's weights
     model_type: str = ""  # as config.json names the architecture
+    structure: Structure | None = None  # counted on the model's modules
+    guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
 
     @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the linear layers of one block: q, k, v, o, gate, up, down."""
+    def matrices(self) -> tuple[MatrixKind, ...]:
+        """The matrices of the layers: what adapters, 4-bit weights and operations follow from."""
+        if self.structure is not None:
+            return self.structure.matrices
         h = self.hidden
         i = self.intermediate
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        return (h, q), (h, kv), (h, kv), (q, h), (h, i), (h, i), (i, h)
+        sizes = {
+            "self_attn.q_proj": (h, q),
+            "self_attn.k_proj": (h, kv),
+            "self_attn.v_proj": (h, kv),
+            "self_attn.o_proj": (q, h),
+            "mlp.gate_proj": (h, i),
+            "mlp.up_proj": (h, i),
+            "mlp.down_proj": (i, h),
+        }
+        kinds = []
+        for name, (inputs, outputs) in sizes.items():
+            kinds.append(MatrixKind(f"model.layers.*.{name}", inputs, outputs, self.layers))
+        return tuple(kinds)
 
     @property
     def block_weights(self) -> int:
-        """Number of weights in all blocks' linear layers, which a 4-bit base quantises."""
-        return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
+        """Number of weights in the matrices of all layers."""
+        return sum(kind.weights for kind in self.matrices)
 
     @property
-    def other_weights(self) -> int:
-        """Number of weights in embedding, output head and norms."""
-        matrices = 1 if self.is_tied else 2
-        norms = 2 * self.layers + 1
-        return (matrices * self.vocab + norms) * self.hidden
+    def active_block_weights(self) -> int:
+        """Number of these weights that a token meets: of the experts, those it is sent to."""
+        return sum(kind.active_weights for kind in self.matrices)
+
+    @property
+    def quantised_weights(self) -> int:
+        """Number of weights that a 4-bit base packs."""
+        return sum(kind.weights for kind in self.matrices if kind.is_quantised)
 
     @property
     def parameters(self) -> int:
-        return self.block_weights + self.other_weights
+        """All weights; tied ones once."""
+        if self.structure is not None:
+            return self.structure.parameters
+        matrices = 1 if self.is_tied else 2
+        norms = 2 * self.layers + 1
+        return self.block_weights + (matrices * self.vocab + norms) * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """All weights but those of experts that a token does not meet."""
+        return self.structure.active_parameters if self.structure else self.parameters
+
+    @property
+    def kv_features(self) -> int:
+        """Features of a token's keys in all layers: half of what a cache holds."""
+        if self.structure is not None:
+            return sum(kind.count * kind.kv_features for kind in self.structure.layers)
+        return self.layers * self.kv_heads * self.head_dim
 
     def lora_parameters(self, rank: int, targets: str | Sequence[str]) -> int:
-        """Return rank * (inputs + outputs), summed over the target layers of all blocks."""
-        chosen = adapted_linears(targets)
-        sizes = dict(zip(LINEARS, self.linears, strict=True))
-        return self.layers * rank * sum(sum(sizes[name]) for name in chosen)
-
-
-def adapted_linears(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Return which of a block's LINEARS get an adapter."""
-    if targets == "all-linear":
-        return LINEARS
-    names = {target.rpartition(".")[2] for target in targets}
-    return tuple(name for name in LINEARS if name in names)
+        """Return rank * (inputs + outputs), summed over the target matrices of all layers."""
+        adapted = adapted_matrices(self.matrices, targets)
+        return sum(
+            kind.count * kind.experts * rank * (kind.inputs + kind.outputs) for kind in adapted
+        )
 
 
 def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
@@ -127,16 +159,27 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
     """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub.
 
+    Its structure is there for well-known models alone: see `counted_shape.load_counted_shape`.
+
     Raises: EnvironmentFault when it is in none of these places.
     """
-    local = Path(name)
-    if local.is_dir():
-        return shape_of(_read(local / "config.json", name), name)
-    config = known_config(name)
-    if config is not None:  # before the cache: the plan of a shipped config is the same everywhere
-        return shape_of(config, name)
+    known = None if Path(name).is_dir() else _known(name)
+    if known is not None:  # before the cache: the plan of a shipped config is the same everywhere
+        return replace(shape_of(known.config, name), structure=known.structure)
+    return shape_of(load_model_config(name, revision, environ), name)
+
+
+def load_model_config(
+    name: str, revision: str | None, environ: Mapping[str, str]
+) -> ModelConfigJson:
+    """Return the config.json of a local model, or of one in the hub's cache or on the hub.
+
+    Raises: EnvironmentFault when it is in none of these places.
+    """
+    if Path(name).is_dir():
+        return _read(Path(name) / "config.json", name)
     path = find_file(name, "config.json", revision, environ) or _download(name, revision)
-    return shape_of(_read(path, name), name)
+    return _read(path, name)
 
 
 def load_positions(
@@ -175,23 +218,42 @@ def known_config(name: str) -> ModelConfigJson | None:
 
     The case of the name does not matter.
     """
-    for known, config in known_models().items():
+    known = _known(name)
+    return None if known is None else known.config
+
+
+def known_models() -> dict[str, ModelConfigJson]:
+    """Return the configs of all well-known models by name."""
+    return {name: known.config for name, known in _known_models().items()}
+
+
+class _KnownModel(NamedTuple):
+    """The sizes of a well-known model, and what was counted where these do not say it all."""
+
+    config: ModelConfigJson
+    structure: Structure | None
+
+
+def _known(name: str) -> _KnownModel | None:
+    for known, model in _known_models().items():
         if known.lower() == name.lower():
-            return config
+            return model
     return None
 
 
 @cache
-def known_models() -> dict[str, ModelConfigJson]:
-    """Return the configs of all well-known models by name.
+def _known_models() -> dict[str, _KnownModel]:
+    """Return all well-known models by name.
 
     The file has each shape once; models of the same shape are its list `also`.
     """
-    configs: dict[str, ModelConfigJson] = {}
+    models: dict[str, _KnownModel] = {}
     for name, config in json.loads(KNOWN.read_text(encoding="utf-8")).items():
         others = config.pop("also", [])
-        configs.update(dict.fromkeys([name, *others], config))
-    return configs
+        counted = config.pop("structure", None)
+        structure = None if counted is None else structure_from_json(counted)
+        models.update(dict.fromkeys([name, *others], _KnownModel(config, structure)))
+    return models
 
 
 def _similar_names(name: str) -> str:

@@ -19,6 +19,7 @@ from sft_play.config.loader import (
 )
 from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
+from sft_play.plan.model_shape import ModelShape
 
 SETTINGS = ("train.learning_rate", "train.epochs", "model.max_seq_len")
 
@@ -187,6 +188,16 @@ def count_in_words(number: float) -> str:
     if number >= 1e9:
         return f"{number / 1e9:.2f} billion"
     return f"{number / 1e6:.1f} million"
+
+
+def weights_in_words(model: ModelShape) -> str:
+    """Return a model's number of weights in words, and what is not plain about its layers."""
+    words = f"{count_in_words(model.parameters)} weights"
+    if model.guess is not None:
+        words = f"about {words}, a guess"
+    if model.active_parameters < model.parameters:
+        words += f", {count_in_words(model.active_parameters)} active for a token"
+    return words + (model.structure.words() if model.structure else "")
 
 
 def _generated_tokens(config: Config) -> int:

@@ -13,7 +13,7 @@ from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
 from sft_play.plan.precision import DTYPE_NAMES, precision
-from sft_play.plan.recipe import count_in_words
+from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload
@@ -82,6 +82,8 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "memory": {**plan.memory.peak.components(), "predicted_peak": plan.memory.predicted_peak},
         "phases": phases_json(plan.memory),
         "budget_bytes": plan.budget_bytes,
+        "parameters": plan.step.model.parameters,
+        "active_parameters": plan.step.model.active_parameters,
         "request": asdict(plan.request),
         "step": asdict(plan.step),
         "fits": plan.fits,
@@ -202,8 +204,8 @@ def _what(planned: PlannedRun) -> str:
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title
-    weights = count_in_words(planned.plan.step.model.parameters)
-    return f"{planned.config.model.name} ({weights} weights), {method}, {kernels}"
+    model = planned.plan.step.model
+    return f"{planned.config.model.name} ({weights_in_words(model)}), {method}, {kernels}"
 
 
 def _where(plan: RunPlan) -> str:

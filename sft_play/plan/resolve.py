@@ -11,10 +11,11 @@ from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import advice, memory, recipe, sources
+from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage
 from sft_play.plan.layout import Layout
-from sft_play.plan.model_shape import load_shape
+from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.packing import resolve_packing
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.ranks import Ranks, plan_ranks
@@ -99,7 +100,7 @@ def _resolve(
     """Return the plan under one strategy: the DeepSpeed JSON's, else DDP or a single process."""
     config = loaded.config
     raw = deepspeed.read(deepspeed_path) if deepspeed_path else {}
-    model = load_shape(config.model.name, config.model.revision, environ)
+    model = load_counted_shape(config, environ)
     precision, warnings = choose_precision(loaded, hardware, deepspeed.precision(raw))
     offload, offload_weights = deepspeed.offloads(raw)
     inputs = PlanInputs(
@@ -116,6 +117,7 @@ def _resolve(
     )
     _refuse_combinations(loaded, inputs)
     layout = choose_layout(inputs)
+    warnings += _model_warnings(loaded, model)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
@@ -159,6 +161,16 @@ def _deepspeed_plan(
         hidden_size=inputs.model.hidden,
     )
     return DeepSpeedPlan(deepspeed.resolve(raw, run, source=str(path)), str(path))
+
+
+def _model_warnings(loaded: LoadedConfig, model: ModelShape) -> list[str]:
+    """Say where weights and bytes are a guess."""
+    if model.guess is None:
+        return []
+    return [
+        f"{loaded.described('model.name')}: its weights could not be counted ({model.guess}); the "
+        "plan takes it for a Llama of the sizes in its config.json, which may be far off"
+    ]
 
 
 def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:

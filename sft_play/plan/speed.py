@@ -11,8 +11,8 @@ from sft_play.plan import memory
 from sft_play.plan.cards import Card
 from sft_play.plan.flops import step_flops
 from sft_play.plan.layout import Layout
-from sft_play.plan.model_shape import adapted_linears
 from sft_play.plan.step import StepSpec
+from sft_play.plan.structure import adapted_matrices
 
 # What a step costs relative to no recomputation in the large-batch limit. 8B on an H200: all layers
 # checkpointed take 1.46 times as long; a micro-batch costs 140 tokens on top of its own under lora,
@@ -105,7 +105,7 @@ def predict(
 
 
 def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
-    adapters = None if step.is_full else step.linear_adapter_weights
+    adapters = None if step.is_full else step.active_adapter_weights
     length = max(1, round(work.row_tokens))
     return work.rows * step_flops(step.model, adapters, [length], round(labelled * length))
 
@@ -184,7 +184,10 @@ def _host_seconds(step: StepSpec, layout: Layout) -> float:
 
     Under ZeRO-3 each gradient comes on top.
     """
-    adapted = 0 if step.is_full else len(adapted_linears(step.lora_targets))
+    adapted = 0.0
+    if not step.is_full:
+        kinds = adapted_matrices(step.model.matrices, step.lora_targets)
+        adapted = sum(kind.count for kind in kinds) / step.model.layers
     modules = MODULES
     if not step.is_fast:
         modules += MODULES_OF_ADAPTER * adapted

@@ -47,8 +47,14 @@ class StepSpec:
 
     @property
     def linear_adapter_weights(self) -> int:
-        """Weights of the adapters on linear layers, each of which every token meets."""
+        """Weights of the adapters on linear layers and experts."""
         return self.adapter_options.adapter_weights(self.model, self.lora_rank, self.lora_targets)
+
+    @property
+    def active_adapter_weights(self) -> int:
+        """Those of the linear adapters' weights that a token meets."""
+        options = self.adapter_options
+        return options.active_adapter_weights(self.model, self.lora_rank, self.lora_targets)
 
     @property
     def has_fused_loss(self) -> bool:

@@ -1,0 +1,300 @@
+"""The structure of a model, counted on its modules without weights: what `plan` may not load.
+
+`python -m sft_play.models.structure` is the process that the front end starts: a request on stdin,
+the counts on stdout, both JSON. With `--known` it counts the well-known models anew.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from sft_play.config.schema import Config
+from sft_play.errors import SftPlayError, first_line
+from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.fake_model import load_architecture
+from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
+from sft_play.plan.structure import LayerKind, MatrixKind, Structure
+from sft_play.runs.files import write_text
+
+# What a config raises whose type is unknown, whose code is not trusted or whose sizes do not fit
+UNBUILDABLE = (
+    SftPlayError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    ImportError,
+    OSError,
+    RuntimeError,
+)
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+LISTED_EXPERT = re.compile(r"(.*experts)\.\d+(?=\.|$)")
+# What config.json calls the experts that a token meets
+ACTIVE_EXPERTS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "experts_per_token",
+)
+ROUTERS = ("gate", "router", "shared_expert_gate")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "out")
+KEY_PROJECTIONS = ("k_proj", "key", "k")
+
+
+def count_structure(config: PretrainedConfig, trust_remote_code: bool = False) -> Structure:
+    """Return the structure of the model that a config describes, built on the meta device.
+
+    Raises: whatever the model's class raises for the config.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+        )
+    return structure_of(model)
+
+
+def structure_of(model: PreTrainedModel) -> Structure:
+    """Return the structure of a model without adapters; it may be on the meta device."""
+    modules = _Modules(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Structure(
+        parameters=parameters,
+        active_parameters=parameters - modules.unmet_parameters(),
+        matrices=modules.matrices(),
+        layers=modules.layer_kinds(),
+    )
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return {"answer": the structure}, or {"refused": why the model cannot be built}."""
+    try:
+        config = Config.model_validate({"model": request["model"]})
+        structure = count_structure(load_architecture(config), config.model.trust_remote_code)
+    except UNBUILDABLE as error:
+        return {"refused": f"{type(error).__name__}: {first_line(error)}"}
+    return {"answer": as_json(structure)}
+
+
+def as_json(structure: Structure) -> dict[str, Any]:
+    """Return a structure as plain data, without what a field is by default."""
+    facts = asdict(structure)
+    for name in ("matrices", "layers"):
+        facts[name] = [_without_defaults(kind) for kind in getattr(structure, name)]
+    return facts
+
+
+def _without_defaults(kind: MatrixKind | LayerKind) -> dict[str, Any]:
+    changed = {}
+    for known in fields(kind):
+        value = getattr(kind, known.name)
+        if value != known.default:
+            changed[known.name] = value
+    return changed
+
+
+def write_known_models() -> None:
+    """Count the well-known models that are not like Llama, and write their file anew."""
+    models = json.loads(KNOWN.read_text(encoding="utf-8"))
+    lines = []
+    for name, facts in models.items():
+        if facts["model_type"] not in LLAMA_LIKE:
+            config = Config.model_validate({"model": {"name": name}})
+            facts["structure"] = as_json(count_structure(load_architecture(config)))
+        lines.append(f"  {json.dumps(name)}: {json.dumps(facts)}")
+    write_text(KNOWN, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """The experts of one layer."""
+
+    count: int
+    active: int  # that a token meets
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of a model, or all the experts of a layer in one parameter."""
+
+    name: str
+    inputs: int
+    outputs: int
+    experts: _Experts | None = None
+    is_router: bool = False
+    is_stacked: bool = False
+
+
+@dataclass
+class _Found:
+    """Matrices of one kind while they are counted."""
+
+    first: _Matrix
+    count: int = 0
+    layers: set[int] = field(default_factory=set)
+
+
+class _Modules:
+    """The modules of a model, and what the config says of its experts."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.layers = decoder_layers(model)
+        self.layer_numbers: dict[nn.Module, int] = {}
+        self.list_lengths: dict[str, int] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.ModuleList):
+                self.list_lengths[name] = len(module)
+        for number, layer in enumerate(self.layers):
+            self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
+
+    def matrices(self) -> tuple[MatrixKind, ...]:
+        """Return the kinds of matrices, in the order of the model; embedding and head are none."""
+        found: dict[tuple[str, int, int], _Found] = {}
+        left_out = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        for name, module in self.model.named_modules():
+            if any(module is matrix for matrix in left_out):
+                continue
+            for matrix in self._matrices_of(name, module):
+                key = (NUMBER.sub("*", matrix.name), matrix.inputs, matrix.outputs)
+                kind = found.setdefault(key, _Found(matrix))
+                kind.count += 1
+                if module in self.layer_numbers:
+                    kind.layers.add(self.layer_numbers[module])
+        return tuple(self._kind(name, kind) for (name, _, _), kind in found.items())
+
+    def unmet_parameters(self) -> int:
+        """Return the parameters of experts, biases too, that a token does not meet."""
+        unmet = 0
+        for name, module in self.model.named_modules():
+            experts = self._experts_of(name, module)
+            if experts is None:
+                continue
+            for parameter in module.parameters(recurse=False):
+                if LISTED_EXPERT.match(name) or parameter.shape[0] == experts.count:
+                    unmet += parameter.numel() * (experts.count - experts.active) // experts.count
+        return unmet
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kinds of decoder layers with their numbers; () where none were found."""
+        counts = Counter(self._layer_kind(number) for number in range(len(self.layers)))
+        return tuple(LayerKind(count, *facts) for facts, count in counts.items())
+
+    def _layer_kind(self, number: int) -> tuple[int, int, int | None, bool, bool]:
+        """Return the fields of a LayerKind after its count."""
+        query_features = 0
+        kv_features = 0
+        window = None
+        is_recurrent = False
+        has_experts = False
+        for name, module in self.layers[number].named_modules():
+            if _is_attention(module):
+                query_features, kv_features = _attention_features(module)
+                window = self._window(module, number)
+            is_recurrent |= hasattr(module, "A_log") or isinstance(module, nn.Conv1d)
+            has_experts |= self._experts_of(name, module) is not None
+        return query_features, kv_features, window, is_recurrent, has_experts
+
+    def _window(self, attention: nn.Module, number: int) -> int | None:
+        """Return the tokens that a token of a layer sees, None for all before it."""
+        types = getattr(self.config, "layer_types", None) or ()
+        layer_type = types[number] if number < len(types) else ""
+        window = getattr(attention, "sliding_window", None)
+        if layer_type == "sliding_attention":
+            window = window or getattr(self.config, "sliding_window", None)
+        if layer_type == "chunked_attention":
+            window = getattr(self.config, "attention_chunk_size", None)
+        return window if isinstance(window, int) and window > 0 else None
+
+    def _experts_of(self, name: str, module: nn.Module) -> _Experts | None:
+        """Return the experts that a module holds or is a part of, None for any other module."""
+        count = 0
+        listed = LISTED_EXPERT.match(name)
+        if listed:
+            count = self.list_lengths[listed[1]]
+        elif "expert" in f"{name}.{type(module).__name__}".lower():
+            stacked = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
+            count = len(stacked[0]) if stacked else 0
+        return _Experts(count, self._active(count)) if count > 1 else None
+
+    def _active(self, experts: int) -> int:
+        """Return how many of the experts a token meets: all, where the config names no number."""
+        for name in ACTIVE_EXPERTS:
+            active = getattr(self.config, name, None)
+            if isinstance(active, int) and active > 0:
+                return min(active, experts)
+        return experts
+
+    def _matrices_of(self, name: str, module: nn.Module) -> Iterator[_Matrix]:
+        """Yield the matrices that a module holds itself."""
+        experts = self._experts_of(name, module)
+        if isinstance(module, nn.Linear):
+            is_router = name.rpartition(".")[2] in ROUTERS
+            yield _Matrix(name, module.in_features, module.out_features, experts, is_router)
+        elif isinstance(module, Conv1D):
+            yield _Matrix(name, module.nx, module.nf, experts)
+        elif module in self.layer_numbers and not isinstance(module, nn.Embedding):
+            for own_name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3 and experts is not None:
+                    outputs, inputs = parameter.shape[1:]
+                    if getattr(module, "is_transposed", False):
+                        inputs, outputs = outputs, inputs
+                    full_name = f"{name}.{own_name}"
+                    yield _Matrix(full_name, inputs, outputs, experts, is_stacked=True)
+                elif parameter.ndim == 2 and own_name == "weight":  # a router
+                    outputs, inputs = parameter.shape
+                    yield _Matrix(name, inputs, outputs, is_router=True)
+
+    def _kind(self, name: str, found: _Found) -> MatrixKind:
+        matrix = found.first
+        experts = matrix.experts or _Experts(1, 1)
+        layers = tuple(sorted(found.layers))
+        is_in_all_layers = len(layers) == len(self.layers)
+        return MatrixKind(
+            name=name,
+            inputs=matrix.inputs,
+            outputs=matrix.outputs,
+            count=found.count if matrix.is_stacked else found.count // experts.count,
+            layers=layers if layers and not is_in_all_layers else None,
+            experts=experts.count,
+            active=experts.active,
+            is_adapted=not matrix.is_router,
+            is_quantised=not matrix.is_router and not matrix.is_stacked,
+        )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module is softmax attention with projections of its own."""
+    name = type(module).__name__
+    return "Attention" in name and "Linear" not in name and _attention_features(module)[0] > 0
+
+
+def _attention_features(attention: nn.Module) -> tuple[int, int]:
+    """Return the features of all query heads and of all key heads; 0 for those not found."""
+    query_features = 0
+    kv_features = 0
+    for name, linear in attention.named_children():
+        if name in OUTPUT_PROJECTIONS:
+            query_features = getattr(linear, "in_features", None) or getattr(linear, "nx", 0)
+        if name in KEY_PROJECTIONS:
+            kv_features = getattr(linear, "out_features", 0)
+    return query_features, kv_features or query_features
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--known"]:
+        write_known_models()
+    else:
+        print(json.dumps(answer(json.load(sys.stdin))))

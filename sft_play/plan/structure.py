@@ -1,0 +1,135 @@
+"""What the modules of a model are: its matrices, experts and kinds of layers. Pure: no torch.
+
+`models.structure` counts them on the model itself, without weights. Bytes, adapters and operations
+follow from the counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MatrixKind:
+    """Matrices of one name and size, each of which multiplies the features of a token.
+
+    The experts of a layer, stacked in one parameter or in a list of modules, are one matrix here.
+    """
+
+    name: str  # with a * for each number: model.layers.*.mlp.up_proj
+    inputs: int  # features
+    outputs: int
+    count: int  # in the model
+    layers: tuple[int, ...] | None = None  # of the decoder, that have it; None: all
+    experts: int = 1
+    active: int = 1  # of the experts, that a token meets
+    is_adapted: bool = True  # where all linear layers are
+    is_quantised: bool = True  # over a 4-bit base
+
+    @property
+    def weights(self) -> int:
+        return self.count * self.experts * self.inputs * self.outputs
+
+    @property
+    def active_weights(self) -> int:
+        """Weights that a token meets."""
+        return self.count * self.active * self.inputs * self.outputs
+
+    def has_name(self, target: str) -> bool:
+        """Return whether a target names it, by PEFT's rule: the last words of a name."""
+        return f".{self.name}".endswith(f".{target}")
+
+    def in_layers(self, chosen: Sequence[int], decoder_layers: int) -> "MatrixKind":
+        """Return the matrices of the chosen ones of the decoder's layers."""
+        own = range(decoder_layers) if self.layers is None else self.layers
+        kept = tuple(layer for layer in own if layer in chosen)
+        count = self.count * len(kept) // len(own) if own else 0
+        return replace(self, layers=kept, count=count)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Decoder layers that mix tokens in one way: by attention, by a recurrence, or by both."""
+
+    count: int
+    query_features: int = 0  # of all query heads; 0: no attention
+    kv_features: int = 0  # of all key heads
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    is_recurrent: bool = False
+    has_experts: bool = False
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The counts of one model. The output head is no matrix here; the embedding neither."""
+
+    parameters: int  # tied ones once
+    active_parameters: int  # without the experts that a token does not meet
+    matrices: tuple[MatrixKind, ...]
+    layers: tuple[LayerKind, ...]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer, 0 for a dense model."""
+        return max((kind.experts for kind in self.matrices if kind.experts > 1), default=0)
+
+    @property
+    def active_experts(self) -> int:
+        return max((kind.active for kind in self.matrices if kind.experts > 1), default=0)
+
+    @property
+    def recurrent_layers(self) -> int:
+        return sum(kind.count for kind in self.layers if kind.is_recurrent)
+
+    @property
+    def product_weights(self) -> int:
+        """Weights of all matrices."""
+        return sum(kind.weights for kind in self.matrices)
+
+    @property
+    def active_product_weights(self) -> int:
+        """Weights of the matrices that a token meets."""
+        return sum(kind.active_weights for kind in self.matrices)
+
+    @property
+    def quantised_weights(self) -> int:
+        """Weights that a 4-bit base packs."""
+        return sum(kind.weights for kind in self.matrices if kind.is_quantised)
+
+    def words(self) -> str:
+        """Return what is not plain about the layers, after a comma; "" for nothing."""
+        words = ""
+        if self.experts:
+            words += f", {self.active_experts} of {self.experts} experts a token"
+        if self.recurrent_layers:
+            layers = sum(kind.count for kind in self.layers)
+            words += f", {self.recurrent_layers} of {layers} layers recurrent"
+        return words
+
+
+def adapted_matrices(
+    matrices: Sequence[MatrixKind], targets: str | Sequence[str]
+) -> tuple[MatrixKind, ...]:
+    """Return the matrices that get an adapter."""
+    if targets == "all-linear":
+        return tuple(kind for kind in matrices if kind.is_adapted)
+    names = (targets,) if isinstance(targets, str) else targets
+    chosen = [kind for kind in matrices if any(kind.has_name(name) for name in names)]
+    return tuple(chosen)
+
+
+def structure_from_json(facts: Mapping[str, Any]) -> Structure:
+    """Return the structure that `dataclasses.asdict` wrote; defaults may be left out.
+
+    Raises: KeyError, TypeError for facts that are none.
+    """
+    matrices = []
+    for kind in facts["matrices"]:
+        layers = kind.get("layers")
+        matrices.append(MatrixKind(**{**kind, "layers": None if layers is None else tuple(layers)}))
+    return Structure(
+        parameters=facts["parameters"],
+        active_parameters=facts["active_parameters"],
+        matrices=tuple(matrices),
+        layers=tuple(LayerKind(**kind) for kind in facts["layers"]),
+    )

@@ -1,0 +1,237 @@
+"""Counts of matrices, experts and kinds of layers: beside real modules, and as the plan uses them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_examples import STEP
+from tiny_models import EXPERTS, HYBRID, MODEL_TYPES, tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import Config
+from sft_play.models import structure as counter
+from sft_play.plan import counting, memory
+from sft_play.plan.counted_shape import load_counted_shape
+from sft_play.plan.flops import step_flops
+from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, load_shape, shape_of
+from sft_play.plan.recipe import weights_in_words
+from sft_play.plan.structure import (
+    LayerKind,
+    MatrixKind,
+    Structure,
+    adapted_matrices,
+    structure_from_json,
+)
+
+
+def on_meta(model_type: str) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_config(model_type))
+
+
+# Beside real modules
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_matrix_of_a_model_is_counted_once(model_type: str) -> None:
+    model = on_meta(model_type)
+    counted = counter.structure_of(model)
+    weights = 0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.Conv1d) or module is model.get_output_embeddings():
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1 and "bias" not in name and name != "A_log":
+                weights += parameter.numel()
+    assert counted.product_weights == weights
+    assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(kind.count for kind in counted.layers) == model.config.num_hidden_layers
+    assert structure_from_json(json.loads(json.dumps(counter.as_json(counted)))) == counted
+
+
+def test_experts_that_a_token_does_not_meet_are_not_active() -> None:
+    for model_type in EXPERTS:
+        counted = counter.structure_of(on_meta(model_type))
+        stacked = [kind for kind in counted.matrices if kind.experts > 1]
+        unmet = sum(kind.weights - kind.active_weights for kind in stacked)
+        assert counted.active_parameters <= counted.parameters - unmet < counted.parameters
+        assert 1 < counted.active_experts < counted.experts, model_type
+
+
+def test_layers_are_told_apart_by_how_they_mix_tokens() -> None:
+    gpt_oss = counter.structure_of(on_meta("gpt_oss"))
+    assert gpt_oss.layers == (
+        LayerKind(1, query_features=32, kv_features=16, window=7, has_experts=True),
+        LayerKind(1, query_features=32, kv_features=16, has_experts=True),
+    )
+    for model_type in HYBRID:
+        counted = counter.structure_of(on_meta(model_type))
+        assert counted.recurrent_layers > 0, model_type
+        assert any(kind.query_features for kind in counted.layers), model_type
+
+
+# Well-known models
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 30.53, 3.35),
+        ("openai/gpt-oss-20b", 20.91, 4.19),
+        ("HuggingFaceTB/SmolLM3-3B", 3.08, 3.08),
+    ],
+)
+def test_a_known_model_needs_nobody_to_count(name: str, billions: float, active: float) -> None:
+    shape = load_shape(name, None, {})
+    assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.005)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.005)
+
+
+def test_adapters_of_qwen3_30b_by_hand() -> None:
+    shape = load_shape("Qwen/Qwen3-30B-A3B", None, {})
+    attention = 2 * (2048 + 4096) + 2 * (2048 + 512)
+    experts = 128 * ((2048 + 1536) + (768 + 2048))
+    assert shape.lora_parameters(16, "all-linear") == 48 * 16 * (attention + experts)
+    assert shape.lora_parameters(16, ["q_proj"]) == 48 * 16 * (2048 + 4096)
+    words = "30.53 billion weights, 3.35 billion active for a token, 8 of 128 experts a token"
+    assert weights_in_words(shape) == words
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HuggingFaceTB/SmolLM3-3B",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name, facts in json.loads(KNOWN.read_text()).items()
+            if facts["model_type"] not in LLAMA_LIKE
+        ),
+    ],
+)
+def test_the_counts_of_a_known_model_are_those_of_its_modules(name: str) -> None:
+    config = Config.model_validate({"model": {"name": name}})
+    counted = counter.count_structure(counter.load_architecture(config))
+    assert load_shape(name, None, {}).structure == counted
+
+
+# Bytes and operations
+
+ONE_LAYER = Structure(
+    parameters=1000,
+    active_parameters=600,
+    matrices=(
+        MatrixKind("layers.*.q", 4, 4, count=2),
+        MatrixKind("layers.*.experts.up", 4, 8, count=2, experts=4, active=1),
+        MatrixKind("layers.*.gate", 4, 4, count=2, is_adapted=False, is_quantised=False),
+    ),
+    layers=(LayerKind(1, query_features=4, window=2), LayerKind(1, is_recurrent=True)),
+)
+SHAPE = replace(
+    shape_of(
+        {"vocab_size": 10, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 1}, "m"
+    ),
+    structure=ONE_LAYER,
+)
+
+
+def test_operations_are_those_of_active_experts_and_of_pairs_within_windows() -> None:
+    # q, one expert and the router in two layers; 7 pairs of 4 tokens in the layer with attention
+    products = 4 * 2 * (16 + 32 + 16) * 4
+    assert step_flops(SHAPE, 0, [4], labelled=0) == products + 12 * 4 * 7
+    step = replace(STEP, model=SHAPE, lora_rank=2)
+    assert step.linear_adapter_weights == 2 * 2 * (8 + 4 * 12)
+    assert step.active_adapter_weights == 2 * 2 * (8 + 12)
+
+
+def test_only_packed_matrices_have_the_bytes_of_4_bits() -> None:
+    packed = 2 * 16 + 2 * 4 * 32
+    weights = memory.base_weight_bytes(replace(STEP, model=SHAPE, mode="qlora"), 2)
+    assert weights == int(memory.NF4_BYTES * packed) + 2 * (1000 - packed)
+    unquantised = memory.base_weight_bytes(replace(STEP, model=SHAPE, mode="lora"), 2)
+    assert unquantised == 2 * 1000
+
+
+def test_targets_and_layers_choose_matrices() -> None:
+    names = [kind.name for kind in adapted_matrices(ONE_LAYER.matrices, ["gate", "experts.up"])]
+    assert names == ["layers.*.experts.up", "layers.*.gate"]
+    in_one = MatrixKind("layers.*.x", 1, 1, count=3, layers=(1, 3, 5)).in_layers([0, 3], 6)
+    assert (in_one.count, in_one.layers) == (1, (3,))
+    everywhere = MatrixKind("layers.*.x", 1, 1, count=6).in_layers([0, 3], 6)
+    assert everywhere.count == 2
+
+
+# Other models are counted once
+
+
+@pytest.fixture
+def counted_here(monkeypatch) -> list[str]:
+    """The modules that were asked; they answer in this process."""
+    asked: list[str] = []
+
+    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+        asked.append(module)
+        return counter.answer(request)
+
+    monkeypatch.setattr(counting, "_ask", ask)
+    return asked
+
+
+def config_of(folder: Path, facts: dict[str, Any] | None, tmp_path: Path) -> Config:
+    folder.mkdir()
+    if facts is not None:
+        (folder / "config.json").write_text(json.dumps(facts))
+    settings = {"model": {"name": str(folder)}, "data": {"cache_dir": str(tmp_path / "cache")}}
+    return Config.model_validate(settings)
+
+
+def test_a_model_that_nobody_knows_is_counted_once(tmp_path, counted_here, caplog) -> None:
+    facts = tiny_config("qwen3_next").to_dict()
+    config = config_of(tmp_path / "one", facts, tmp_path)
+    shapes = [load_counted_shape(config, {}) for _ in range(2)]
+    assert counted_here == ["sft_play.models.structure"]
+    assert shapes[0] == shapes[1]
+    assert shapes[0].structure == counter.structure_of(on_meta("qwen3_next"))
+    told = [record.message for record in caplog.records]
+    assert told == [f"counting the weights of {config.model.name} without loading them, once"]
+    changed = config_of(tmp_path / "two", {**facts, "num_experts": 3}, tmp_path)
+    assert load_counted_shape(changed, {}).parameters < shapes[0].parameters
+    assert len(counted_here) == 2
+
+
+def test_a_model_like_llama_is_not_counted(tmp_path, counted_here) -> None:
+    config = config_of(tmp_path / "one", tiny_config("llama").to_dict(), tmp_path)
+    assert load_counted_shape(config, {}).structure is None
+    assert not counted_here
+
+
+def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here) -> None:
+    sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    unknown = config_of(tmp_path / "one", {**sizes, "model_type": "no-such-type"}, tmp_path)
+    shape = load_counted_shape(unknown, {})
+    assert "no-such-type" in shape.guess
+    assert "a guess" in weights_in_words(shape)
+    load_counted_shape(unknown, {})
+    assert len(counted_here) == 1, "what transformers refuses it refuses again"
+    nameless = load_counted_shape(config_of(tmp_path / "two", sizes, tmp_path), {})
+    assert nameless.guess == "its config.json names no model_type"
+
+
+def test_a_damaged_count_is_made_anew(tmp_path, counted_here, caplog) -> None:
+    config = config_of(tmp_path / "one", tiny_config("olmo2").to_dict(), tmp_path)
+    shape = load_counted_shape(config, {})
+    (kept,) = (tmp_path / "cache" / "structures").iterdir()
+    kept.write_text("{")
+    assert load_counted_shape(config, {}) == shape
+    assert "counting anew" in caplog.text
+    assert len(counted_here) == 2
+
+
+@pytest.mark.long
+def test_a_process_of_its_own_counts(tmp_path) -> None:
+    config = config_of(tmp_path / "one", tiny_config("qwen3_moe").to_dict(), tmp_path)
+    shape = load_counted_shape(config, {})
+    assert shape.structure == counter.structure_of(on_meta("qwen3_moe"))
