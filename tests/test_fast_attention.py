@@ -7,8 +7,14 @@ import torch
 from torch import nn
 from torch.nn.attention import flex_attention as torch_flex
 
-from sft_play.models.fast import attention_flex, attention_kernels, attention_sinks, rope
-from sft_play.models.fast.attention import UNMASKED, is_unmasked, remove_mask
+from sft_play.models.fast import (
+    attention,
+    attention_flex,
+    attention_kernels,
+    attention_sinks,
+    rope,
+)
+from sft_play.models.fast.attention import UNMASKED, is_unmasked, remove_mask, unmasked
 from sft_play.models.fast.attention_flex import attend_flex
 from sft_play.models.fast.attention_kernels import attend
 from sft_play.models.fast.attention_scoring import Documents, Scoring
@@ -281,6 +287,7 @@ def test_positions_are_rotated_as_transformers_does(rotated: int) -> None:
 
 
 MASK = torch.ones(1, 3, dtype=torch.long)
+PACKED_BATCH = {"cu_seq_lens_q": MASK, "max_length_q": 3}
 
 
 @pytest.mark.parametrize(
@@ -297,8 +304,8 @@ MASK = torch.ones(1, 3, dtype=torch.long)
             {"position_ids": MASK},
             False,
         ),  # documents without boundaries: transformers finds them
-        (True, True, {"position_ids": MASK, "cu_seq_lens_q": MASK}, True),
-        (False, False, {"position_ids": MASK, "cu_seq_lens_q": MASK}, True),
+        (True, True, {"position_ids": MASK, **PACKED_BATCH}, True),
+        (False, False, {"position_ids": MASK, **PACKED_BATCH}, True),
     ],
 )
 def test_steps_and_named_documents_go_without_a_mask(
@@ -308,7 +315,18 @@ def test_steps_and_named_documents_go_without_a_mask(
         routed = remove_mask(nn.Linear(1, 1).train(trains), (), given)
     assert (routed is not None) == expected
     if routed:
-        assert routed[1] == {**given, "attention_mask": UNMASKED, "use_cache": False}
+        assert is_unmasked(routed[1].pop("attention_mask"))
+        given.pop("attention_mask", None)
+        assert routed[1] == {**given, "use_cache": False}
+
+
+def test_the_mask_of_a_packed_batch_carries_its_documents() -> None:
+    documents, _ = documents_of(*PACKED)
+    mask = unmasked(documents)
+    assert is_unmasked(mask) and attention.documents_of(mask, {}) is documents
+    assert attention.documents_of(UNMASKED, {}) is None
+    with pytest.raises(ValueError, match="has copied its mask"):
+        attention.documents_of(mask[:, :, :, :24], {})
 
 
 def test_no_mask_of_a_model_is_taken_for_none() -> None:

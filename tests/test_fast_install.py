@@ -15,6 +15,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.attention import UNMASKED
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,
@@ -213,7 +214,11 @@ def windows_too_long(model: Any) -> None:
 def documents_joined(model: Any) -> None:
     decoder = model.get_base_model().model
     decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "cu_seq_lens_q": None}), with_kwargs=True
+        lambda module, args, kwargs: (
+            args,
+            {**kwargs, "cu_seq_lens_q": None, "attention_mask": UNMASKED},
+        ),
+        with_kwargs=True,
     )
 
 

@@ -3,7 +3,7 @@
 For packed or padded rows transformers passes attention a (T, T) mask. The fastest kernels do not
 take one, and checking whether a mask is needed synchronizes with the GPU. Neither is necessary: the
 collator knows where documents begin, and causal attention never reads padding on the right.
-`remove_mask` replaces the mask with UNMASKED. Attention modules that get UNMASKED run
+`remove_mask` replaces the mask with what `unmasked` returns. Attention modules that get that run
 `attention_forward`; otherwise, as in evaluation, in generation and with a cache, they run the code
 of their class.
 
@@ -22,8 +22,9 @@ from sft_play.models.fast.lora import lora_linears
 from sft_play.models.fast.norms import is_training
 from sft_play.models.fast.rope import apply_rotary
 
-# transformers passes a mask with four dimensions through; no other attention accepts this shape
+# transformers passes a mask with four dimensions through; no other attention accepts these shapes
 UNMASKED = torch.empty((1, 1, 0, 0))
+PACKED_SHAPE = (1, 1, 0, 1)  # of the masks of packed batches, which carry their documents
 
 
 def remove_mask(
@@ -39,12 +40,25 @@ def remove_mask(
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
     if kwargs.get("past_key_values") is not None or not (is_packed or is_plain_step):
         return None
-    return args, {**kwargs, "attention_mask": UNMASKED, "use_cache": False}
+    mask = unmasked(_named_documents(kwargs))
+    return args, {**kwargs, "attention_mask": mask, "use_cache": False}
+
+
+def unmasked(documents: Documents | None) -> Tensor:
+    """Return what `remove_mask` gives in place of a mask: UNMASKED, or one with documents.
+
+    Layers pass their mask on to their attention, and not all of them pass other arguments on.
+    """
+    if documents is None:
+        return UNMASKED
+    mask = torch.empty(PACKED_SHAPE)
+    mask.documents = documents
+    return mask
 
 
 def is_unmasked(mask: Tensor | None) -> bool:
-    """Return whether a mask is the UNMASKED of `remove_mask`."""
-    return isinstance(mask, Tensor) and mask.shape == UNMASKED.shape
+    """Return whether a mask is one that `unmasked` returns."""
+    return isinstance(mask, Tensor) and mask.shape in (UNMASKED.shape, PACKED_SHAPE)
 
 
 def attention_forward(
@@ -76,13 +90,25 @@ def attention_forward(
         key = self.k_norm(key)
     query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
-    mixed = attend(query, key, value, scoring, documents_of(kwargs))
+    mixed = attend(query, key, value, scoring, documents_of(attention_mask, kwargs))
     (output,) = _run_linears(self, mixed.flatten(-2), (self.o_proj,))
     return output, None
 
 
-def documents_of(kwargs: dict[str, Any]) -> Documents | None:
-    """Return the documents that a packed batch names, by transformers' keywords."""
+def documents_of(mask: Tensor, kwargs: dict[str, Any]) -> Documents | None:
+    """Return the documents of a batch, from `unmasked` or from transformers' keywords.
+
+    Raises: ValueError if the mask was of a packed batch and has lost them on its way.
+    """
+    documents = getattr(mask, "documents", None)
+    if documents is None:
+        documents = _named_documents(kwargs)
+    if documents is None and mask.shape == PACKED_SHAPE:
+        raise ValueError("a layer has copied its mask, which told where documents begin")
+    return documents
+
+
+def _named_documents(kwargs: dict[str, Any]) -> Documents | None:
     boundaries = kwargs.get("cu_seq_lens_q")
     if boundaries is None:
         return None
