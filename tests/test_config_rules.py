@@ -13,6 +13,7 @@ NO_16_BITS = ["train.bf16=false", "train.fp16=false"]
 
 # Each setting of tuning.lora that only some runs can have, set
 OPTIONS = [
+    "tuning.lora.experts=none",
     "tuning.lora.init_lora_weights=gaussian",
     "tuning.lora.layers_to_transform=0",
     "tuning.lora.loraplus_lr_ratio=16",

@@ -22,7 +22,7 @@ UNSLOTH_PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "g
 # Settings of tuning.lora that a backend may lack
 LORA_OPTIONS = frozenset(
     """
-    use_dora init_lora_weights loraplus_lr_ratio layers_to_transform modules_to_save
+    experts use_dora init_lora_weights loraplus_lr_ratio layers_to_transform modules_to_save
     trainable_tokens
     """.split()
 )

@@ -98,10 +98,10 @@ def load_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
 
     Raises: CheckpointError when it cannot be read.
     """
-    from peft import PeftModel
+    from sft_play.models import expert_adapters
 
     try:
-        return PeftModel.from_pretrained(base, weights)
+        return expert_adapters.load_adapter(base, weights)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from bitsandbytes.nn import Linear4bit
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import Config, LoraSection
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
+from sft_play.models import expert_adapters
 
 
 def add_adapters(
@@ -28,8 +29,9 @@ def add_adapters(
     Raises: ConfigError when a setting names a layer, a module or a token that the model lacks.
     """
     lora = config.tuning.lora
-    if isinstance(lora.target_modules, list):
-        _check_targets(model, lora.target_modules)
+    chooses_targets = expert_adapters.chooses_targets(model)
+    if not chooses_targets:
+        _check_dense_targets(model, lora)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adapters = LoraConfig(
@@ -45,6 +47,10 @@ def add_adapters(
     )
     if lora.layers_to_transform is not None:
         _check_layers(model, lora.layers_to_transform)
+    if chooses_targets:
+        targets = expert_adapters.choose_targets(model, lora)
+        adapters = expert_adapters.adapter_config(model, targets, adapters)
+    elif lora.layers_to_transform is not None:
         adapters.layers_to_transform = sorted(set(lora.layers_to_transform))
         adapters.target_modules = _target_names(model, lora)
     if lora.modules_to_save:
@@ -52,7 +58,7 @@ def add_adapters(
         adapters.ensure_weight_tying = _is_tied(model) and _names_a_matrix(model, adapters)
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
-    adapted = get_peft_model(model, adapters)
+    adapted = expert_adapters.add_adapters(model, adapters)
     _train_modules_in_float32(adapted)
     return adapted
 
@@ -73,6 +79,16 @@ def trainable_token_ids(config: Config) -> list[int]:
             f"{', '.join(unknown)}; write tokens as its tokenizer.json has them"
         )
     return sorted({vocabulary[token] for token in tokens})
+
+
+def _check_dense_targets(model: nn.Module, lora: LoraSection) -> None:
+    """Raise ConfigError for targets that a model without experts lacks."""
+    if lora.experts == "per_expert":
+        raise ConfigError(
+            "tuning.lora.experts=per_expert: the model has no experts; set TUNING_LORA_EXPERTS=auto"
+        )
+    if isinstance(lora.target_modules, list):
+        _check_targets(model, lora.target_modules)
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:

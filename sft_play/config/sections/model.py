@@ -71,8 +71,14 @@ class LoraSection(Section):
     dropout: Fraction = Field(0.0, description="Dropout probability on the adapter's input.")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Names of the linear layers that get adapters; all-linear is every one but the "
-        "output head.",
+        description="Names of the linear layers that get adapters, and of experts' parameters "
+        "(gate_up_proj, down_proj); all-linear is every one but the output head and routers.",
+    )
+    experts: Auto | Literal["per_expert", "none"] = Field(
+        "auto",
+        description="Adapters of the experts of a mixture of experts, one for each expert. auto is "
+        "wherever target_modules is all-linear or names their parameters, per_expert adds them to "
+        "any targets, none leaves the experts alone. They have no dropout and no DoRA.",
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."

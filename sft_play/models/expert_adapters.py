@@ -1,0 +1,285 @@
+"""Adapters of mixture-of-experts models, in PEFT's own layout.
+
+PEFT's "all-linear" is not used for them: for some model types it leaves the experts out, for others
+it doubles the rank of gate_up_proj and adapts the router, and it takes the names of shared experts
+for those of the experts. What is adapted is decided here, by shape. PEFT wraps it, and loads it
+again by the `target_modules` and `target_parameters` of adapter_config.json.
+
+The same holds for models with linear layers that PEFT refuses: all-linear leaves those out here.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import cast_adapter_dtype
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_config_for_transformers,
+    get_model_conversion_mapping,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from sft_play.config.schema import LoraSection
+from sft_play.errors import ConfigError
+from sft_play.models.experts import ExpertWeight, expert_weights, is_linear, routing_linears
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "default"  # PEFT's name of the one adapter
+# What earlier layouts named apart is one fused parameter now
+FUSED = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("w2",),),
+}
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """What gets adapters in a model with experts."""
+
+    linears: tuple[str, ...]  # full names of linear layers
+    experts: tuple[ExpertWeight, ...]
+
+
+def chooses_targets(model: PreTrainedModel) -> bool:
+    """Return whether targets are chosen here: the model has experts, or PEFT refuses a layer."""
+    return bool(expert_weights(model) or routing_linears(model) or _refused_by_peft(model))
+
+
+def choose_targets(model: PreTrainedModel, lora: LoraSection) -> AdapterTargets:
+    """Return what `tuning.lora` adapts: all-linear leaves out the output head and the routers.
+
+    Raises: ConfigError for a name that the model lacks, or for experts that it has none of.
+    """
+    linears = _chosen_linears(model, lora)
+    experts = _chosen_experts(model, lora)
+    if isinstance(lora.target_modules, list):
+        names = [*linears, *(weight.name for weight in experts)]
+        _refuse_unknown(model, lora.target_modules, names)
+    in_layers = lora.layers_to_transform
+    if in_layers is not None:
+        linears = [name for name in linears if _layer_of(name) in in_layers]
+        experts = [weight for weight in experts if _layer_of(weight.name) in in_layers]
+    if experts:
+        _refuse_unsupported(lora)
+    return AdapterTargets(tuple(linears), tuple(experts))
+
+
+def adapter_config(
+    model: PreTrainedModel, targets: AdapterTargets, config: LoraConfig
+) -> LoraConfig:
+    """Return the config with targets by which plain PEFT finds the same modules and parameters."""
+    renamed = _renamed_by_peft(model, targets.linears)
+    modules = [name for name in targets.linears if name not in renamed]
+    parameters = [weight.name for weight in targets.experts]
+    # a linear layer whose name PEFT would take for that of experts is named by its weight
+    parameters += [f"{name}.weight" for name in targets.linears if name in renamed]
+    every_parameter = [weight.name for weight in expert_weights(model)]
+    every_parameter += [f"{name}.weight" for name in _linear_names(model)]
+    every_module = [name for name, _ in model.named_modules()]
+    last_words = sorted({name.rpartition(".")[2] for name in modules})
+    if not _names_exactly(last_words, modules, every_module):
+        last_words = modules
+    return replace(
+        config,
+        target_modules=last_words,
+        target_parameters=_without_layers(parameters, every_parameter) or None,
+    )
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Return the model with the adapters that `config` names, as `adapter_config` names them.
+
+    PEFT wraps what it can find by `target_modules`. The rest is wrapped here by PEFT's method for
+    one module: its own search would pass over parameters in 4 bits, and compute a linear layer
+    that is named by its weight through a full copy of that weight.
+    """
+    wanted = config.target_parameters
+    if not wanted:
+        return get_peft_model(model, config)
+    experts = [weight for weight in expert_weights(model) if _is_named(weight.name, wanted)]
+    linears = [name for name in _linear_names(model) if _is_named(f"{name}.weight", wanted)]
+    modules = config.target_modules or DUMMY_TARGET_MODULES
+    adapted = get_peft_model(model, replace(config, target_modules=modules, target_parameters=None))
+    for name in linears:
+        _wrap(adapted, name)
+    for weight in experts:
+        _wrap(adapted, weight.module_name, weight.parameter_name)
+    cast_adapter_dtype(adapted.base_model, ADAPTER)
+    saved = adapted.peft_config[ADAPTER]
+    saved.target_parameters = wanted
+    if modules == DUMMY_TARGET_MODULES:
+        saved.target_modules = []
+    return adapted
+
+
+def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """Return the base model with the adapter of a folder, frozen, also over a 4-bit base."""
+    config = LoraConfig.from_pretrained(folder)
+    if not config.target_parameters:
+        return PeftModel.from_pretrained(base, folder)
+    config.inference_mode = True
+    adapted = add_adapters(base, config)
+    adapted.load_adapter(folder, ADAPTER)
+    return adapted.eval()
+
+
+def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
+    names = _linear_names(model)
+    if isinstance(lora.target_modules, list):
+        return [name for name in names if _is_named(name, lora.target_modules)]
+    refused = _refused_by_peft(model)
+    if refused:
+        words = ", ".join(sorted({name.rpartition(".")[2] for name in refused}))
+        logger.info("adapters: %s left out, which PEFT cannot adapt in this model", words)
+    left_out = refused | routing_linears(model)
+    head = model.get_output_embeddings()
+    return [
+        name for name in names if name not in left_out and model.get_submodule(name) is not head
+    ]
+
+
+def _refused_by_peft(model: PreTrainedModel) -> set[str]:
+    """Return the linear layers that PEFT refuses: their module reads the weight alone."""
+    refused: set[str] = set()
+    for name in _linear_names(model):
+        word = name.rpartition(".")[2]
+        try:
+            LoraModel._check_target_module_compatiblity(None, LoraConfig(), model, word)
+        except ValueError:
+            refused.add(name)
+    return refused
+
+
+def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
+    weights = expert_weights(model)
+    if lora.experts == "per_expert" and not weights:
+        raise ConfigError(
+            "tuning.lora.experts=per_expert: the model has no experts in 3-D parameters; set "
+            "TUNING_LORA_EXPERTS=auto"
+        )
+    if lora.experts == "none":
+        return []
+    if lora.experts == "per_expert" or not isinstance(lora.target_modules, list):
+        return weights
+    wanted = [*lora.target_modules, *_fused_names(lora.target_modules)]
+    return [weight for weight in weights if _is_named(weight.name, wanted)]
+
+
+def _fused_names(targets: list[str]) -> list[str]:
+    """Return the fused parameters whose parts are all among the targets."""
+    names: list[str] = []
+    for fused, layouts in FUSED.items():
+        if any(set(parts) <= set(targets) for parts in layouts):
+            names.append(fused)
+    return names
+
+
+def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> None:
+    fused_parts: set[str] = set()
+    for fused in _fused_names(targets):
+        if any(_is_named(name, [fused]) for name in chosen):
+            fused_parts.update(*FUSED[fused])
+    unknown = [
+        target
+        for target in targets
+        if target not in fused_parts and not any(_is_named(name, [target]) for name in chosen)
+    ]
+    if unknown:
+        names = [*_linear_names(model), *(weight.name for weight in expert_weights(model))]
+        known = sorted({name.rpartition(".")[2] for name in names})
+        raise ConfigError(
+            "tuning.lora.target_modules: the model has no linear layer and no experts' parameter "
+            f"{', '.join(unknown)}; it has {', '.join(known)}"
+        )
+
+
+def _refuse_unsupported(lora: LoraSection) -> None:
+    """Raise ConfigError for what PEFT cannot do on experts' parameters."""
+    leave_out = "or leave the experts out with TUNING_LORA_EXPERTS=none"
+    if lora.dropout:
+        raise ConfigError(
+            f"tuning.lora.dropout={lora.dropout}: adapters of experts change the weights, where "
+            f"PEFT has no dropout; set TUNING_LORA_DROPOUT=0, {leave_out}"
+        )
+    if lora.use_dora:
+        raise ConfigError(
+            "tuning.lora.use_dora=true: PEFT has no DoRA for the adapters of experts; set "
+            f"TUNING_LORA_USE_DORA=false, {leave_out}"
+        )
+    if lora.init_lora_weights == "orthogonal":
+        raise ConfigError(
+            "tuning.lora.init_lora_weights=orthogonal: PEFT has none for the adapters of experts; "
+            f"set TUNING_LORA_INIT_LORA_WEIGHTS=default, {leave_out}"
+        )
+
+
+def _renamed_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names that PEFT would take for experts, as in checkpoints of transformers 4.
+
+    PEFT is asked, because which names it converts depends on the model type and on its version.
+    """
+    conversions = get_model_conversion_mapping(model)
+    by_word: dict[str, list[str]] = {}
+    for name in names:
+        by_word.setdefault(name.rpartition(".")[2], []).append(name)
+    renamed: set[str] = set()
+    for word, of_word in by_word.items():
+        config = LoraConfig(target_modules=[word])
+        try:
+            convert_peft_config_for_transformers(config, model, conversions)
+            is_kept = word in config.target_modules
+        except ValueError:  # PEFT asks for the other half of a fused parameter
+            is_kept = False
+        if not is_kept:
+            renamed.update(of_word)
+    return renamed
+
+
+def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
+    """Return the names without their layers, where that names the same parameters; sorted."""
+    short = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in names})
+    return short if _names_exactly(short, names, every_name) else sorted(names)
+
+
+def _names_exactly(targets: list[str], names: list[str], every_name: list[str]) -> bool:
+    """Return whether PEFT finds exactly `names` by the targets."""
+    return {name for name in every_name if _is_named(name, targets)} == set(names)
+
+
+def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> None:
+    """Let PEFT wrap one module, or one parameter of a module that may be wrapped already."""
+    tuner = model.base_model
+    parent_name, _, child_name = name.rpartition(".")
+    parent = tuner.model.get_submodule(parent_name)
+    child = getattr(parent, child_name)
+    key = name if parameter_name is None else f"{name}.{parameter_name}"
+    tuner._create_and_replace(
+        model.peft_config[ADAPTER],
+        ADAPTER,
+        child,
+        child_name,
+        parent,
+        current_key=key,
+        parameter_name=parameter_name,
+    )
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_linear(module)]
+
+
+def _is_named(name: str, targets: Iterable[str]) -> bool:
+    """Return whether a target names a module or parameter, by PEFT's rule."""
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the decoder layer that a name lies in."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    return int(numbers[0]) if numbers else None

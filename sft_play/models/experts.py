@@ -1,0 +1,115 @@
+"""Experts of mixture-of-experts models: where their weights are, and which modules route.
+
+Recognised by shape, not by the name of a model. transformers stores the experts of a layer in 3-D
+parameters of one module, (experts, out, in), or (experts, in, out) where `is_transposed`. Older
+layouts keep a list of modules, one an expert, whose linear layers are like any other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bitsandbytes.nn import Params4bit
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """A 3-D parameter that holds one projection of all experts of a layer."""
+
+    module_name: str  # of the module that owns it, as in `named_modules`
+    parameter_name: str
+    shape: tuple[int, int, int]  # the first is the number of experts
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's full name."""
+        return f"{self.module_name}.{self.parameter_name}"
+
+    @property
+    def experts(self) -> int:
+        """Return the number of experts."""
+        return self.shape[0]
+
+
+def expert_weights(model: nn.Module) -> list[ExpertWeight]:
+    """Return the 3-D expert parameters of a model without adapters, in the order of its modules.
+
+    Convolutions have 3-D weights too, and are left out.
+    """
+    found: list[ExpertWeight] = []
+    for module_name, module in model.named_modules():
+        if isinstance(module, _ConvNd | ParametrizationList):
+            continue
+        for parameter_name, shape in _shapes(module):
+            if len(shape) == 3 and shape[0] > 1:
+                found.append(ExpertWeight(module_name, parameter_name, tuple(shape)))
+    return found
+
+
+def packed_weight(module: nn.Module, name: str) -> Params4bit | None:
+    """Return the 4-bit parameter behind an expert parameter of a module, None if it has none."""
+    if "parametrizations" not in module._modules or name not in module.parametrizations:
+        return None
+    original = module.parametrizations[name].original
+    return original if isinstance(original, Params4bit) else None
+
+
+def routing_linears(model: nn.Module) -> set[str]:
+    """Return the names of the linear layers that choose or weigh experts: adapters leave them.
+
+    They are those with one output an expert, or one output that weighs a shared expert, beside
+    the experts of a layer. A router that is a module of its own class is no linear layer.
+    """
+    names: set[str] = set()
+    for experts_name, experts in _expert_counts(model).items():
+        block_name = experts_name.rpartition(".")[0]
+        for child_name, child in model.get_submodule(block_name).named_children():
+            full_name = f"{block_name}.{child_name}"
+            if full_name == experts_name:
+                continue
+            linears = [name for name, part in child.named_modules() if is_linear(part)]
+            if len(linears) != 1:
+                continue  # attention or an MLP
+            linear = f"{full_name}.{linears[0]}".rstrip(".")
+            if _outputs(model.get_submodule(linear)) in (1, experts):
+                names.add(linear)
+    return names
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer that adapters can wrap."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _outputs(linear: nn.Module) -> int:
+    return linear.nf if isinstance(linear, Conv1D) else linear.out_features
+
+
+def _expert_counts(model: nn.Module) -> dict[str, int]:
+    """Return the number of experts by the name of the module that holds them."""
+    counts = {weight.module_name: weight.experts for weight in expert_weights(model)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and _is_list_of_experts(name, module):
+            counts[name] = len(module)
+    return counts
+
+
+def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
+    """Return whether a list holds MLPs of equal class inside a numbered decoder layer."""
+    if len(modules) < 2 or not any(part.isdecimal() for part in name.split(".")):
+        return False
+    classes = {type(module) for module in modules}
+    return len(classes) == 1 and any(is_linear(part) for part in modules[0].modules())
+
+
+def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the true shapes of a module's own parameters: of 4-bit and ZeRO-3 ones too."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield name, getattr(parameter, "ds_shape", parameter.shape)
+    for name in getattr(module, "parametrizations", {}):
+        packed = packed_weight(module, name)
+        if packed is not None:
+            yield name, packed.quant_state.shape

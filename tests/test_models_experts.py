@@ -1,0 +1,155 @@
+"""Experts of mixture-of-experts models: what is adapted, saved, loaded and merged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny_models import tiny_model
+from torch import nn
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
+from sft_play.models import expert_adapters, lora
+from sft_play.models.experts import expert_weights, routing_linears
+from sft_play.models.parameters import count_parameters
+
+IDS = torch.arange(32)[None] % 50 + 3
+SAME = 1e-4  # float32 sums in another order, through random routers
+
+
+def config_of(mode: str = "lora", **options: Any) -> Config:
+    return Config.model_validate({"tuning": {"mode": mode, "lora": {"r": 4, **options}}})
+
+
+def adapted(model_type: str, **options: Any) -> PeftModel:
+    """Return a tiny model with adapters that do something."""
+    model = lora.add_adapters(tiny_model(model_type).eval(), config_of(**options))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def adapted_names(model: nn.Module) -> set[str]:
+    """Return the last words of what has adapters, a parameter's after its module's."""
+    names: set[str] = set()
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            words = [word for word in name.split(".") if word != "base_layer"]
+            names.add(getattr(module, "parameter_name", words[-1]))
+    return names
+
+
+# Experts beside shared experts and dense layers, whose names PEFT takes for the experts' in some of
+# these types and not in others; experts stored (experts, in, out); experts without a gate; a router
+# that is a linear layer, and layers that PEFT refuses.
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe", "gpt_oss", "nemotron_h"])
+def test_saved_adapters_of_experts_load_in_plain_peft(model_type: str, tmp_path: Path) -> None:
+    model = adapted(model_type)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    base = tiny_model(model_type).eval()
+    assert not torch.allclose(logits(base), expected, atol=0.1)
+    plain = PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(logits(plain), expected, atol=SAME, rtol=0)
+    own = expert_adapters.load_adapter(tiny_model(model_type).eval(), tmp_path)
+    torch.testing.assert_close(logits(own), expected, atol=0, rtol=0)
+    assert {p.requires_grad for p in own.parameters()} == {False}
+    torch.testing.assert_close(logits(own.merge_and_unload()), expected, atol=SAME, rtol=0)
+
+
+def test_all_linear_adapts_attention_dense_and_shared_layers_and_experts_but_no_router() -> None:
+    model = adapted("qwen2_moe")
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapted_names(model) == {*names, "gate_up_proj"}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all("lora_" in name and "shared_expert_gate" not in name for name in trained)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert routing_linears(tiny_model("qwen2_moe")) == {"model.layers.1.mlp.shared_expert_gate"}
+    assert routing_linears(tiny_model("jamba")) == {"model.layers.1.feed_forward.router"}
+
+
+def test_every_expert_has_adapters_of_the_rank_that_was_set() -> None:
+    model = adapted("qwen3_moe", target_modules=["gate_up_proj", "experts.down_proj"])
+    gate_up, down = expert_weights(tiny_model("qwen3_moe"))
+    expected = 0
+    for weight in (gate_up, down):
+        expected += weight.experts * 4 * sum(weight.shape[1:])
+    assert count_parameters(model).trainable == expected
+    outer = model.get_submodule(f"base_model.model.{down.module_name}")
+    assert outer.parameter_name == "down_proj"
+    assert outer.base_layer.parameter_name == "gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"experts": "none"}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"target_modules": ["q_proj"]}, {"q_proj"}),
+        (
+            {"target_modules": ["q_proj"], "experts": "per_expert"},
+            {"q_proj", "gate_up_proj", "down_proj"},
+        ),
+        # as in the layouts of transformers 4, one linear layer an expert
+        ({"target_modules": ["w1", "w3", "w2"]}, {"gate_up_proj", "down_proj"}),
+        ({"target_modules": ["gate_proj", "up_proj", "v_proj"]}, {"gate_up_proj", "v_proj"}),
+    ],
+)
+def test_targets_of_experts_are_chosen_by_name(options: dict[str, Any], names: set[str]) -> None:
+    assert adapted_names(adapted("mixtral", **options)) == names
+
+
+def test_layers_to_transform_chooses_the_layers_of_experts_too(tmp_path: Path) -> None:
+    model = adapted("mixtral", layers_to_transform=[1])
+    assert all(".layers.1." in name for name, p in model.named_parameters() if p.requires_grad)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(tiny_model("mixtral").eval(), tmp_path)
+    torch.testing.assert_close(logits(plain), expected, atol=SAME, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, "tuning.lora.dropout=0.1.*TUNING_LORA_EXPERTS=none"),
+        ({"use_dora": True}, "tuning.lora.use_dora=true.*TUNING_LORA_EXPERTS=none"),
+        ({"init_lora_weights": "orthogonal"}, "TUNING_LORA_INIT_LORA_WEIGHTS=default"),
+        ({"target_modules": ["w1"]}, "no experts' parameter w1; it has .*gate_up_proj"),
+        ({"target_modules": ["down_proj"], "experts": "none"}, "no experts' parameter down_proj"),
+    ],
+)
+def test_what_adapters_of_experts_cannot_do_is_an_error(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lora.add_adapters(tiny_model("mixtral"), config_of(**options))
+
+
+def test_experts_are_refused_by_name_in_a_dense_model() -> None:
+    with pytest.raises(ConfigError, match=r"tuning\.lora\.experts=per_expert"):
+        lora.add_adapters(tiny_model("llama"), config_of(experts="per_expert"))
+
+
+class _ListedExperts(nn.Module):
+    """A layer in the layout of older models: a list of experts, and a linear router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
+
+
+def test_the_router_of_listed_experts_is_found() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([_ListedExperts(), _ListedExperts()])
+    assert routing_linears(model) == {"layers.0.gate", "layers.1.gate"}
+    assert not expert_weights(model)
