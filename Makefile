@@ -31,7 +31,7 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
   data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop sweep runs compare report eval infer chat merge embedded bench bench-data bench-plan \
-  test test-fast test-faults test-long test-gpu lint clean
+  test test-fast test-faults test-long test-architectures test-gpu lint clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -127,16 +127,19 @@ bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write doc
 	$(PY) -m benchmarks.planner --docs docs
 test: $(ENV) ## run the tests that need no GPU, but for those of test-faults and test-long
 	@$(CHECK)
-	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long"
+	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long and not architectures"
 test-fast: $(ENV) ## run the fast tests
 	@$(CHECK)
-	@$(PARALLEL_TESTS) -m "not gpu and not slow and not faults and not long"
+	@$(PARALLEL_TESTS) -m "not gpu and not slow and not faults and not long and not architectures"
 test-faults: $(ENV) ## kill and interrupt launched runs (minutes; one at a time)
 	@$(CHECK)
 	@$(PY) -m pytest -m faults
 test-long: $(ENV) ## run the tests with long counts (minutes)
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m long
+test-architectures: $(ENV) ## train every model type that was tried; write docs/architectures.md
+	@$(CHECK)
+	@$(PARALLEL_TESTS) -m architectures
 test-gpu: $(ENV) ## run the tests that need a GPU
 	@$(CHECK)
 	@$(PY) -m pytest -m gpu

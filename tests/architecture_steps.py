@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from tiny_models import TINY
 from torch import Tensor, nn
 from torch.nn import functional
@@ -154,16 +155,20 @@ def reference_step(model: nn.Module) -> Step:
 def trained_step(model: nn.Module, is_packed: bool) -> Step:
     """Return the step as a run computes it: its collator, its loss, one batch of all documents."""
     model.zero_grad()
+    batch = batch_of(model, is_packed)
+    loss = loss_of(model, dict(batch))
+    loss.backward()
+    return Step(loss.item(), logits_of(model, batch, is_packed), gradients_of(model))
+
+
+def batch_of(model: nn.Module, is_packed: bool) -> Batch:
+    """Return the documents as one micro-batch of a run: packed into one row, or padded."""
     rows = TrainRows(documents())
     indices = range(len(LENGTHS))
     if is_packed:
         collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model))
-        batch = collate_for_step(collator, [rows[indices]])
-    else:
-        batch = collate_for_step(PadCollator(0, MAX_SEQ_LEN), [rows[index] for index in indices])
-    loss = loss_of(model, dict(batch))
-    loss.backward()
-    return Step(loss.item(), logits_of(model, batch, is_packed), gradients_of(model))
+        return collate_for_step(collator, [rows[indices]])
+    return collate_for_step(PadCollator(0, MAX_SEQ_LEN), [rows[index] for index in indices])
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -198,9 +203,31 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def without_gradient(model: nn.Module) -> list[str]:
-    """Return the names of trained weights that the last step did not reach."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
-    ]
+    """Return the names of trained weights that the last step did not reach.
+
+    An expert whose adapter was not reached is named by its number: `...experts.lora_A.weight[3]`.
+    """
+    names: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None or not parameter.grad.any():
+            names.append(name)
+        elif _experts_of(model, name) > 1:
+            by_expert = _by_expert(name, parameter.grad, _experts_of(model, name))
+            is_reached = by_expert.flatten(1).any(dim=1)
+            names += [f"{name}[{expert}]" for expert in (~is_reached).nonzero().flatten().tolist()]
+    return names
+
+
+def _experts_of(model: nn.Module, name: str) -> int:
+    """Return how many experts share an adapter's weight, 1 for that of an ordinary layer."""
+    wrapper = model.get_submodule(name.rpartition(".lora_")[0]) if ".lora_" in name else None
+    return wrapper.num_experts if isinstance(wrapper, ParamWrapper) else 1
+
+
+def _by_expert(name: str, weight: Tensor, experts: int) -> Tensor:
+    """Return PEFT's adapter weight of E experts by expert: A is (E * r, in), B is (out, r * E)."""
+    if "lora_A" in name:
+        return weight.unflatten(0, (experts, -1))
+    return weight.unflatten(1, (-1, experts)).movedim(-1, 0)

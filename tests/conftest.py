@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from architecture_table import TableWriter
 from fake_nvml import plant  # noqa: F401 (a fixture)
 from run_files import run_json
 
@@ -21,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # With it the settings are the built-in ones, whatever the configs that ship say.
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TableWriter())
 
 
 @pytest.fixture(scope="session")

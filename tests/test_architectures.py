@@ -63,3 +63,95 @@ def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type: 
 def hides_mistakes(weight: torch.Tensor) -> bool:
     """Return whether a weight is all zeros or all ones, as norms and biases begin."""
     return bool(torch.isin(weight, torch.tensor([0.0, 1.0])).all())
+
+
+def offset_of_norms_forgotten(model: Any) -> None:
+    """Scale by the weight where the model scales by 1 + weight."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layernorm" in name:
+                weight -= 1.0
+
+
+def windows_forgotten(model: Any) -> None:
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            if getattr(holder, "sliding_window", None):
+                holder.sliding_window = MAX_SEQ_LEN
+
+
+def documents_joined(model: Any) -> None:
+    """Let each document see those before it, at the positions of one text."""
+
+    def join(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = {name: value for name, value in kwargs.items() if not names_documents(name)}
+        positions = torch.arange(kwargs["input_ids"].shape[1])[None]
+        return args, {**kwargs, "position_ids": positions}
+
+    model.register_forward_pre_hook(join, with_kwargs=True)
+
+
+def names_documents(name: str) -> bool:
+    return name.startswith(("cu_seq_lens", "max_length"))
+
+
+def experts_unscaled(model: Any) -> None:
+    """Add up what the experts of a token return, whatever its router gave them."""
+
+    def unscale(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, index, weights = args
+        return hidden, index, torch.ones_like(weights)
+
+    for experts in experts_of(model):
+        experts.register_forward_pre_hook(unscale)
+
+
+def first_expert_dead(model: Any) -> None:
+    """Send no token to the first expert of each layer."""
+
+    def avoid(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, index, weights = args
+        return hidden, index, torch.where(index == 0, 0.0, weights)
+
+    for experts in experts_of(model):
+        experts.register_forward_pre_hook(avoid)
+
+
+def experts_of(model: Any) -> list[Any]:
+    """Return the modules that a layer calls for its experts: with adapters, the outermost of them."""
+    found = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith(".experts") and not isinstance(module, torch.nn.ModuleList)
+    ]
+    assert found
+    return found
+
+
+MUTANTS = [
+    ("gemma3", offset_of_norms_forgotten),
+    ("qwen3_next", offset_of_norms_forgotten),
+    ("mistral", windows_forgotten),
+    ("gpt_oss", windows_forgotten),
+    ("llama", documents_joined),
+    ("qwen3_5", documents_joined),
+    ("lfm2", documents_joined),
+    ("bamba", documents_joined),
+    ("qwen3_moe", experts_unscaled),
+    ("gpt_oss", experts_unscaled),
+    ("qwen3_moe", first_expert_dead),
+    ("mixtral", first_expert_dead),
+]
+
+
+@pytest.mark.parametrize(("model_type", "break_it"), MUTANTS)
+def test_the_comparison_sees_a_mutant(model_type: str, break_it: Any) -> None:
+    config = settings("lora")
+    plain = adapted(tiny_model(model_type), config)
+    made = fused(plain, config)
+    reference = reference_step(plain)
+    break_it(made)
+    found = gap(reference, trained_step(made, is_packed=True))
+    assert max(found.logits, found.gradients) > 1e-2, found
+    if break_it is first_expert_dead:
+        assert any("experts" in name and "[0]" in name for name in without_gradient(made))

@@ -80,6 +80,7 @@ READS: dict[str, frozenset[str]] = {
     "test-fast": NOTHING,
     "test-faults": NOTHING,
     "test-long": NOTHING,
+    "test-architectures": NOTHING,
     "test-gpu": NOTHING,
     "lint": NOTHING,
 }

@@ -1,0 +1,158 @@
+"""The whole table: each model type through the real loader, adapters and trainer, in each mode."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_steps import (
+    Gap,
+    adapted,
+    fused,
+    gap,
+    reference_step,
+    relative,
+    settings,
+    trained_step,
+)
+from architecture_table import FAILS, MODES, REFUSED, YES, Row, recorded
+from plain_peft import Saved, logits_of_saved, start_loader
+from tiny_models import MODEL_TYPES, tiny_model
+
+from sft_play.errors import ConfigError
+from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.install import fused_kernels_of
+from sft_play.training.cross_document import check_cross_document
+
+pytestmark = pytest.mark.architectures
+
+STEPS = 12
+TEXT = list(range(40, 64))  # ids of a text that no run has seen
+# Logits of the same weights: 4-bit products and merged sums in another order
+SAME_LOGITS = 1e-4
+LEARNING_RATES = {"lora": 0.01, "qlora": 0.01, "full": 0.003}
+
+
+@pytest.fixture(scope="module")
+def plain_loader() -> Iterator[ProcessPoolExecutor]:
+    with start_loader() as loader:
+        yield loader
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What the fixtures give to a trial."""
+
+    base_of: Callable[[str], Path]
+    plan_run: Callable[..., Any]
+    build_trainer: Callable[..., Any]
+    plain_loader: ProcessPoolExecutor
+    folder: Path
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_model_type_trains_packs_and_reloads_or_is_refused_in_words(
+    model_type, request, base_of, plan_run, build_trainer, plain_loader, tmp_path
+):
+    row = Row(model_type)
+    workshop = Workshop(base_of, plan_run, build_trainer, plain_loader, tmp_path)
+    for mode in MODES:
+        row.trains[mode] = outcome(lambda mode=mode: try_to_train(workshop, row, mode))
+    row.packed = outcome(lambda: try_to_pack(row))
+    request.node.user_properties.append(recorded(row))
+    assert row.failures() == []
+
+
+def outcome(attempt: Callable[[], str]) -> str:
+    """Return what an attempt says, or how it was refused or failed."""
+    try:
+        return attempt()
+    except ConfigError as error:
+        return f"{REFUSED}{error}"
+    except AssertionError as error:
+        return f"{FAILS}{first_words(error)}"
+    except Exception as error:  # noqa: BLE001 (a row of the table says what it was)
+        return f"{FAILS}{type(error).__name__}: {first_words(error)}"
+
+
+def first_words(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def try_to_train(workshop: Workshop, row: Row, mode: str) -> str:
+    """Train some steps as the worker does, save, and load what was saved in plain PEFT."""
+    base = workshop.base_of(row.model_type)
+    changes = {
+        "model.name": base,
+        "tuning.mode": mode,
+        "train.max_steps": STEPS,
+        "train.learning_rate": LEARNING_RATES[mode],
+    }
+    folder = workshop.plan_run(changes)
+    trainer, _ = workshop.build_trainer(folder)
+    if trainer.order.layout.is_packed:
+        vocabulary = trainer.model.config.get_text_config().vocab_size
+        device = torch.device("cpu")
+        check_cross_document(trainer.model, trainer.data_collator, vocabulary, device)
+    before = trained_weights(trainer.model)
+    trainer.train()
+    still = [
+        name
+        for name, weight in trained_weights(trainer.model).items()
+        if torch.equal(weight, before[name])
+    ]
+    assert not still, f"{len(still)} of {len(before)} trained weights did not move, {still[0]}"
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-3:]) < sum(losses[:3]), f"the loss did not fall: {losses}"
+    if mode == "lora":
+        kernels = fused_kernels_of(trainer.model)
+        row.on = dict(kernels.on)
+        row.off = dict(kernels.off)
+    row.reloads[mode] = outcome(lambda: try_to_reload(workshop, trainer, base, mode))
+    return YES
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def try_to_reload(workshop: Workshop, trainer: Any, base: Path, mode: str) -> str:
+    weights = workshop.folder / mode
+    trainer.save_model(str(weights))
+    saved = Saved(base, weights, is_4bit=mode == "qlora")
+    if mode == "full":
+        saved = Saved(weights, None)
+    with torch.no_grad():
+        ours = trainer.model.eval()(input_ids=torch.tensor([TEXT])).logits[0]
+    theirs = workshop.plain_loader.submit(logits_of_saved, saved, TEXT).result()
+    difference = relative(ours, torch.tensor(theirs))
+    assert difference <= SAME_LOGITS, f"logits differ by {difference:.1g}"
+    return YES
+
+
+def try_to_pack(row: Row) -> str:
+    """Compare packed, padded and checkpointed steps with plain ones, in modes lora and full."""
+    for mode in ("lora", "full"):
+        config = settings(mode)
+        plain = adapted(tiny_model(row.model_type), config)
+        reference = reference_step(plain)
+        made = fused(plain, config)
+        compare("padded", mode, gap(reference, trained_step(made, is_packed=False)))
+        compare("packed", mode, gap(reference, trained_step(made, is_packed=True)))
+        checkpoint_layers(made, 1)
+        compare("checkpointed", mode, gap(reference, trained_step(made, is_packed=True)))
+    return "exact"
+
+
+def compare(what: str, mode: str, found: Gap) -> None:
+    assert found.is_rounding, (
+        f"{what} {mode}: loss differs by {found.loss:.0e}, logits by {found.logits:.0e}, "
+        f"gradients by {found.gradients:.0e}"
+    )
