@@ -1,0 +1,131 @@
+"""Where the documents of a packed batch begin, for modules that their layer does not tell.
+
+Some decoder layers pass `cu_seq_lens_q` on to their modules and others do not. `note_documents`, a
+forward pre-hook of the decoder, therefore keeps the documents of the batch that the decoder
+computes in one `PackedDocuments`, which modules of the decoder read. Checkpointed layers that are
+recomputed in the backward pass read the same batch.
+
+Legend: B rows, T tokens of a row, N documents, G groups of documents.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch's flattened rows begin."""
+
+    boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
+    longest: int  # tokens of the longest document
+
+
+class Groups(NamedTuple):
+    """Documents of similar length as rows of one batch each."""
+
+    tokens: tuple[Tensor, ...]  # of each group (documents, width): indices of flattened tokens
+    places: Tensor  # (B * T,): where each token is in the flattened groups, one after another
+
+
+class DocumentBatch:
+    """The documents of one packed batch, and indices computed from them once."""
+
+    def __init__(self, documents: Documents, lengths: Sequence[int] | None = None):
+        self.documents = documents
+        self._lengths = lengths
+        self._places_with_gaps: dict[int, Tensor] = {}
+
+    @property
+    def boundaries(self) -> Tensor:
+        return self.documents.boundaries
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each document. A GPU is waited for if the batch did not bring them."""
+        if self._lengths is not None:
+            return list(self._lengths)
+        return self.boundaries.diff().tolist()
+
+    @cached_property
+    def boundaries_on_cpu(self) -> Tensor:
+        """Return the boundaries (N + 1,) int64 on the CPU."""
+        lengths = torch.tensor([0, *self.lengths], dtype=torch.int64)
+        return lengths.cumsum(0)
+
+    @cached_property
+    def long_boundaries(self) -> Tensor:
+        """Return the boundaries (N + 1,) int64 on the device of the batch."""
+        return self.boundaries.long()
+
+    def places_with_gaps(self, tokens: int, gap: int) -> Tensor:
+        """Return the place (tokens,) of each token where `gap` empty places divide documents."""
+        if gap not in self._places_with_gaps:
+            place = torch.arange(tokens, device=self.boundaries.device)
+            document = torch.bucketize(place, self.long_boundaries[1:-1], right=True)
+            self._places_with_gaps[gap] = place + gap * document
+        return self._places_with_gaps[gap]
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Return the documents in groups of one width, in multiples of ROUNDED_TO tokens.
+
+        A row's places after its document repeat the last token; what is computed there is unused.
+        """
+        ends = self.boundaries_on_cpu[1:]
+        by_width: dict[int, list[int]] = {}
+        for document, length in enumerate(self.lengths):
+            width = -(-length // ROUNDED_TO) * ROUNDED_TO
+            by_width.setdefault(width, []).append(document)
+        tokens: list[Tensor] = []
+        places = torch.empty(int(ends[-1]), dtype=torch.int64)
+        first_place = 0
+        for rounded, members in by_width.items():
+            width = min(rounded, max(self.lengths[document] for document in members))
+            last = ends[members][:, None] - 1
+            starts = self.boundaries_on_cpu[members][:, None]
+            indices = starts + torch.arange(width)  # (documents, width)
+            is_inside = indices <= last
+            own_places = first_place + torch.arange(indices.numel()).view_as(indices)
+            places[indices[is_inside]] = own_places[is_inside]
+            tokens.append(indices.minimum(last))
+            first_place += indices.numel()
+        device = self.boundaries.device
+        return Groups(tuple(index.to(device) for index in tokens), places.to(device))
+
+
+class PackedDocuments:
+    """The documents of the batch that a decoder computes, None where it is not packed."""
+
+    def __init__(self) -> None:
+        self.batch: DocumentBatch | None = None
+
+
+def watch_documents(decoder: nn.Module) -> PackedDocuments:
+    """Make a decoder keep the documents of its batch, and return where."""
+    found = vars(decoder).get("packed_documents")
+    if found is not None:
+        return found
+    decoder.packed_documents = PackedDocuments()
+    decoder.register_forward_pre_hook(note_documents, with_kwargs=True)
+    return decoder.packed_documents
+
+
+def note_documents(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a decoder: keep the documents of the batch.
+
+    `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further.
+    """
+    lengths = kwargs.pop("document_lengths", None)
+    boundaries = kwargs.get("cu_seq_lens_q")
+    module.packed_documents.batch = None
+    if boundaries is not None:
+        documents = Documents(boundaries, kwargs.get("max_length_q", 0))
+        module.packed_documents.batch = DocumentBatch(documents, lengths)
+    return args, kwargs
