@@ -1,0 +1,146 @@
+"""Find the token mixers of a decoder that keep a state, and make them start at each document.
+
+Each kind of mixer proves itself before it is used: in one call over packed documents it must give
+the outputs and gradients that it gives document by document, and no document may change with the
+tokens of another.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sft_play.models.fast.documents import DocumentBatch, PackedDocuments, watch_documents
+from sft_play.models.fast.mixer_kernels import rebound
+from sft_play.models.fast.mixers import forward_packed, install_mixer
+from sft_play.models.fast.mixing import (
+    Call,
+    can_measure,
+    find_mixers,
+    is_hidden,
+    kind_of,
+    leaks,
+    likely_mixers,
+    tokens_of,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_PASSES = 3  # a module around a mixer may keep a state of its own
+# Largest relative difference, in the Euclidean norm, of outputs and of gradients
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+TOLERANCE_ON_GPU = 5e-3  # float32: the kernels multiply in TensorFloat-32
+TOLERANCE_IN_16_BITS = 3e-2
+
+
+class NotResettable(Exception):
+    """Raised with the module that keeps a state across documents, whatever is tried."""
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """How many mixers of a decoder start anew at each document."""
+
+    in_one_call: int
+    by_document: int
+
+    @property
+    def count(self) -> int:
+        return self.in_one_call + self.by_document
+
+
+def install_mixers(decoder: nn.Module, zero_stage: int = 0, use_kernels: bool = True) -> Mixers:
+    """Reset every mixer of a decoder at the documents of its packed batches.
+
+    Without `use_kernels` each runs its own code on one document after another.
+    Raises: NotResettable.
+    """
+    packed = watch_documents(decoder)
+    if not can_measure(decoder, zero_stage):
+        modules = likely_mixers(decoder)
+        for module in modules:
+            install_mixer(module, packed, use_kernels)
+        return _counted(modules)
+    for _ in range(MAX_PASSES):
+        found = find_mixers(decoder)
+        if not found:
+            break
+        for call in found:
+            _install_kind(decoder, call, packed, use_kernels)
+    else:
+        name = type(found[0].module).__name__
+        raise NotResettable(f"{name} keeps a state across documents")
+    return _counted(list(decoder.layers.modules()))
+
+
+def _install_kind(
+    decoder: nn.Module, call: Call, packed: PackedDocuments, use_kernels: bool
+) -> None:
+    """Install the mixers that compute as the one of a call does."""
+    name = type(call.module).__name__
+    is_fast = use_kernels and rebound(type(call.module).forward) is not None
+    if is_fast:
+        difference = _difference_in_one_call(call, packed.batch)
+        is_fast = difference <= _tolerance(call)
+        if not is_fast:
+            logger.warning(
+                "%s: packed documents in one call differ by %.2g; it runs them one by one",
+                name,
+                difference,
+            )
+    kind = kind_of(call.module)
+    for module in decoder.layers.modules():
+        if kind_of(module) == kind:
+            install_mixer(module, packed, is_fast)
+    try:
+        does_leak = leaks(call)
+    except RuntimeError as error:
+        raise NotResettable(f"{name} does not run on one document ({error})") from None
+    if does_leak:
+        raise NotResettable(f"{name} keeps a state across documents")
+
+
+def _difference_in_one_call(call: Call, batch: DocumentBatch) -> float:
+    """Return how far all documents in one call are from one after another, relative."""
+    fast = rebound(type(call.module).forward)
+    reference = _output_and_gradients(call, batch, None)
+    found = _output_and_gradients(call, batch, fast)
+    differences = [
+        ((one - two).norm() / two.norm()).item()
+        for one, two in zip(found, reference, strict=True)
+        if two.norm() > 0
+    ]
+    return max(differences)
+
+
+def _output_and_gradients(call: Call, batch: DocumentBatch, fast) -> list[Tensor]:
+    """Return a mixer's output and the gradients of its input and its trained weights, in float32."""
+    trained = [p for p in call.module.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        args = tuple(_leaf(value) for value in call.args)
+        kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
+        hidden = next(value for value in (*args, *kwargs.values()) if is_hidden(value))
+        output = tokens_of(forward_packed(call.module, batch, fast, args, kwargs))
+        direction = torch.linspace(-1, 1, output.numel(), device=output.device)
+        loss = (output.float().flatten() * direction).sum()
+        gradients = torch.autograd.grad(loss, [hidden, *trained], allow_unused=True)
+    found = [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
+    return [tensor.float() for tensor in found]
+
+
+def _leaf(value):
+    return value.detach().requires_grad_() if is_hidden(value) else value
+
+
+def _tolerance(call: Call) -> float:
+    hidden = next(value for value in (*call.args, *call.kwargs.values()) if is_hidden(value))
+    if hidden.dtype.itemsize == 2:
+        return TOLERANCE_IN_16_BITS
+    return TOLERANCE_ON_GPU if hidden.is_cuda else TOLERANCE[hidden.dtype]
+
+
+def _counted(modules: list[nn.Module]) -> Mixers:
+    states = [vars(module)["mixer_state"] for module in modules if "mixer_state" in vars(module)]
+    in_one_call = sum(state.fast is not None for state in states)
+    return Mixers(in_one_call, len(states) - in_one_call)
