@@ -1,14 +1,15 @@
 """Where the documents of a packed batch begin, for modules that their layer does not tell.
 
-Some decoder layers pass `cu_seq_lens_q` on to their modules and others do not. `note_documents`, a
-forward pre-hook of the decoder, therefore keeps the documents of the batch that the decoder
-computes in one `PackedDocuments`, which modules of the decoder read. Checkpointed layers that are
-recomputed in the backward pass read the same batch.
+Some models and layers pass `cu_seq_lens_q` on to their modules and others do not. Forward pre-hooks
+of the model and its decoder therefore keep the documents of the batch in one `PackedDocuments`,
+which modules of the decoder read. Checkpointed layers that are recomputed in the backward pass read
+the same batch.
 
 Legend: B rows, T tokens of a row, N documents, G groups of documents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class DocumentBatch:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Return the tokens of each document. A GPU is waited for if the batch did not bring them."""
+        """Return the tokens of each document; waits for a GPU if the batch did not bring them."""
         if self._lengths is not None:
             return list(self._lengths)
         return self.boundaries.diff().tolist()
@@ -99,33 +100,62 @@ class DocumentBatch:
 
 
 class PackedDocuments:
-    """The documents of the batch that a decoder computes, None where it is not packed."""
+    """The documents of the batch that a model computes, None where it is not packed."""
 
     def __init__(self) -> None:
         self.batch: DocumentBatch | None = None
+        self._is_inside_model = False
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let modules called inside see a batch of rows without documents."""
+        batch = self.batch
+        self.batch = None
+        try:
+            yield
+        finally:
+            self.batch = batch
+
+    def enter_model(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook of a whole model, which may not pass boundaries on to its decoder."""
+        args, kwargs = self.note(module, args, kwargs)
+        self._is_inside_model = True
+        return args, kwargs
+
+    def leave_model(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of a whole model. The documents stay for the backward pass."""
+        self._is_inside_model = False
+
+    def note(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook of a decoder: keep the documents of the batch.
+
+        `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further.
+        """
+        if self._is_inside_model:
+            return args, kwargs
+        passed_on = dict(kwargs)
+        lengths = passed_on.pop("document_lengths", None)
+        boundaries = passed_on.get("cu_seq_lens_q")
+        self.batch = None
+        if boundaries is not None:
+            documents = Documents(boundaries, passed_on.get("max_length_q", 0))
+            self.batch = DocumentBatch(documents, lengths)
+        return args, passed_on
 
 
-def watch_documents(decoder: nn.Module) -> PackedDocuments:
-    """Make a decoder keep the documents of its batch, and return where."""
+def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
+    """Make a model and its decoder keep the documents of their batch, and return where."""
     found = vars(decoder).get("packed_documents")
     if found is not None:
         return found
-    decoder.packed_documents = PackedDocuments()
-    decoder.register_forward_pre_hook(note_documents, with_kwargs=True)
-    return decoder.packed_documents
-
-
-def note_documents(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a decoder: keep the documents of the batch.
-
-    `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further.
-    """
-    lengths = kwargs.pop("document_lengths", None)
-    boundaries = kwargs.get("cu_seq_lens_q")
-    module.packed_documents.batch = None
-    if boundaries is not None:
-        documents = Documents(boundaries, kwargs.get("max_length_q", 0))
-        module.packed_documents.batch = DocumentBatch(documents, lengths)
-    return args, kwargs
+    packed = PackedDocuments()
+    decoder.packed_documents = packed
+    decoder.register_forward_pre_hook(packed.note, with_kwargs=True)
+    if model is not decoder:
+        model.register_forward_pre_hook(packed.enter_model, with_kwargs=True)
+        model.register_forward_hook(packed.leave_model, always_call=True)
+    return packed

@@ -7,13 +7,14 @@ tokens of another.
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.documents import DocumentBatch, PackedDocuments, watch_documents
+from sft_play.models.fast.documents import PackedDocuments, watch_documents
 from sft_play.models.fast.mixer_kernels import rebound
-from sft_play.models.fast.mixers import forward_packed, install_mixer
+from sft_play.models.fast.mixers import Forward, forward_packed, install_mixer
 from sft_play.models.fast.mixing import (
     Call,
     can_measure,
@@ -50,28 +51,39 @@ class Mixers:
         return self.in_one_call + self.by_document
 
 
-def install_mixers(decoder: nn.Module, zero_stage: int = 0, use_kernels: bool = True) -> Mixers:
-    """Reset every mixer of a decoder at the documents of its packed batches.
+def install_mixers(
+    model: nn.Module, decoder: nn.Module, zero_stage: int = 0, use_kernels: bool = True
+) -> Mixers:
+    """Reset every mixer of a model's decoder at the documents of its packed batches.
 
     Without `use_kernels` each runs its own code on one document after another.
     Raises: NotResettable.
     """
-    packed = watch_documents(decoder)
+    packed = watch_documents(model, decoder)
     if not can_measure(decoder, zero_stage):
-        modules = likely_mixers(decoder)
-        for module in modules:
+        for module in likely_mixers(decoder):
             install_mixer(module, packed, use_kernels)
-        return _counted(modules)
+        return _counted(decoder)
+    modes = {module: module.training for module in decoder.modules()}
+    decoder.eval()
+    try:
+        _install_what_leaks(decoder, packed, use_kernels)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return _counted(decoder)
+
+
+def _install_what_leaks(decoder: nn.Module, packed: PackedDocuments, use_kernels: bool) -> None:
+    """Reset mixers from the innermost outwards, until no module leaks."""
     for _ in range(MAX_PASSES):
         found = find_mixers(decoder)
         if not found:
-            break
+            return
         for call in found:
             _install_kind(decoder, call, packed, use_kernels)
-    else:
-        name = type(found[0].module).__name__
-        raise NotResettable(f"{name} keeps a state across documents")
-    return _counted(list(decoder.layers.modules()))
+    name = type(found[0].module).__name__
+    raise NotResettable(f"{name} keeps a state across documents")
 
 
 def _install_kind(
@@ -81,7 +93,7 @@ def _install_kind(
     name = type(call.module).__name__
     is_fast = use_kernels and rebound(type(call.module).forward) is not None
     if is_fast:
-        difference = _difference_in_one_call(call, packed.batch)
+        difference = _difference_in_one_call(call, packed)
         is_fast = difference <= _tolerance(call)
         if not is_fast:
             logger.warning(
@@ -90,7 +102,7 @@ def _install_kind(
                 difference,
             )
     kind = kind_of(call.module)
-    for module in decoder.layers.modules():
+    for module in decoder.modules():
         if kind_of(module) == kind:
             install_mixer(module, packed, is_fast)
     try:
@@ -101,11 +113,11 @@ def _install_kind(
         raise NotResettable(f"{name} keeps a state across documents")
 
 
-def _difference_in_one_call(call: Call, batch: DocumentBatch) -> float:
+def _difference_in_one_call(call: Call, packed: PackedDocuments) -> float:
     """Return how far all documents in one call are from one after another, relative."""
     fast = rebound(type(call.module).forward)
-    reference = _output_and_gradients(call, batch, None)
-    found = _output_and_gradients(call, batch, fast)
+    reference = _output_and_gradients(call, packed, None)
+    found = _output_and_gradients(call, packed, fast)
     differences = [
         ((one - two).norm() / two.norm()).item()
         for one, two in zip(found, reference, strict=True)
@@ -114,14 +126,16 @@ def _difference_in_one_call(call: Call, batch: DocumentBatch) -> float:
     return max(differences)
 
 
-def _output_and_gradients(call: Call, batch: DocumentBatch, fast) -> list[Tensor]:
-    """Return a mixer's output and the gradients of its input and its trained weights, in float32."""
+def _output_and_gradients(
+    call: Call, packed: PackedDocuments, fast: Forward | None
+) -> list[Tensor]:
+    """Return a mixer's output and the gradients of its input and trained weights, in float32."""
     trained = [p for p in call.module.parameters() if p.requires_grad]
     with torch.enable_grad():
         args = tuple(_leaf(value) for value in call.args)
         kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
         hidden = next(value for value in (*args, *kwargs.values()) if is_hidden(value))
-        output = tokens_of(forward_packed(call.module, batch, fast, args, kwargs))
+        output = tokens_of(forward_packed(call.module, packed, fast, args, kwargs))
         direction = torch.linspace(-1, 1, output.numel(), device=output.device)
         loss = (output.float().flatten() * direction).sum()
         gradients = torch.autograd.grad(loss, [hidden, *trained], allow_unused=True)
@@ -129,7 +143,7 @@ def _output_and_gradients(call: Call, batch: DocumentBatch, fast) -> list[Tensor
     return [tensor.float() for tensor in found]
 
 
-def _leaf(value):
+def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_() if is_hidden(value) else value
 
 
@@ -140,7 +154,8 @@ def _tolerance(call: Call) -> float:
     return TOLERANCE_ON_GPU if hidden.is_cuda else TOLERANCE[hidden.dtype]
 
 
-def _counted(modules: list[nn.Module]) -> Mixers:
-    states = [vars(module)["mixer_state"] for module in modules if "mixer_state" in vars(module)]
-    in_one_call = sum(state.fast is not None for state in states)
-    return Mixers(in_one_call, len(states) - in_one_call)
+def _counted(decoder: nn.Module) -> Mixers:
+    states = [vars(module).get("mixer_state") for module in decoder.modules()]
+    installed = [state for state in states if state is not None]
+    in_one_call = sum(state.fast is not None for state in installed)
+    return Mixers(in_one_call, len(installed) - in_one_call)

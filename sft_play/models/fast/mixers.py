@@ -8,8 +8,6 @@ the kernels of `mixer_kernels`, after a proof that both are the same.
 Legend: B rows, T tokens of a row, N documents.
 """
 
-import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -20,11 +18,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sft_play.models.fast.attention import is_unmasked
-from sft_play.models.fast.documents import DocumentBatch, PackedDocuments
+from sft_play.models.fast.documents import PackedDocuments
 from sft_play.models.fast.mixer_kernels import documents_of_call, rebound
 from sft_play.models.fast.norms import is_training
-
-logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
 
@@ -69,12 +65,12 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if batch is None:
         with documents_of_call(None):
             return (state.fast or own)(self, *args, **kwargs)
-    return forward_packed(self, batch, state.fast, args, kwargs)
+    return forward_packed(self, state.packed, state.fast, args, kwargs)
 
 
 def forward_packed(
     module: nn.Module,
-    batch: DocumentBatch,
+    packed: PackedDocuments,
     fast: Forward | None,
     args: tuple,
     kwargs: dict[str, Any],
@@ -85,11 +81,13 @@ def forward_packed(
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     if fast is None:
-        return forward_by_document(module, batch.lengths, args, kwargs)
+        lengths = packed.batch.lengths
+        with packed.hidden():  # from mixers within this one
+            return forward_by_document(module, lengths, args, kwargs)
     rows, tokens = first_tensor(args, kwargs).shape[:2]
     flat_args = tuple(_flatten(value, rows, tokens) for value in args)
     flat_kwargs = {name: _flatten(value, rows, tokens) for name, value in kwargs.items()}
-    with documents_of_call(batch):
+    with documents_of_call(packed.batch):
         output = fast(module, *flat_args, **flat_kwargs)
     return _unflatten(output, rows, tokens)
 

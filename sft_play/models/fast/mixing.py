@@ -60,10 +60,14 @@ def can_measure(decoder: nn.Module, zero_stage: int) -> bool:
 
 
 def find_mixers(decoder: nn.Module) -> list[Call]:
-    """Return one call of each kind of module that keeps a state across documents."""
+    """Return one call of each kind of module that keeps a state across documents.
+
+    The decoder is in evaluation mode: dropout would look like a leak.
+    """
     calls = _calls_of_each_kind(decoder)
-    leaking = {name: call for name, call in calls.items() if leaks(call)}
-    return [call for name, call in leaking.items() if _is_innermost(name, leaking)]
+    leaking = [call for call in calls if leaks(call)]
+    kinds = {kind_of(call.module) for call in leaking}
+    return [call for call in leaking if not _contains(call.module, kinds)]
 
 
 def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
@@ -72,7 +76,7 @@ def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
     They call kernels that are known to keep one, or own a convolution over tokens.
     """
     found: list[nn.Module] = []
-    for module in decoder.layers.modules():
+    for module in decoder.modules():
         has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
         if has_convolution or rebound(type(module).forward) is not None:
             found.append(module)
@@ -129,35 +133,25 @@ def tokens_of(output: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def _calls_of_each_kind(decoder: nn.Module) -> dict[str, Call]:
-    """Run the decoder on packed documents; return a call of each kind by the module's name."""
-    calls: dict[str, Call] = {}
-    names = {module: name for name, module in decoder.layers.named_modules()}
-    kinds: set[tuple] = set()
+def _calls_of_each_kind(decoder: nn.Module) -> list[Call]:
+    """Run a decoder in evaluation mode on packed documents; return a call of each kind."""
+    calls: dict[tuple, Call] = {}
 
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        has_hidden = any(is_hidden(value) for value in (*args, *kwargs.values()))
-        if has_hidden and kind_of(module) not in kinds:
-            kinds.add(kind_of(module))
-            calls[names[module]] = Call(module, args, kwargs)
+        if any(is_hidden(value) for value in (*args, *kwargs.values())):
+            calls.setdefault(kind_of(module), Call(module, args, kwargs))
 
-    handles = [
-        module.register_forward_pre_hook(keep, with_kwargs=True)
-        for module in names
-        if not isinstance(module, nn.ModuleList)
-    ]
+    modules = [module for module in decoder.modules() if module is not decoder]
+    handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     device = next(decoder.parameters()).device
-    modes = {module: module.training for module in decoder.modules()}
-    decoder.eval()
     try:
         decoder(**packed_batch(device, decoder.get_input_embeddings().weight.shape[0]))
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    return calls
+    return list(calls.values())
 
 
-def _is_innermost(name: str, leaking: dict[str, Call]) -> bool:
-    return not any(other.startswith(f"{name}.") for other in leaking)
+def _contains(module: nn.Module, kinds: set[tuple]) -> bool:
+    """Return whether a module within `module` is of one of these kinds."""
+    return any(kind_of(child) in kinds for child in module.modules() if child is not module)
