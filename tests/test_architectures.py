@@ -26,13 +26,10 @@ from sft_play.models.fast.install import uses_varlen_attention
 from sft_play.training.cross_document import check_cross_document
 
 LISTED = [model_type for model_type in MODEL_TYPES if model_type not in OTHERS]
-# Positions that are counted from the mask, or distances that ignore it: packing is refused.
-NEVER_PACKED = ("opt", "bloom")
+# Distances that come with the mask: packing is refused.
+NEVER_PACKED = ("bloom",)
 
-NOT_YET = (
-    *("falcon_h1", "gpt_oss", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_next", "qwen3_5_moe"),
-    *("granitemoehybrid", "nemotron_h", "bamba", "jamba", "mamba2"),
-)
+NOT_YET = ("falcon_h1", "nemotron_h", "mamba2")  # all-linear does not fit them
 
 
 def cases() -> list[Any]:

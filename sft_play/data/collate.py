@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from sft_play.data.packing import padded_width
 from sft_play.data.render import IGNORE_INDEX
 
-Batch = dict[str, torch.Tensor | int]
+Batch = dict[str, torch.Tensor | int | list[int]]
 
 
 class Document(Protocol):
@@ -129,6 +129,7 @@ class PackCollator:
     pad_id: int
     max_seq_len: int
     varlen: bool = False
+    brings_lengths: bool = False  # with varlen: document_lengths too, a list that stays on the CPU
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         width = _batch_width(sequences, self.max_seq_len)
@@ -147,6 +148,8 @@ class PackCollator:
             batch["cu_seq_lens_k"] = boundaries
             batch["max_length_q"] = max(lengths)
             batch["max_length_k"] = max(lengths)
+            if self.brings_lengths:
+                batch["document_lengths"] = lengths
         return batch
 
 

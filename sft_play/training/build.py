@@ -13,7 +13,7 @@ from sft_play.data.store import Split
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
-from sft_play.models.fast.install import uses_varlen_attention
+from sft_play.models.fast.install import has_mixers, uses_varlen_attention
 from sft_play.plan.packing import needs_boundaries
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
@@ -64,7 +64,12 @@ def build_collator(
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
     varlen = needs_boundaries(config.model.attn_implementation, uses_varlen_attention(model))
-    return PackCollator(tokenizer.pad_token_id, config.model.max_seq_len, varlen)
+    return PackCollator(
+        tokenizer.pad_token_id,
+        config.model.max_seq_len,
+        varlen,
+        brings_lengths=has_mixers(model),
+    )
 
 
 def build_evaluator(

@@ -7,7 +7,7 @@ trained the weights.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 
 import torch
@@ -24,6 +24,7 @@ from sft_play.models.fast.activations import activation_of
 from sft_play.models.fast.attention_kernels import LARGEST_FLASH_HEAD
 from sft_play.models.fast.linear_cross_entropy import fuse_loss, why_loss_not_fusable
 from sft_play.models.fast.lora import fuse_lora_linear, why_not_fusable
+from sft_play.models.fast.mixer_install import NotResettable, install_mixers
 from sft_play.models.fast.mlp import lora_mlp
 from sft_play.models.fast.norms import is_training
 from sft_play.plan.fast import (
@@ -99,7 +100,8 @@ def install_fused_kernels(
 
     Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
-    kernels = _install(TrainingSetup(model, config, process, zero_stage))
+    setup = TrainingSetup(model, config, process, zero_stage)
+    kernels = _with_mixers(setup, _install(setup))
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
         raise ConfigError(f"train.fast_path=true: {reason}; set TRAIN_FAST_PATH=auto")
@@ -120,7 +122,12 @@ def fused_kernels_of(model: nn.Module) -> FusedKernels:
 
 def uses_varlen_attention(model: nn.Module) -> bool:
     """Return whether packed batches should have document boundaries."""
-    return "attention" in fused_kernels_of(model).on
+    return "attention" in fused_kernels_of(model).on or has_mixers(model)
+
+
+def has_mixers(model: nn.Module) -> bool:
+    """Return whether modules of a model start anew at each document of a packed batch."""
+    return "mixers" in fused_kernels_of(model).on
 
 
 def base_model_of(model: nn.Module) -> nn.Module:
@@ -150,6 +157,21 @@ def _install(setup: TrainingSetup) -> FusedKernels:
         if reason:
             off[LINEARS_OF_MLP] = reason
     return FusedKernels(on, off)
+
+
+def _with_mixers(setup: TrainingSetup, kernels: FusedKernels) -> FusedKernels:
+    """Start token mixers that keep a state at each document, whether or not kernels are fused.
+
+    After attention: where that keeps documents apart, it is no such mixer.
+    """
+    try:
+        use_kernels = setup.config.train.fast_path is not False
+        mixers = install_mixers(setup.base, setup.decoder, setup.zero_stage, use_kernels)
+    except NotResettable as reason:
+        return replace(kernels, off={**kernels.off, "mixers": str(reason)})
+    if not mixers.count:
+        return kernels
+    return replace(kernels, on={**kernels.on, "mixers": mixers.count})
 
 
 def _install_attention(setup: TrainingSetup) -> int:

@@ -1,0 +1,216 @@
+"""Mixers that keep a state across tokens: packed documents are those alone, whatever the mixer."""
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architecture_steps import Step as TrainedStep
+from architecture_steps import adapted, gap, gradients_of, settings
+from tiny_models import TINY, tiny_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.models.fast import mixer_install, mixer_kernels, mixers
+from sft_play.models.fast.attention import UNMASKED
+from sft_play.models.fast.attention_scoring import Documents
+from sft_play.models.fast.documents import DocumentBatch
+from sft_play.models.fast.mixer_install import NotResettable, install_mixers
+from sft_play.models.fast.mixing import LENGTHS, find_mixers, likely_mixers
+
+# A gated delta rule, a short convolution, Mamba 2 and Mamba
+MIXERS = ("qwen3_next", "lfm2", "bamba", "jamba")
+# Documents of one token, shorter than a convolution is wide, and longer than a chunk of 64
+ROWS = ((5, 1, 2, 70, 3), (17, 1, 1, 31, 24, 2))
+
+
+def documents(lengths: tuple[int, ...], seed: int) -> list[np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(TINY.vocabulary, size=length) for length in lengths]
+
+
+def labels_of(document: np.ndarray) -> np.ndarray:
+    labels = document.copy()
+    labels[0] = IGNORE_INDEX
+    return labels
+
+
+def sequence(row: list[np.ndarray]) -> TokenSequence:
+    lengths = tuple(len(document) for document in row)
+    labels = np.concatenate([labels_of(document) for document in row])
+    return TokenSequence(np.concatenate(row), labels, lengths, sum(lengths))
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+
+
+def step_alone(model: nn.Module) -> TrainedStep:
+    """Return the step of the classes' own code: one document after another."""
+    model.zero_grad()
+    total = 0.0
+    logits: list[Tensor] = []
+    for seed, lengths in enumerate(ROWS):
+        for document in documents(lengths, seed):
+            scores = model(input_ids=torch.from_numpy(document)[None]).logits
+            logits.append(scores[0].detach())
+            if len(document) > 1:
+                loss = summed_loss(scores, torch.from_numpy(labels_of(document))[None])
+                loss.backward()
+                total += loss.item()
+    return TrainedStep(total, logits, gradients_of(model))
+
+
+def packed_step(model: nn.Module, brings_lengths: bool = False) -> TrainedStep:
+    """Return the step of one packed batch of two rows, the second padded."""
+    model.zero_grad()
+    rows = [sequence(documents(lengths, seed)) for seed, lengths in enumerate(ROWS)]
+    batch = PackCollator(0, 128, varlen=True, brings_lengths=brings_lengths)(rows)
+    labels = batch.pop("labels")
+    scores = model(**batch).logits
+    loss = summed_loss(scores, labels)
+    loss.backward()
+    logits: list[Tensor] = []
+    for row, lengths in zip(scores.detach(), ROWS, strict=True):
+        logits += row[: sum(lengths)].split(lengths)
+    return TrainedStep(loss.item(), logits, gradients_of(model))
+
+
+def lora_model(model_type: str) -> Any:
+    return adapted(tiny_model(model_type), settings("lora"))
+
+
+def install(model: Any, **options: Any) -> mixer_install.Mixers:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return install_mixers(base, base.get_decoder(), **options)
+
+
+def first_mixer(model: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if "mixer_state" in vars(module))
+
+
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_packed_documents_are_those_alone(model_type: str) -> None:
+    model = lora_model(model_type)
+    alone = step_alone(model)
+    leaking = gap(alone, packed_step(model))
+    assert leaking.logits > 0.1 and leaking.gradients > 1e-2, "the own code keeps its state"
+
+    mixers_found = install(model)
+    assert mixers_found.in_one_call == 1 and mixers_found.by_document == 0
+    found = gap(alone, packed_step(model))
+    assert found.is_rounding, found
+
+
+def test_mixers_without_known_kernels_run_document_by_document() -> None:
+    model = lora_model("qwen3_next")
+    alone = step_alone(model)
+    assert install(model, use_kernels=False).by_document == 1
+    found = gap(alone, packed_step(model, brings_lengths=True))
+    assert found.is_rounding, found
+
+
+@pytest.mark.parametrize("forgotten", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
+def test_a_state_that_one_call_keeps_is_found_before_training(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(mixer_kernels.KERNELS, forgotten, lambda own: own)
+    mixer_kernels.rebound.cache_clear()
+    model = tiny_model("qwen3_5")
+    with caplog.at_level(logging.WARNING):
+        found = install(model)
+    mixer_kernels.rebound.cache_clear()
+    assert found.by_document == 1 and found.in_one_call == 0
+    assert "Qwen3_5GatedDeltaNet: packed documents in one call differ by" in caplog.text
+
+
+def test_checkpointed_layers_recompute_the_same_documents() -> None:
+    model = lora_model("lfm2")
+    install(model)
+    plain = packed_step(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert gap(plain, packed_step(model)).gradients <= 1e-6
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "falcon_h1", "nemotron_h", "lfm2_moe"])
+def test_where_nothing_can_be_measured_the_same_mixers_look_likely(model_type: str) -> None:
+    model = tiny_model(model_type)
+    install(model)
+    measured = {type(module) for module in model.modules() if "mixer_state" in vars(module)}
+    likely = {type(module) for module in likely_mixers(tiny_model(model_type).get_decoder())}
+    assert likely == measured
+    assert install(tiny_model(model_type), zero_stage=3).count > 0
+
+
+def test_a_model_of_attention_alone_has_no_mixer() -> None:
+    model = tiny_model("llama")
+    install(model)
+    assert find_mixers(model.get_decoder()) == []
+    assert model.training, "the search leaves the model as it was"
+
+
+def test_attention_whose_mask_ignores_documents_runs_one_by_one() -> None:
+    model = tiny_model("gpt_oss")  # makes its masks without the position ids
+    alone = step_alone(model)
+    assert install(model).by_document == 2
+    assert gap(alone, packed_step(model)).is_rounding
+
+
+def test_a_module_that_cannot_be_reset_is_named() -> None:
+    with pytest.raises(NotResettable, match="BloomAttention does not run on one document"):
+        install(tiny_model("bloom"))
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "bamba"])
+def test_evaluation_and_generation_run_the_own_code_with_its_masks(model_type: str) -> None:
+    model = tiny_model(model_type).eval()
+    ids = torch.arange(2, 16).view(2, 7)
+    ids[0, :3] = 0
+    mask = (ids > 0).long()  # padding on the left, as in generation
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, **options)
+    logits = model(ids, attention_mask=mask).logits
+    install(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model(ids, attention_mask=mask).logits, logits)
+
+
+def test_a_training_batch_without_a_mask_reaches_mixers_without_one() -> None:
+    model = tiny_model("mamba2")  # gives its mixers the mask as it comes
+    install(model)
+    ids = torch.arange(2, 16).view(2, 7)
+    expected = model(ids).logits
+    assert torch.equal(model(ids, attention_mask=UNMASKED).logits, expected)
+
+
+def test_a_copy_of_a_model_keeps_its_own_documents() -> None:
+    model = lora_model("lfm2")
+    alone = step_alone(model)
+    install(model)
+    copied = copy.deepcopy(model)
+    assert gap(alone, packed_step(copied)).is_rounding
+    mine = first_mixer(model).mixer_state.packed
+    assert first_mixer(copied).mixer_state.packed is not mine
+    assert mine.batch.lengths == list(LENGTHS)
+
+
+def test_groups_hold_every_token_once() -> None:
+    lengths = [3, 64, 65, 1, 130]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    batch = DocumentBatch(Documents(ends.int(), max(lengths)))
+    tokens = torch.cat([index.flatten() for index in batch.groups.tokens])
+    assert torch.equal(tokens[batch.groups.places], torch.arange(sum(lengths)))
+    assert [tuple(index.shape) for index in batch.groups.tokens] == [(3, 64), (1, 65), (1, 130)]
+    assert batch.places_with_gaps(sum(lengths), gap=3)[:4].tolist() == [0, 1, 2, 6]
+
+
+def test_outputs_that_are_no_tokens_are_dropped() -> None:
+    tokens = torch.ones(1, 2, 4)
+    joined = mixers._join([(tokens, torch.ones(1, 8)), (tokens, torch.ones(1, 8))], [2, 2])
+    assert joined[0].shape == (1, 4, 4) and joined[1] is None
