@@ -19,6 +19,9 @@ from transformers import masking_utils
 from sft_play.models.fast import (
     attention,
     attention_kernels,
+    experts_function,
+    experts_gates,
+    experts_products,
     glu,
     install,
     linear_cross_entropy,
@@ -145,6 +148,47 @@ def glu_backward(*_: Any, **__: Any) -> None:
     """`glu_kernels.backward`: writes into its arguments and allocates nothing."""
 
 
+class FakeGroupedProduct(torch.autograd.Function):
+    """`functional.grouped_mm`, which takes no float32 fake tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor, groups: int) -> Tensor:
+        """Return (S, out) of x (S, in) and matrices (E, in, out); (E, in, out) of two matrices."""
+        ctx.save_for_backward(x, other)
+        if other.dim() == 2:
+            return x.new_empty(groups, x.shape[0], other.shape[1])
+        return x.new_empty(x.shape[0], other.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that are needed."""
+        gradients: list[Tensor | None] = [None, None, None]
+        for index, tensor in enumerate(ctx.saved_tensors):
+            if ctx.needs_input_grad[index]:
+                gradients[index] = torch.empty_like(tensor)
+        return tuple(gradients)
+
+
+def grouped_mm(x: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
+    """`functional.grouped_mm` of two-dimensional x, which allocates only its output."""
+    return FakeGroupedProduct.apply(x, other, len(offs))
+
+
+def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """`experts_routing.sum_choices`: allocates only its output (N, H)."""
+    return parts[0].new_empty(len(rows), parts[0].shape[1])
+
+
+def gate_forward(y: Tensor, *_: Any) -> Tensor:
+    """`experts_gates.clamped_glu_forward`: allocates only its output."""
+    return y.new_empty(len(y), y.shape[1] // 2)
+
+
+def gate_backward(dh: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of a gate of experts: two gradients; dh is overwritten."""
+    return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
+
+
 def nll_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
     """`cross_entropy_kernel.nll_and_gradient_`: allocates a float32 per token."""
     return logits.new_empty(len(logits), dtype=torch.float32).sum()
@@ -180,6 +224,8 @@ class Replacement(NamedTuple):
 # Functions that read the values of tensors, which fake tensors do not have
 VALUE_READERS = (
     Replacement(lora, "dequantize", dequantize),
+    Replacement(experts_products, "dequantize", dequantize),
+    Replacement(functional, "grouped_mm", grouped_mm),
     # tests check this for every model of plan.fast
     Replacement(linear_cross_entropy, "_logits_come_from_head", lambda model, head: True),
     Replacement(attention_kernels, "_attend_by_document", attend_by_document),
@@ -194,6 +240,11 @@ GPU_KERNELS = (
     Replacement(glu, "glu_backward", glu_backward),
     Replacement(mlp, "glu_forward", glu_forward),
     Replacement(mlp, "glu_backward", glu_backward),
+    Replacement(experts_function, "sum_choices", sum_choices),
+    Replacement(experts_gates, "glu_forward", glu_forward),
+    Replacement(experts_gates, "fused_glu_backward", gate_backward),
+    Replacement(experts_gates, "clamped_glu_forward", gate_forward),
+    Replacement(experts_gates, "clamped_glu_backward", gate_backward),
     Replacement(norms, "norm_forward", norm_forward),
     Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
