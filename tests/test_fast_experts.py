@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sft_play.models.fast import experts as experts_module
@@ -59,7 +60,7 @@ def some_experts(model_type: str, targets: str = "both", dtype: torch.dtype = to
 
 def hidden_size(experts: nn.Module) -> int:
     base = unwrap(experts)[1]
-    return experts_module._shape(base.down_proj)[2 if base.is_transposed else 1]
+    return base.down_proj.shape[2 if base.is_transposed else 1]
 
 
 def random_choices() -> Tensor:
@@ -78,7 +79,6 @@ def run(experts: nn.Module, forward: Callable[..., Tensor], choices: Tensor, see
     """Return the output of a forward method and the gradients of inputs and adapters."""
     generator = torch.Generator().manual_seed(seed)
     dtype = unwrap(experts)[1].down_proj.dtype
-    dtype = dtype if dtype.is_floating_point else torch.float32
     size = hidden_size(experts)
     x = torch.randn(len(choices), size, generator=generator).to(dtype).requires_grad_()
     weights = torch.rand(choices.shape, generator=generator).to(dtype).requires_grad_()
@@ -173,19 +173,33 @@ def test_half_precision_is_as_near_to_float32_as_transformers() -> None:
     assert largest_difference(reference, fused(half, choices)) < 1.5 * noise < FAR * 3
 
 
-def test_packed_experts_compute_what_their_dequantised_weights_compute() -> None:
-    experts = some_experts("qwen3_moe")
+class Dequantized(nn.Module):
+    """What own code reads of a packed parameter."""
+
+    def __init__(self, state: QuantState) -> None:
+        super().__init__()
+        self.state = state
+
+    def forward(self, packed: Tensor) -> Tensor:
+        return dequantize_4bit(packed.view(-1, 1), self.state)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_packed_experts_compute_what_their_dequantised_weights_compute(model_type: str) -> None:
+    experts = some_experts(model_type)
     base = unwrap(experts)[1]
     packed: dict[str, Params4bit] = {}
     for name in ("gate_up_proj", "down_proj"):
-        weight = Params4bit(getattr(base, name).data, quant_type="nf4").to("cpu")
-        plain = dequantize_4bit(weight.view(-1, 1), weight.quant_state).float()
-        setattr(base, name, nn.Parameter(plain, requires_grad=False))
-        packed[name] = weight
+        packed[name] = Params4bit(getattr(base, name).data, quant_type="nf4").to("cpu")
+        dequantised = Dequantized(packed[name].quant_state)(packed[name])
+        setattr(base, name, nn.Parameter(dequantised, requires_grad=False))
     choices = random_choices()
     expected = own(experts, choices)
     for name, weight in packed.items():
         setattr(base, name, weight)
+        reader = Dequantized(weight.quant_state)
+        parametrize.register_parametrization(base, name, reader, unsafe=True)
+    assert find_experts(nn.ModuleList([experts])) == [experts]
     assert why_experts_not_fusable(experts) is None
     assert largest_difference(expected, fused(experts, choices)) < EXACT
 

@@ -51,16 +51,22 @@ def is_experts(module: nn.Module) -> bool:
     """Return whether a module holds experts in transformers' form."""
     if not all(hasattr(module, flag) for flag in FLAGS):
         return False
-    for name in (inner_name(module), "down_proj"):
-        weight = getattr(module, name, None)
-        if not isinstance(weight, nn.Parameter) or len(_shape(weight)) != 3:
-            return False
-    return True
+    weights = (weight_of(module, inner_name(module)), weight_of(module, "down_proj"))
+    return all(weight is not None and len(_shape(weight)) == 3 for weight in weights)
 
 
 def inner_name(experts: nn.Module) -> str:
     """Return the name of the parameter that reads the hidden states."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter as it is stored, packed if it is in 4 bits (`models.experts`)."""
+    if name in experts._parameters:
+        return experts._parameters[name]
+    if "parametrizations" not in experts._modules or name not in experts.parametrizations:
+        return None
+    return experts.parametrizations[name].original
 
 
 def why_experts_not_fusable(module: nn.Module) -> str | None:
@@ -103,7 +109,7 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
         if hasattr(parameter, "ds_id"):
             return "weights partitioned by ZeRO-3"
     for name in (inner_name(experts), "down_proj"):
-        weight = getattr(experts, name)
+        weight = weight_of(experts, name)
         if isinstance(weight, Params4bit) and weight.quant_state is None:
             return "4-bit weights in no form to train on"
         count, *features = _shape(weight)
@@ -117,9 +123,8 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
 
 def _shape(weight: Tensor) -> tuple[int, ...]:
     """Return the shape of a weight, also of one that is packed in 4 bits."""
-    if isinstance(weight, Params4bit) and weight.quant_state is not None:
-        return tuple(weight.quant_state.shape)
-    return tuple(weight.shape)
+    state = getattr(weight, "quant_state", None)
+    return tuple(weight.shape if state is None else state.shape)
 
 
 def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
@@ -152,7 +157,7 @@ def _split(
     experts: nn.Module, name: str, wrappers: list[ParamWrapper]
 ) -> tuple[ExpertLinear, tuple[Tensor | None, Tensor | None]]:
     """Return the frozen part of a linear of all experts, and its lora_A and lora_B."""
-    weight = getattr(experts, name)
+    weight = weight_of(experts, name)
     count = _shape(weight)[0]
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     for wrapper in wrappers:
