@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
 from sft_play.errors import ConfigError
+from sft_play.models.expert_quantization import unpack_with_adapter
 from sft_play.models.experts import ExpertWeight, expert_weights, is_linear, routing_linears
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         _wrap(adapted, name)
     for weight in experts:
         _wrap(adapted, weight.module_name, weight.parameter_name)
+        unpack_with_adapter(adapted.base_model.model.get_submodule(weight.module_name))
     cast_adapter_dtype(adapted.base_model, ADAPTER)
     saved = adapted.peft_config[ADAPTER]
     saved.target_parameters = wanted

@@ -5,10 +5,8 @@ parameters of one module, (experts, out, in), or (experts, in, out) where `is_tr
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bitsandbytes.nn import Params4bit
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
@@ -41,20 +39,33 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     """
     found: list[ExpertWeight] = []
     for module_name, module in model.named_modules():
-        if isinstance(module, _ConvNd | ParametrizationList):
-            continue
-        for parameter_name, shape in _shapes(module):
-            if len(shape) == 3 and shape[0] > 1:
-                found.append(ExpertWeight(module_name, parameter_name, tuple(shape)))
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_expert_weight(module, parameter):
+                found.append(ExpertWeight(module_name, name, _true_shape(parameter)))
+        for name in getattr(module, "parametrizations", ()):
+            packed = packed_weight(module, name)
+            if packed is not None:
+                found.append(ExpertWeight(module_name, name, _true_shape(packed)))
     return found
 
 
-def packed_weight(module: nn.Module, name: str) -> Params4bit | None:
-    """Return the 4-bit parameter behind an expert parameter of a module, None if it has none."""
+def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
+    """Return whether a parameter of a module holds one projection of all experts."""
+    if parameter is None or isinstance(module, _ConvNd | ParametrizationList):
+        return False
+    shape = _true_shape(parameter)
+    return len(shape) == 3 and shape[0] > 1
+
+
+def packed_weight(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the 4-bit parameter behind an expert parameter of a module, None if it has none.
+
+    It is bitsandbytes' Params4bit; its `quant_state.shape` is (experts, out, in) or transposed.
+    """
     if "parametrizations" not in module._modules or name not in module.parametrizations:
         return None
     original = module.parametrizations[name].original
-    return original if isinstance(original, Params4bit) else None
+    return original if hasattr(original, "quant_state") else None
 
 
 def routing_linears(model: nn.Module) -> set[str]:
@@ -105,11 +116,8 @@ def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
     return len(classes) == 1 and any(is_linear(part) for part in modules[0].modules())
 
 
-def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the true shapes of a module's own parameters: of 4-bit and ZeRO-3 ones too."""
-    for name, parameter in module.named_parameters(recurse=False):
-        yield name, getattr(parameter, "ds_shape", parameter.shape)
-    for name in getattr(module, "parametrizations", {}):
-        packed = packed_weight(module, name)
-        if packed is not None:
-            yield name, packed.quant_state.shape
+def _true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter, also where it is partitioned (ZeRO-3) or packed."""
+    state = getattr(parameter, "quant_state", None)
+    shape = parameter.shape if state is None else state.shape
+    return tuple(getattr(parameter, "ds_shape", shape))

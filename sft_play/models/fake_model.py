@@ -11,11 +11,12 @@ from bitsandbytes import functional as bnb_functional
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
+from sft_play.models.expert_quantization import ExpertQuantizer, pack
+from sft_play.models.experts import expert_weights
 from sft_play.models.load import weight_dtype
 from sft_play.plan.model_shape import known_config
 
@@ -75,11 +76,15 @@ def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
     """Pack the linear layers that transformers packs at loading, with bitsandbytes' own code."""
     # bitsandbytes creates its table of 8-bit values once, which needs a tensor with data
     bnb_functional.quantize_blockwise(torch.zeros(1))
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer = ExpertQuantizer(quantization, pre_quantized=False)
     quantizer.preprocess_model(model, device_map=None)
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.weight._quantize(torch.device("meta"))
+    for weight in expert_weights(model):
+        module = model.get_submodule(weight.module_name)
+        packed = pack(getattr(module, weight.parameter_name), quantization)
+        setattr(module, weight.parameter_name, packed)
     quantizer.postprocess_model(model)
     bnb.keep_differentiable(model)
 

@@ -3,18 +3,31 @@
 Code after this module works with a transformers model and need not know the backend.
 """
 
+import contextlib
+import logging
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Mxfp4Config,
+    PreTrainedModel,
+)
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
+from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
+from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.packed import dtype_name, log_packed
 from sft_play.process import Process
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrainedModel:
@@ -49,38 +62,89 @@ def load_base(
 
     Raises: EnvironmentFault when weights cannot be loaded or are missing in the files.
     """
-    model_config = config.model
-    options: dict[str, Any] = {"dtype": dtype or weight_dtype(config, process.compute_dtype)}
+    quantization = None
     if config.tuning.mode == "qlora":
         quantization = bnb.quantization_config(config, process.compute_dtype, zero_stage)
-        options["quantization_config"] = quantization
+    base_dtype = dtype or weight_dtype(config, process.compute_dtype)
+    options: dict[str, Any] = {"dtype": base_dtype, "quantization_config": quantization}
+    is_mxfp4 = _stored_format(config) == MXFP4
+    if is_mxfp4:
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     if zero_stage < 3:
         options["device_map"] = {"": process.device}
-    if model_config.attn_implementation != "auto":
-        options["attn_implementation"] = model_config.attn_implementation
+    if config.model.attn_implementation != "auto":
+        options["attn_implementation"] = config.model.attn_implementation
+    with packing_experts(quantization) if quantization else contextlib.nullcontext():
+        model = _from_pretrained(config, options)
+    if is_mxfp4:
+        _finish_mxfp4(model, quantization, base_dtype)
+    if quantization is not None:
+        bnb.keep_differentiable(model)
+        log_packed(model)
+    if model.can_generate():
+        model.generation_config = savable_generation_config(model)
+    return model
+
+
+def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel:
+    """Return transformers' model. Raises EnvironmentFault where a tensor cannot be loaded."""
+    name = config.model.name
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
-            model_config.name,
-            revision=model_config.revision,
-            trust_remote_code=model_config.trust_remote_code,
+            name,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
             output_loading_info=True,
             **options,
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EnvironmentFault(
-            f"model.name={model_config.name}: the weights could not be loaded: {first_line(error)}"
+            f"model.name={name}: the weights could not be loaded: {first_line(error)}"
         ) from error
     missing = sorted(loading_info["missing_keys"])
     if missing:  # transformers would fill them with random numbers and go on
         raise EnvironmentFault(
-            f"model.name={model_config.name}: {len(missing)} tensors are not in its weight files, "
+            f"model.name={name}: {len(missing)} tensors are not in its weight files, "
             f"{missing[0]} first; get the model again"
         )
-    if config.tuning.mode == "qlora":
-        bnb.keep_differentiable(model)
-    if model.can_generate():
-        model.generation_config = savable_generation_config(model)
     return model
+
+
+def _finish_mxfp4(
+    model: PreTrainedModel,
+    quantization: BitsAndBytesConfig | None,
+    dtype: torch.dtype | Literal["auto"],
+) -> None:
+    """Bring a model whose MXFP4 experts were dequantised into the type that training uses.
+
+    transformers dequantises to bfloat16, whatever type was asked for.
+    """
+    if quantization is not None:
+        pack_linears(model, quantization)
+        logger.info("model: MXFP4 experts, packed again as %s", quantization.bnb_4bit_quant_type)
+        return
+    for weight in expert_weights(model):
+        parameter = model.get_parameter(weight.name)
+        if dtype != "auto":
+            parameter.data = parameter.data.to(dtype)
+    logger.info(
+        "model: MXFP4 experts, dequantised to %s: no kernel trains through MXFP4; "
+        "TUNING_MODE=qlora keeps them in 4 bits",
+        dtype_name(parameter.dtype),
+    )
+
+
+def _stored_format(config: Config) -> str | None:
+    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
+    model = config.model
+    try:
+        stored = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError):
+        return None  # loading the weights says why
+    quantization = getattr(stored, "quantization_config", None)
+    return quantization["quant_method"] if quantization else None
 
 
 def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:

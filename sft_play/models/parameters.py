@@ -47,10 +47,16 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     trainable = 0
     total = 0
     for parameter in model.parameters():
-        count = getattr(parameter, "ds_numel", None) or parameter.numel()
-        if hasattr(parameter, "quant_state"):
-            count *= parameter.element_size() * 2  # two 4-bit weights in a byte
+        count = stored_weights(parameter)
         total += count
         if parameter.requires_grad:
             trainable += count
     return ParameterCount(trainable, total)
+
+
+def stored_weights(parameter: nn.Parameter) -> int:
+    """Return the number of weights that a parameter stores: in full where it is partitioned."""
+    count = getattr(parameter, "ds_numel", None) or parameter.numel()
+    if hasattr(parameter, "quant_state"):
+        count *= parameter.element_size() * 2  # two 4-bit weights in a byte
+    return count

@@ -1,0 +1,246 @@
+"""4-bit experts: 3-D parameters packed by bitsandbytes as the weights are loaded.
+
+transformers packs linear layers alone, and leaves the experts, most of the weights, in 16 bits
+without a word. Here they are packed too, one parameter at a time on its device, so that no more
+than one of them is ever there in 16 bits.
+
+A packed parameter is a `Params4bit` whose quant_state has the 3-D shape; `experts.packed_weight`
+finds it. Code that reads the parameter by its name gets it in 16 bits: torch's parametrization
+unpacks it, once in a forward pass. Fused kernels unpack it themselves.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from bitsandbytes import functional as bnb_functional
+from bitsandbytes.nn import Linear4bit, Params4bit
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from sft_play.models.experts import (
+    expert_weights,
+    is_expert_weight,
+    packed_weight,
+    routing_linears,
+)
+
+BNB = "bitsandbytes_4bit"  # transformers' names of the quantizers
+MXFP4 = "mxfp4"
+# bitsandbytes counts the weights of a tensor in 32 bits
+MAX_WEIGHTS = 2**31 - 1
+
+
+class ExpertQuantizer(Bnb4BitHfQuantizer):
+    """transformers' 4-bit quantizer, which packs 3-D experts too and leaves routers alone."""
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """Return whether a parameter is stored in 4 bits."""
+        module, name = get_module_from_name(model, param_name)
+        if _is_packable(module, name):
+            return True
+        return super().param_needs_quantization(model, param_name, **kwargs)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that packs a parameter."""
+        return _PackWeights(self)
+
+    def _process_model_before_weight_loading(self, model: nn.Module, *args: Any, **kwargs: Any):
+        self.routers = sorted(routing_linears(model))
+        super()._process_model_before_weight_loading(model, *args, **kwargs)
+
+    def get_modules_to_not_convert(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Return the names of the modules that stay in 16 bits: head and routers."""
+        return [*super().get_modules_to_not_convert(*args, **kwargs), *self.routers]
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        unpack_on_access(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+class _PackWeights(Bnb4bitQuantize):
+    """Pack the weights of linear layers and of experts."""
+
+    def convert(
+        self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        packed: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            if _is_packable(*get_module_from_name(model, name)):
+                packed[name] = pack(tensor, self.hf_quantizer.quantization_config)
+            else:
+                packed |= super().convert({name: tensor}, model=model, **kwargs)
+        return packed
+
+
+class _PackDequantised(ConversionOps):
+    """Pack the experts that an operation before this one has dequantised."""
+
+    def __init__(self, quantization: BitsAndBytesConfig):
+        self.quantization = quantization
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+        dtype = self.quantization.bnb_4bit_compute_dtype
+        return {
+            name: pack(tensor.to(dtype), self.quantization) for name, tensor in input_dict.items()
+        }
+
+
+@contextlib.contextmanager
+def packing_experts(quantization: BitsAndBytesConfig) -> Iterator[None]:
+    """Let `from_pretrained` pack experts in this context: of 16-bit and of MXFP4 checkpoints."""
+
+    class FromMxfp4(Mxfp4HfQuantizer):
+        def get_weight_conversions(self) -> list[WeightConverter]:
+            converters = super().get_weight_conversions()
+            for converter in converters:
+                converter.operations.append(_PackDequantised(quantization))
+            return converters
+
+    own = {name: AUTO_QUANTIZER_MAPPING[name] for name in (BNB, MXFP4)}
+    AUTO_QUANTIZER_MAPPING.update({BNB: ExpertQuantizer, MXFP4: FromMxfp4})
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING.update(own)
+
+
+def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
+    """Return a weight of any shape in 4 bits, on its device."""
+    packed = Params4bit(
+        weight.detach(),
+        requires_grad=False,
+        compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type,
+        quant_storage=quantization.bnb_4bit_quant_storage,
+    )
+    return packed._quantize(weight.device)
+
+
+def pack_linears(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
+    """Pack the linear layers of a model that was loaded in 16 bits, and mark it as a 4-bit one.
+
+    For checkpoints in another 4-bit format, whose quantizer dequantises what it loads.
+    """
+    quantizer = ExpertQuantizer(quantization, pre_quantized=False)
+    weights: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            weights[name] = module
+    quantizer.preprocess_model(model, device_map=None)  # puts empty 4-bit layers in their place
+    for name, linear in weights.items():
+        layer = model.get_submodule(name)
+        if isinstance(layer, Linear4bit):
+            layer.weight = pack(linear.weight, quantization)
+            layer.bias = linear.bias
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+
+
+def unpack_on_access(model: nn.Module) -> None:
+    """Let every packed parameter be read in 16 bits by its name."""
+    for weight in expert_weights(model):
+        module = model.get_submodule(weight.module_name)
+        parameter = module._parameters.get(weight.parameter_name)
+        if isinstance(parameter, Params4bit):
+            if not parametrize.is_parametrized(module):
+                _cache_in_forward(module)
+            parametrize.register_parametrization(
+                module, weight.parameter_name, _Unpacked(), unsafe=True
+            )
+
+
+class _Unpacked(nn.Module):
+    """The parametrization of a packed parameter."""
+
+    @torch.no_grad()
+    def forward(self, packed: Params4bit) -> Tensor:
+        return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
+
+
+class _WithAdapter(nn.Module):
+    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert."""
+
+    def __init__(self, wrapper: ParamWrapper, adapter: str):
+        super().__init__()
+        self.factors = _factors(wrapper, adapter)
+        self.scaling = wrapper.scaling[adapter]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        left, right = (factor.to(weight.dtype) for factor in self.factors)
+        with torch.autocast(weight.device.type, enabled=False):
+            return torch.baddbmm(weight, left, right, alpha=self.scaling)
+
+
+def unpack_with_adapter(wrapper: ParamWrapper) -> None:
+    """Let PEFT's wrapper add its adapter to a packed parameter in its own forward pass.
+
+    PEFT 0.21 does not find its parametrization behind another one, and would leave one more at
+    every pass. It also unpacks the weight several times where once is enough.
+    """
+    if packed_weight(wrapper.get_base_layer(), wrapper.parameter_name) is not None:
+        wrapper._activate_lora = MethodType(_activate_lora, wrapper)
+
+
+@contextlib.contextmanager
+def _activate_lora(self: ParamWrapper, active_adapters: list[str]) -> Iterator[None]:
+    steps = self.get_base_layer().parametrizations[self.parameter_name]
+    unpacked = len(steps)
+    for adapter in active_adapters:
+        if adapter in self.lora_A:
+            steps.append(_WithAdapter(self, adapter))
+    try:
+        with parametrize.cached():
+            yield
+    finally:
+        del steps[unpacked:]
+
+
+def _factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:
+    """Return the factors of an adapter's change of the weight, in the weight's layout.
+
+    (experts, out, r) and (experts, r, in), or (experts, in, r) and (experts, r, out).
+    """
+    experts = wrapper.num_experts
+    a = wrapper.lora_A[adapter].weight  # (experts * r, in)
+    b = wrapper.lora_B[adapter].weight  # (out, r * experts)
+    a = a.reshape(experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    if wrapper._did_swap_in_out_features:
+        return b, a
+    return a.transpose(1, 2), b.transpose(1, 2)
+
+
+def _cache_in_forward(module: nn.Module) -> None:
+    """Unpack each parameter once in a forward pass of the module, not at every access.
+
+    The hook behind the pass runs in any case: checkpointing leaves its second pass by an exception.
+    """
+    caches: list[contextlib.AbstractContextManager] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        caches.append(parametrize.cached())
+        caches[-1].__enter__()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if caches:
+            caches.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
+
+
+def _is_packable(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters.get(name)
+    return is_expert_weight(module, parameter) and parameter.numel() <= MAX_WEIGHTS

@@ -1,0 +1,169 @@
+"""Experts in 4 bits: packed as they are loaded, read by name, trained through, counted."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes import functional as bnb_functional
+from bitsandbytes.nn import Linear4bit, Params4bit
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from sft_play.config.schema import Config
+from sft_play.models import lora
+from sft_play.models.experts import expert_weights, packed_weight, routing_linears
+from sft_play.models.fake_model import build_on_meta
+from sft_play.models.load import load_base
+from sft_play.models.packed import PackedWeights, packed_weights
+from sft_play.models.parameters import count_parameters
+from sft_play.process import Process
+from sft_play.runs.files import read_json, write_json
+
+CPU = Process.alone(torch.device("cpu"))
+IDS = torch.arange(32)[None] % 50 + 3
+
+
+def base_of(folder: Path, model_type: str, **changes: int) -> Path:
+    model = tiny_model(model_type, **changes)
+    model.generation_config.bos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+def config_of(base: Path, mode: str = "qlora") -> Config:
+    tuning = {"mode": mode, "lora": {"r": 4}}
+    return Config.model_validate({"model": {"name": str(base)}, "tuning": tuning})
+
+
+@torch.no_grad()
+def plain_copy(packed: nn.Module, base: Path) -> nn.Module:
+    """Return the model in float32, with the values that the packed one has."""
+    plain = load_base(config_of(base, "lora"), CPU)
+    for name, module in packed.named_modules():
+        if isinstance(module, Linear4bit):
+            weight = bnb_functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            plain.get_submodule(name).weight.copy_(weight)
+    for weight in expert_weights(packed):
+        owner = packed.get_submodule(weight.module_name)
+        plain.get_parameter(weight.name).copy_(getattr(owner, weight.parameter_name))
+    return plain
+
+
+def with_adapters(model: nn.Module, config: Config) -> nn.Module:
+    torch.manual_seed(0)
+    adapted = lora.add_adapters(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        parameters = dict(adapted.named_parameters())
+        for name in sorted(parameters):
+            parameter = parameters[name]
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
+# (experts, out, in), (experts, in, out), without a gate and beside a linear router
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+def test_experts_are_packed_and_compute_and_train_as_their_values_in_16_bits(
+    model_type: str, tmp_path: Path
+) -> None:
+    base = base_of(tmp_path, model_type)
+    packed = load_base(config_of(base), CPU)
+    for weight in expert_weights(packed):
+        parameter = packed_weight(packed.get_submodule(weight.module_name), weight.parameter_name)
+        assert isinstance(parameter, Params4bit)
+        assert parameter.nbytes * 2 == torch.Size(weight.shape).numel()
+        assert tuple(parameter.quant_state.shape) == weight.shape
+    plain = plain_copy(packed, base)
+    assert count_parameters(packed).total == count_parameters(plain).total
+    for model, mode in ((packed, "qlora"), (plain, "lora")):
+        adapted = with_adapters(model, config_of(base, mode))
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        lists = [m for m in adapted.modules() if isinstance(m, ParametrizationList)]
+        assert all(len(steps) == 1 for steps in lists), "a pass left its adapter behind"
+    expected = dict(plain.named_parameters())
+    for name, parameter in packed.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name].grad)
+    packed.eval(), plain.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(packed(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+def test_routers_stay_in_16_bits_and_the_share_in_4_bits_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "sft_play"):
+        model = load_base(config_of(base_of(tmp_path, "jamba")), CPU)
+    for name in routing_linears(model):
+        assert type(model.get_submodule(name)) is nn.Linear
+    assert "routers" in packed_weights(model).kept
+    assert "of the weights" in caplog.text
+    assert packed_weights(model).total == count_parameters(model).total
+
+
+def test_what_stays_in_16_bits_for_no_known_reason_is_named() -> None:
+    weights = PackedWeights(900, {"routers": 10, "mlp.w1": 80}, torch.bfloat16)
+    assert weights.line() == ("4-bit: 90.9% of the weights; 9.1% stay in bfloat16: routers, mlp.w1")
+    assert weights.unexplained == {"mlp.w1": 80}
+
+
+def test_a_packed_model_moves_between_devices_with_its_constants(tmp_path: Path) -> None:
+    model = load_base(config_of(base_of(tmp_path, "mixtral")), CPU)
+    weight = expert_weights(model)[0]
+    owner = model.get_submodule(weight.module_name)
+    before = getattr(owner, weight.parameter_name)
+    owner.to(torch.device("cpu")).float()
+    assert packed_weight(owner, weight.parameter_name).dtype == torch.uint8
+    torch.testing.assert_close(getattr(owner, weight.parameter_name), before)
+
+
+def test_the_model_without_memory_is_packed_alike(tmp_path: Path) -> None:
+    config = config_of(base_of(tmp_path, "mixtral"))
+    on_meta = build_on_meta(config, torch.float32)
+    loaded = lora.add_adapters(load_base(config, CPU), config)
+    expected = {name: (p.shape, p.dtype) for name, p in loaded.named_parameters()}
+    assert {name: (p.shape, p.dtype) for name, p in on_meta.named_parameters()} == expected
+
+
+def mxfp4_base(folder: Path) -> Path:
+    """Write a gpt-oss whose experts are in MXFP4: 32 4-bit values share one exponent."""
+    base_of(folder, "gpt_oss", intermediate_size=64)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = (experts, outputs, inputs // 32)
+        values = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, generator=generator)
+        exponents = torch.randint(122, 126, blocks, dtype=torch.uint8, generator=generator)
+        weights[f"{name}_blocks"] = values
+        weights[f"{name}_scales"] = exponents
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = read_json(folder / "config.json")
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    write_json(folder / "config.json", config)
+    return folder
+
+
+def test_mxfp4_experts_are_dequantised_for_lora_and_packed_again_for_qlora(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = mxfp4_base(tmp_path)
+    with caplog.at_level(logging.INFO, "sft_play"):
+        plain = load_base(config_of(base, "lora"), CPU)
+    assert "MXFP4 experts, dequantised to float32" in caplog.text
+    packed = load_base(config_of(base), CPU)
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+    assert isinstance(packed.model.layers[0].self_attn.q_proj, Linear4bit)
+    for weight in expert_weights(packed):
+        expected = plain.get_parameter(weight.name)
+        assert expected.abs().max() > 0
+        unpacked = getattr(packed.get_submodule(weight.module_name), weight.parameter_name)
+        assert packed_weight(packed.get_submodule(weight.module_name), weight.parameter_name).nbytes
+        assert (unpacked - expected).abs().max() <= 0.2 * expected.abs().max()
+    adapted = lora.add_adapters(packed, config_of(base))
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    assert adapted.base_model.model.is_loaded_in_4bit
