@@ -9,7 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from sft_play.models import checkpointing
 from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
+from sft_play.models.offloading import IN_FLIGHT, LayerOffloading, Offloaded
 
 LAYERS = 4
 IDS = torch.arange(2 * 24).reshape(2, 24) % 96
@@ -167,3 +169,80 @@ def test_a_model_without_such_layers_checkpoints_in_its_own_way_and_says_so(
     assert not model.is_gradient_checkpointing
     checkpoint_layers(tiny(), 0)
     assert not caplog.text
+
+
+@pytest.fixture
+def offloading(monkeypatch: pytest.MonkeyPatch) -> LayerOffloading:
+    """Offloading of tensors of any size, as `checkpoint_layers` will make it."""
+    made = LayerOffloading(min_bytes=1)
+    monkeypatch.setattr(checkpointing, "LayerOffloading", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("count", [1, 3, LAYERS])
+def test_inputs_from_the_host_give_the_same_gradients(
+    count: int, dropout: float, offloading: LayerOffloading
+) -> None:
+    plain, offloaded = tiny(dropout), tiny(dropout)
+    checkpoint_layers(offloaded, count, offloads=True)
+    expected = gradients(plain)
+    for _ in range(2):  # steps
+        for one, other in zip(expected, gradients(offloaded), strict=True):
+            assert torch.equal(one, other)
+        offloaded.zero_grad()
+
+
+def test_few_inputs_wait_on_the_device_and_each_comes_before_its_layer(
+    offloading: LayerOffloading,
+) -> None:
+    model = tiny()
+    checkpoint_layers(model, LAYERS, offloads=True)
+    saved: list[Offloaded] = []
+    pack, unpack = offloading._pack, offloading._unpack
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor | Offloaded:
+        found = pack(tensor)
+        if isinstance(found, Offloaded):
+            saved.append(found)
+        on_device.append(count())
+        return found
+
+    def unpacked(found: torch.Tensor | Offloaded) -> torch.Tensor:
+        if isinstance(found, Offloaded):
+            number = saved.index(found)
+            is_there.append(found.on_device is not None)
+            order.append(number)
+        return unpack(found)
+
+    def count() -> int:
+        return sum(one.on_device is not None for one in saved)
+
+    on_device: list[int] = []
+    is_there: list[bool] = []
+    order: list[int] = []
+    offloading._pack, offloading._unpack = packed, unpacked
+    gradients(model)
+    assert len(saved) == LAYERS and max(on_device) == IN_FLIGHT
+    assert order == list(reversed(range(LAYERS)))
+    assert all(is_there), "a layer waited for its input, which nobody had fetched"
+    assert count() == 0, "an input stays on the device after the step"
+
+
+def test_offloaded_inputs_are_not_kept_for_backward(offloading: LayerOffloading) -> None:
+    hidden = 32
+    model = tiny()
+    checkpoint_layers(model, LAYERS, offloads=True)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    held = [one for one in offloading._waiting if one.on_device is not None]
+    assert len(held) == IN_FLIGHT
+    assert held[0].on_host.shape == (*IDS.shape, hidden)
+    del loss
+
+
+def test_small_tensors_stay_where_they_are() -> None:
+    offloading = LayerOffloading()
+    small = torch.zeros(4)
+    assert offloading._pack(small) is small
+    numbers = torch.zeros(2**20, dtype=torch.int64)
+    assert offloading._pack(numbers) is numbers

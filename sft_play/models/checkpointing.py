@@ -21,14 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_play.models.offloading import LayerOffloading
+
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
+def checkpoint_layers(model: PreTrainedModel, count: int, offloads: bool = False) -> None:
     """Checkpoint the first `count` decoder layers, and no others.
 
-    In training they save only their input, and recompute the rest in the backward pass. A model
-    without such layers checkpoints in its own way, as a whole.
+    In training they save only their input, and recompute the rest in the backward pass. With
+    `offloads` the inputs are saved in host memory. A model without such layers checkpoints in its
+    own way, as a whole.
 
     Raises: ValueError if the model has no such way either.
     """
@@ -38,9 +41,12 @@ def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
         return
     # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
     # the embeddings require a gradient, and the first layer would compute its input gradient.
+    function = functools.partial(checkpoint, use_reentrant=False)
+    if offloads:
+        function = LayerOffloading().checkpoint
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number < count
-        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = function
 
 
 def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
