@@ -10,8 +10,8 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.plan.batch import smallest
 from sft_play.plan.devices import parse
-from sft_play.plan.inputs import PlanInputs, choose_layout, shortage
-from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
+from sft_play.plan.memory import GIB, offloaded_bytes, step_bytes
 from sft_play.plan.model_shape import load_shape
 from sft_play.plan.ranks import plan_ranks
 
@@ -126,3 +126,41 @@ def test_weights_are_counted_in_the_type_that_they_are_loaded_in(
     planned = plan_for(gpus, *settings)
     parameters = load_shape(planned.config.model.name, None, {}).parameters
     assert planned.plan.memory.phases["load"].weights == weight_bytes * parameters
+
+
+def long_row(budget_gib: float, host_gib: float, **train: Any) -> PlanInputs:
+    """Return the inputs of rows of 65,536 tokens, as they are once offloading is decided."""
+    inputs = inputs_of(budget_gib, **train)
+    model = inputs.config.model.model_copy(update={"max_seq_len": 65_536})
+    config = inputs.config.model_copy(update={"model": model})
+    host_budget = int(host_gib * GIB)
+    return with_offloading(replace(inputs, config=config, host_budget_bytes=host_budget))
+
+
+def gib_without_offloading() -> float:
+    """Return what a row of 65,536 tokens needs with all layers checkpointed."""
+    inputs = long_row(1000, 64, activation_offloading=False, gradient_checkpointing=True)
+    return step_bytes(inputs.step, choose_layout(inputs)).predicted_peak / GIB
+
+
+def test_activations_are_offloaded_where_a_row_does_not_fit_otherwise() -> None:
+    roomy = long_row(1000, host_gib=64)
+    assert roomy.config.train.activation_offloading is False
+    tight = long_row(gib_without_offloading() - 4, host_gib=64)
+    layout = choose_layout(tight)
+    assert tight.config.train.activation_offloading is True and tight.fits(layout)
+    assert offloaded_bytes(tight.step, layout) == layout.checkpointed_layers * 65_536 * 4096 * 2
+
+
+def test_activations_are_not_offloaded_where_that_does_not_help() -> None:
+    tight = gib_without_offloading() - 4
+    on_a_small_host = long_row(tight, host_gib=8)
+    far_too_long = long_row(20, host_gib=64)
+    unchecked = long_row(tight, host_gib=64, gradient_checkpointing=False)
+    for inputs in (on_a_small_host, far_too_long, unchecked):
+        assert inputs.config.train.activation_offloading is False
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_explicit_offloading_is_kept(is_on: bool) -> None:
+    assert long_row(1000, 0, activation_offloading=is_on).step.offload_activations is is_on

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak
 
-from sft_play.plan.memory import GIB, PHASES, PhaseBytes, evaluation_rows, step_bytes
+from sft_play.plan.memory import (
+    GIB,
+    OFFLOADS_IN_FLIGHT,
+    PHASES,
+    PhaseBytes,
+    evaluation_rows,
+    offloaded_bytes,
+    step_bytes,
+)
 from sft_play.plan.model_shape import ModelShape, load_shape
 
 TOKENS = LAYOUT.tokens
@@ -68,6 +76,28 @@ def test_checkpointed_activations_by_hand() -> None:
     assert held().activations == TOKENS * 32 * UNFUSED_LAYER
     expected = TOKENS * (30 * 2 * 4096 + 2 * UNFUSED_LAYER)
     assert held(checkpointed_layers=30).activations == expected
+
+
+def test_offloaded_inputs_are_on_the_host_but_for_two() -> None:
+    offloaded = {"offload_activations": True}
+    expected = TOKENS * (2 * 2 * 4096 + 2 * UNFUSED_LAYER)
+    assert held(checkpointed_layers=30, **offloaded).activations == expected
+    one = TOKENS * (2 * 4096 + 31 * UNFUSED_LAYER)
+    assert held(checkpointed_layers=1, **offloaded).activations == one
+
+
+@pytest.mark.parametrize(("tokens", "rounded_up"), [(2048, 2048), (2049, 4096), (262_144, 262_144)])
+def test_pinned_memory_is_taken_in_powers_of_two(tokens: int, rounded_up: int) -> None:
+    step = replace(STEP, offload_activations=True)
+    layout = replace(LAYOUT, batch_size=1, max_seq_len=tokens, checkpointed_layers=32)
+    assert offloaded_bytes(step, layout) == 32 * rounded_up * 4096 * 2
+    assert offloaded_bytes(STEP, layout) == 0
+
+
+def test_the_inputs_in_flight_are_those_of_the_code() -> None:
+    from sft_play.models.offloading import IN_FLIGHT
+
+    assert OFFLOADS_IN_FLIGHT == IN_FLIGHT
 
 
 def test_the_recomputed_layer_adds_to_the_peak_where_all_are_and_it_outgrows_the_loss() -> None:

@@ -20,13 +20,14 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models import fake_kernels
+from sft_play.models import checkpointing, fake_kernels, offloading
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_model import build_on_meta, materialize
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.linear_cross_entropy import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.memory_tracker import storage_bytes
+from sft_play.models.offloading import LayerOffloading
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.models.step_meter import OPTIMIZERS, StepMeter, StepSetup, measure_step, state_bytes
 from sft_play.models.trace import setup_of, trace_step
@@ -100,6 +101,20 @@ MODES_AND_NAMES = [
     *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
     *(pytest.param("full", name, marks=pytest.mark.long) for name in ARCHITECTURES),
 ]
+
+
+def test_a_trace_does_not_count_what_is_offloaded(
+    folder_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "LayerOffloading", lambda: LayerOffloading(min_bytes=1))
+    monkeypatch.setattr(offloading, "IN_FLIGHT", 0)
+    kept = []
+    for is_on in (False, True):
+        step = step_for(folder_of("llama"), layers=2, activation_offloading=is_on)
+        kept.append(trace_step(replace(step, device="cuda")).activations)
+    inputs = 2 * 3 * 24 * SIZES["hidden_size"] * 4
+    placeholders = 2 * 4
+    assert kept[0] - kept[1] == inputs - placeholders
 
 
 @pytest.mark.parametrize(("mode", "name"), MODES_AND_NAMES)

@@ -76,6 +76,7 @@ ELSEWHERE = {
     "packing": "build.build_trainer",
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
+    "activation_offloading": "plan.inputs, models.offloading",
     "fast_path": "models.load",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "callbacks.StopAfter",

@@ -92,6 +92,8 @@ SAME_SETTING = {
     # speed and memory
     "activation_checkpointing": "train.gradient_checkpointing",
     "use_gradient_checkpointing": "train.gradient_checkpointing",
+    "enable_activation_offloading": "train.activation_offloading",
+    "offload_activations": "train.activation_offloading",
     "bfloat16": "train.bf16",
     "use_bf16": "train.bf16",
     "float16": "train.fp16",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import masking_utils
 
+from sft_play.models import offloading
 from sft_play.models.fast import (
     attention,
     attention_kernels,
@@ -213,6 +214,11 @@ def is_autocast_enabled(device_type: str = "cpu") -> bool:
     return _is_autocast_enabled(device_type)
 
 
+def host_buffer(tensor: Tensor) -> Tensor:
+    """`offloading.host_buffer`, with its shape but without its bytes: they are not the GPU's."""
+    return tensor.new_empty(1).expand(tensor.shape)
+
+
 class Replacement(NamedTuple):
     """A function of a module, and the fake that replaces it."""
 
@@ -248,6 +254,8 @@ GPU_KERNELS = (
     Replacement(norms, "norm_forward", norm_forward),
     Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
+    Replacement(offloading, "host_buffer", host_buffer),
+    Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
     Replacement(torch.cuda, "get_device_capability", lambda device=None: install.MIN_CAPABILITY),
 )
 

@@ -60,5 +60,6 @@ def trace_step(setup: StepSetup) -> MeasuredStep:
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
         materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
         install_fused_kernels(model, config, process, setup.zero_stage)
-        checkpoint_layers(model, setup.checkpointed_layers)
+        offloads = setup.on_gpu and config.train.activation_offloading is True
+        checkpoint_layers(model, setup.checkpointed_layers, offloads)
         return measure_step(model.train(), setup)

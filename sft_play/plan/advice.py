@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.inputs import PlanInputs, choose_layout
-from sft_play.plan.memory import step_bytes
+from sft_play.plan.memory import offloaded_bytes, step_bytes
 from sft_play.plan.speed import Speed
 
 MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
@@ -124,6 +124,10 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     if train.gradient_checkpointing is False:
         automatic = _with(inputs, "train", gradient_checkpointing="auto")
         yield Option("TRAIN_GRADIENT_CHECKPOINTING=auto", automatic, "checkpointing")
+    offloaded = _with(inputs, "train", activation_offloading=True)
+    host_bytes = offloaded_bytes(offloaded.step, choose_layout(offloaded))
+    if 0 < host_bytes <= inputs.host_budget_bytes and not inputs.step.offload_activations:
+        yield Option("TRAIN_ACTIVATION_OFFLOADING=true", offloaded, "offloading")
     yield from _zero_options(inputs, gpu_count)
     if tuning.mode == "full":
         yield from _options_of_full(inputs)

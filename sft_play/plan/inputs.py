@@ -1,6 +1,6 @@
 """What a plan is made from: config, model, processes and devices. Pure: no torch, no I/O."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sft_play.config.backends import backend_of
@@ -32,6 +32,7 @@ class PlanInputs:
     offload_weights: bool  # of ZeRO-3
     budget_bytes: int  # that one rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
+    host_budget_bytes: int = 0  # that one rank may take beside its GPU
 
     @cached_property
     def request(self) -> BatchRequest:
@@ -89,7 +90,19 @@ class PlanInputs:
             eval_batch_size=eval_batch_size,
             generates=train.predict_with_generate,
             offload_weights=self.offload_weights,
+            offload_activations=self.offloads_activations,
         )
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether inputs of checkpointed layers go to the host."""
+        return self.config.train.activation_offloading is True and self.can_offload_activations
+
+    @property
+    def can_offload_activations(self) -> bool:
+        """Whether activation_offloading does anything here."""
+        is_gpu = self.ranks.device == "cuda"
+        return is_gpu and backend_of(self.config).recomputes_by_layer
 
     @property
     def card(self) -> cards.Card | None:
@@ -117,6 +130,30 @@ def choose_layout(inputs: PlanInputs) -> Layout:
 
     chosen = batch.choose(inputs.request, peak_bytes, inputs.budget_bytes)
     return chosen or batch.smallest(inputs.request)
+
+
+def with_offloading(inputs: PlanInputs) -> PlanInputs:
+    """Return the inputs with train.activation_offloading decided where it is auto.
+
+    It is on where no layout fits without it, and one does with it, on the GPU and on the host.
+    """
+    train = inputs.config.train
+    if train.activation_offloading != "auto":
+        return inputs
+    without = _with_offloading_set(inputs, False)
+    if inputs.fits(choose_layout(without)) or not inputs.can_offload_activations:
+        return without
+    offloaded = _with_offloading_set(inputs, True)
+    layout = choose_layout(offloaded)
+    host_bytes = memory.offloaded_bytes(offloaded.step, layout)
+    if not offloaded.fits(layout) or host_bytes > inputs.host_budget_bytes:
+        return without
+    return offloaded
+
+
+def _with_offloading_set(inputs: PlanInputs, is_on: bool) -> PlanInputs:
+    train = inputs.config.train.model_copy(update={"activation_offloading": is_on})
+    return replace(inputs, config=inputs.config.model_copy(update={"train": train}))
 
 
 def shortage(inputs: PlanInputs, layout: Layout) -> str | None:

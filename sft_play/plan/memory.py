@@ -32,6 +32,7 @@ GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, beside the al
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 LOSS_CHUNK_BYTES = int(0.25 * GIB)  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
+OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: offloading.IN_FLIGHT
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
@@ -308,11 +309,25 @@ def _evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
 def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     """Return the activations that are kept when the backward pass begins.
 
-    A checkpointed layer keeps its input alone.
+    A checkpointed layer keeps its input alone. Offloaded, all but two of them are on the host.
     """
     kept_layers = step.model.layers - layout.checkpointed_layers
-    inputs = layout.checkpointed_layers * step.compute_bytes * step.model.hidden
+    kept_inputs = layout.checkpointed_layers
+    if step.offload_activations:
+        kept_inputs = min(OFFLOADS_IN_FLIGHT, kept_inputs)
+    inputs = kept_inputs * step.compute_bytes * step.model.hidden
     return layout.tokens * (kept_layers * layer_bytes_per_token(step) + inputs)
+
+
+def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return the bytes of host memory that activation offloading takes on one rank.
+
+    torch rounds each pinned allocation up to a power of two.
+    """
+    if not step.offload_activations:
+        return 0
+    one_input = layout.tokens * step.compute_bytes * step.model.hidden
+    return layout.checkpointed_layers * (1 << (one_input - 1).bit_length())
 
 
 def _transient_bytes(step: StepSpec, layout: Layout) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from sft_play.config.backends import backend_of
 from sft_play.config.layers import displayed
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config, env_name
@@ -27,6 +28,7 @@ KEEP_CHECKPOINTS = {
     "train.grad_accum",
     "train.eval_batch_size",
     "train.gradient_checkpointing",
+    "train.activation_offloading",
 }
 
 
@@ -135,12 +137,19 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
         return _halved(plan)
     if is_micro_batch and plan.checkpointing != "full":
         return {"train.gradient_checkpointing": True}
+    if is_micro_batch and _can_offload_activations(config, plan):
+        return {"train.activation_offloading": True}
     depends_on_rows = is_micro_batch or phase == "evaluation"
     if depends_on_rows and config.model.max_seq_len > 1:
         return {"model.max_seq_len": config.model.max_seq_len // 2}
     if config.tuning.mode == "lora":  # what is held whatever the rows are
         return {"tuning.mode": "qlora"}
     return {}
+
+
+def _can_offload_activations(config: Config, plan: RunPlan) -> bool:
+    is_possible = plan.ranks.device == "cuda" and backend_of(config).recomputes_by_layer
+    return is_possible and not plan.step.offload_activations
 
 
 def _halved(plan: RunPlan) -> dict[str, object]:

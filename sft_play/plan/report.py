@@ -11,7 +11,7 @@ from sft_play.config.backends import backend_of
 from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
+from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, offloaded_bytes
 from sft_play.plan.precision import DTYPE_NAMES, precision
 from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.resolve import RESERVE
@@ -37,6 +37,8 @@ def plan_line(planned: PlannedRun) -> str:
     checkpointing: str = plan.checkpointing
     if checkpointing == "selective":
         checkpointing += f":{layout.checkpointed_layers}/{plan.step.model.layers}"
+    if plan.step.offload_activations:
+        checkpointing += ",offloaded"
     return (
         f"plan device={plan.ranks.device} world={layout.world_size} "
         f"strategy={plan.ranks.strategy}{zero} "
@@ -298,7 +300,11 @@ def _checkpointing(plan: RunPlan) -> str:
     which = "all"
     if plan.checkpointing == "selective":
         which = f"the first {plan.layout.checkpointed_layers} of"
-    return f"{which} {plan.step.model.layers} layers are computed again in the backward pass"
+    where = ""
+    if plan.step.offload_activations:
+        held = offloaded_bytes(plan.step, plan.layout) / GIB
+        where = f"; their inputs wait in {held:.1f} GiB of host memory for each GPU"
+    return f"{which} {plan.step.model.layers} layers are computed again in the backward pass{where}"
 
 
 def _packing(plan: RunPlan) -> str:

@@ -13,7 +13,7 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import advice, memory, recipe, sources
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.inputs import PlanInputs, choose_layout, shortage
+from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
 from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.packing import resolve_packing
@@ -114,11 +114,14 @@ def _resolve(
         offload_weights=offload_weights,
         budget_bytes=_budget_bytes(hardware, ranks),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.per_node]),
+        host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
     )
     _refuse_combinations(loaded, inputs)
+    inputs = with_offloading(inputs)
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, model)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
+    warnings += _offloading_warnings(inputs, layout)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
     plan = RunPlan(
@@ -183,6 +186,22 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
         f"{loaded.described('train.effective_batch_size')} becomes {rows}: train.batch_size="
         f"{layout.batch_size} x world={layout.world_size} x train.grad_accum={layout.grad_accum}; "
         f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
+    ]
+
+
+def _offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Say where activations that shall be offloaded have no room on the host, or need none."""
+    if inputs.config.train.activation_offloading is not True:
+        return []
+    if not inputs.can_offload_activations:
+        return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
+    host_bytes = memory.offloaded_bytes(inputs.step, layout)
+    if host_bytes <= inputs.host_budget_bytes:
+        return []
+    return [
+        f"train.activation_offloading=true needs {host_bytes / memory.GIB:.1f} GiB of host memory "
+        f"for each process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set a "
+        "smaller MODEL_MAX_SEQ_LEN"
     ]
 
 
@@ -260,6 +279,7 @@ def _resolved(
     train = config.train
     settings: dict[str, object] = {
         "packing": plan.packing,
+        "activation_offloading": plan.step.offload_activations,
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "ddp_timeout": train.ddp_timeout or _nccl_timeout(environ),

@@ -26,6 +26,7 @@ class StepSpec:
     generates: bool = False  # evaluations answer with a key-value cache
     offload_weights: bool = False  # ZeRO-3's, to the host
     adapter_options: AdapterOptions = PLAIN
+    offload_activations: bool = False  # inputs of checkpointed layers, to the host
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
 
     @property

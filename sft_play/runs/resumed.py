@@ -31,6 +31,7 @@ PLANNED_ANEW = (
     "train.batch_size",
     "train.grad_accum",
     "train.gradient_checkpointing",
+    "train.activation_offloading",
     "train.eval_batch_size",
     "train.generation_max_new_tokens",
     "train.packing",

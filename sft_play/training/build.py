@@ -32,7 +32,7 @@ def build_trainer(
     config = context.config
     layout = context.plan.layout
     if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
-        checkpoint_layers(model, layout.checkpointed_layers)
+        checkpoint_layers(model, layout.checkpointed_layers, context.plan.step.offload_activations)
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     speed = EvalSpeedCallback()

@@ -101,7 +101,7 @@ class Probe:
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
         if self.request.recomputes_by_layer:  # other backends set it up when they load
-            checkpoint_layers(self.trainer.model, layers)
+            checkpoint_layers(self.trainer.model, layers, self.step.offload_activations)
 
     @property
     def _may_step_optimizer(self) -> bool:

@@ -143,6 +143,12 @@ class TrainSection(Section):
         description="Recompute activations in the backward pass; true does so for all layers, auto "
         "for as few as the memory estimate needs (backend unsloth: all or none).",
     )
+    activation_offloading: bool | Auto = Field(
+        "auto",
+        description="Keep the inputs of checkpointed layers in host memory between forward and "
+        "backward pass: the same result, for long rows on a GPU. auto is on where a step does not "
+        "fit otherwise and the host has the memory (backend unsloth: ignored).",
+    )
     fast_path: bool | Auto = Field(
         "auto",
         description="Compute with fused kernels: the same result in less time and memory. auto is "
