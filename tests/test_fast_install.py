@@ -318,10 +318,11 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
     ]
 
 
-def test_gemma_2_keeps_its_capped_attention() -> None:
-    installed = make(plain_model("gemma2"))
-    assert "attention" not in installed.on and {"linears", "mlp", "loss"} <= installed.on.keys()
-    assert "gemma2 computes it in another way" in installed.line()
+def test_gemma_2_keeps_its_own_code_around_our_attention() -> None:
+    model = plain_model("gemma2")
+    installed = make(model)
+    assert {"attention", "linears", "mlp", "loss"} == installed.on.keys()
+    assert "forward" not in vars(model.get_base_model().model.layers[0].self_attn)
 
 
 def test_dropout_of_adapters_keeps_their_linears_plain() -> None:
@@ -359,13 +360,15 @@ def test_the_user_has_the_last_word() -> None:
     )
 
 
-def test_an_architecture_that_nobody_looked_at_trains_as_it_is() -> None:
+def test_an_architecture_of_another_structure_fuses_what_fits() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config)
-    assert make(model, "full").on == {} and "gpt2" in fused_kernels_of(model).off["fused kernels"]
-    with pytest.raises(ConfigError, match=r"train.fast_path=true: .*gpt2.*TRAIN_FAST_PATH=auto"):
-        make(model, "full", fast_path=True)
+    assert make(model, "full", zero_stage=3).on == {}
+    with pytest.raises(ConfigError, match=r"train.fast_path=true: .*TRAIN_FAST_PATH=auto"):
+        make(model, "full", zero_stage=3, fast_path=True)
+    assert make(model, "full").on == {"loss": 1}
+    assert "dropout of 0.1" in fused_kernels_of(model).off["attention"]
 
 
 def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:

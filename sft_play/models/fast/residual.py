@@ -10,6 +10,7 @@ weight needs sums over all tokens.
 Legend: N tokens, H features.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,17 +20,52 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.fast.norms import NormKind, epsilon, is_training
 
 
-def layer_forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """Forward method of a decoder layer like Llama's: fused in training, its class's own otherwise.
+@dataclass(frozen=True)
+class LayerRoles:
+    """The names of a pre-norm layer's children.
+
+    The layer computes h += m block1(norm1(h)), and then h += m block2(norm2(h)).
+    """
+
+    norm1: str
+    block1: str  # attention or another mixer of tokens
+    norm2: str
+    block2: str  # MLP or experts
+    is_tuple1: bool  # whether block1 returns its output in a tuple
+    is_tuple2: bool
+    multiplier: float = 1.0  # m
+    arguments: tuple[tuple[str, str], ...] = ()  # of block1: its name, and the layer's name for it
+    passes_more: bool = False  # the layer passes arguments that it does not know to block1
+
+    def arguments_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what block1 is called with besides its input, of the arguments of the layer."""
+        chosen = {name: kwargs[given] for name, given in self.arguments if given in kwargs}
+        if self.passes_more:
+            known = {given for _, given in self.arguments}
+            chosen |= {name: value for name, value in kwargs.items() if name not in known}
+        return chosen
+
+
+def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Forward method of a pre-norm decoder layer: fused in training, its class's own otherwise.
 
     Shapes: (B, T, H) to (B, T, H).
     """
-    if not is_training(self):
-        return type(self).forward(self, hidden_states, **kwargs)
-    normed, stream = add_norm(hidden_states, None, self.input_layernorm, self.norm_kind)
-    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-    normed, stream = add_norm(attended, stream, self.post_attention_layernorm, self.norm_kind)
-    return stream + self.mlp(normed)
+    if args or not is_training(self):
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    roles: LayerRoles = self.fused_roles
+    norm1 = getattr(self, roles.norm1)
+    norm2 = getattr(self, roles.norm2)
+    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind)
+    mixed = getattr(self, roles.block1)(hidden_states=normed, **roles.arguments_of(kwargs))
+    mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
+    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind)
+    output = getattr(self, roles.block2)(normed)
+    return stream + _scaled(output[0] if roles.is_tuple2 else output, roles.multiplier)
+
+
+def _scaled(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1.0 else x * multiplier
 
 
 def add_norm(

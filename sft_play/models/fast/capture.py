@@ -1,0 +1,206 @@
+"""Real inputs of the modules of a decoder, to prove fused code on.
+
+Modules that cannot differ form a kind: same class, attributes, shapes and children. The decoder
+runs twice on a few tokens with the model's own code, on two documents packed to one row and on an
+unpacked batch, and the inputs of the first module of each kind are kept.
+
+Legend: B rows, T tokens of a row, N documents.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sft_play.models.fast.attention_scoring import Documents
+from sft_play.process import Process
+
+Kind = int  # the number of a kind of modules
+
+PACKED = "packed"
+PLAIN = "plain"
+FIRST_DOCUMENT = 5  # tokens of the first of two packed documents
+SECOND_DOCUMENT = 19  # more where a window is longer
+PAST_WINDOW = 8  # tokens of a document beyond the longest window
+SEED = 0
+# Attributes that differ from layer to layer without a difference in what is computed
+# (PEFT's kwargs hold the name of the layer)
+IGNORED_ATTRIBUTES = frozenset({"training", "layer_idx", "gradient_checkpointing", "kwargs"})
+
+
+class Call(NamedTuple):
+    """The arguments of one forward call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A module of a kind, and its inputs in the packed and in the unpacked batch."""
+
+    module: nn.Module
+    calls: dict[str, Call]
+
+
+@dataclass(frozen=True)
+class ProofInputs:
+    """The inputs of one module of each kind of a decoder."""
+
+    samples: dict[Kind, Sample]
+    kinds: dict[nn.Module, Kind]
+    documents: Documents
+
+
+def kinds_of(root: nn.Module, config: PretrainedConfig) -> dict[nn.Module, Kind]:
+    """Return the kind of every module under `root`, itself included."""
+    kinds: dict[nn.Module, Kind] = {}
+    numbers: dict[tuple[Any, ...], Kind] = {}
+
+    def visit(module: nn.Module) -> Kind:
+        if module not in kinds:
+            children = tuple((name, visit(child)) for name, child in module.named_children())
+            own = (type(module), _attributes(module), _tensors(module))
+            signature = (*own, _config_of_layer(module, config), children)
+            kinds[module] = numbers.setdefault(signature, len(numbers))
+        return kinds[module]
+
+    visit(root)
+    return kinds
+
+
+def _attributes(module: nn.Module) -> tuple[Any, ...]:
+    """Return the simple attributes of a module, by name."""
+    found = []
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in IGNORED_ATTRIBUTES:
+            continue
+        simple = _simple(value)
+        if simple is not None:
+            found.append((name, simple))
+    return tuple(found)
+
+
+def _simple(value: Any) -> Any:
+    """Return a number, text, function or a container of them in a form to compare, else None."""
+    if isinstance(value, bool | int | float | str):
+        return (type(value), value)
+    if isinstance(value, list | tuple):
+        return tuple(_simple(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((str(name), _simple(item)) for name, item in value.items())
+    return getattr(value, "__qualname__", None)
+
+
+def _tensors(module: nn.Module) -> tuple[Any, ...]:
+    """Return what is known of a module's own parameters without their values."""
+    found = []
+    for name, parameter in module.named_parameters(recurse=False):
+        form = (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        found.append(form)
+    return tuple(found)
+
+
+def _config_of_layer(module: nn.Module, config: PretrainedConfig) -> tuple[Any, ...]:
+    """Return the items of a config's lists that belong to a module's layer."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        return ()
+    found = []
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers:
+            found.append((name, _simple(value[layer])))
+    return tuple(found)
+
+
+def capture(base: PreTrainedModel, process: Process, longest_row: int | None) -> ProofInputs:
+    """Return the inputs of one module of each kind, of two runs of the decoder's own code.
+
+    No row has more tokens than `longest_row`. Call it before anything is installed.
+    """
+    decoder = base.get_decoder()
+    kinds = kinds_of(decoder, base.config.get_text_config())
+    firsts: dict[Kind, nn.Module] = {}
+    calls: dict[Kind, dict[str, Call]] = {}
+    batches, documents = _batches(base, process.device, longest_row)
+    for name, inputs in batches.items():
+        with _recording(decoder, kinds, firsts, calls, name), as_it_was(decoder, process.device):
+            decoder.eval()
+            with torch.no_grad(), process.autocast():
+                decoder(**inputs, use_cache=False)
+    samples = {kind: Sample(module, calls[kind]) for kind, module in firsts.items()}
+    return ProofInputs(samples, kinds, documents)
+
+
+def _batches(
+    base: PreTrainedModel, device: torch.device, longest_row: int | None
+) -> tuple[dict[str, dict[str, Tensor]], Documents]:
+    """Return a packed row of two documents and an unpacked batch of two rows."""
+    second = SECOND_DOCUMENT
+    window = _longest_window(base)
+    if window is not None:
+        beyond = window + PAST_WINDOW
+        second = max(second, min(beyond, longest_row or beyond))
+    lengths = (FIRST_DOCUMENT, second)
+    vocabulary = base.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw(rows: int, tokens: int) -> Tensor:
+        return torch.randint(vocabulary, (rows, tokens), generator=generator).to(device)
+
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    packed = {"input_ids": draw(1, sum(lengths)), "position_ids": positions}
+    starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    batches = {PACKED: packed, PLAIN: {"input_ids": draw(2, second)}}
+    return batches, Documents(starts, max(lengths))
+
+
+def _longest_window(base: PreTrainedModel) -> int | None:
+    """Return the tokens of the longest sliding window or chunk that the model's config names."""
+    config = base.config.get_text_config()
+    names = ("sliding_window", "attention_chunk_size")
+    windows = [getattr(config, name, None) for name in names]
+    return max((window for window in windows if isinstance(window, int)), default=None)
+
+
+@contextlib.contextmanager
+def _recording(
+    decoder: nn.Module,
+    kinds: dict[nn.Module, Kind],
+    firsts: dict[Kind, nn.Module],
+    calls: dict[Kind, dict[str, Call]],
+    batch: str,
+) -> Iterator[None]:
+    """Keep the inputs of the first module of each kind that runs."""
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = kinds[module]
+        if firsts.setdefault(kind, module) is module:
+            # a later call of the same pass would be one of another input
+            calls.setdefault(kind, {}).setdefault(batch, Call(args, dict(kwargs)))
+
+    hooks = []
+    for module in decoder.modules():
+        hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the training mode of every submodule, and the state of the random generators."""
+    modes = [(child, child.training) for child in module.modules()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for child, mode in modes:
+            child.training = mode

@@ -1,0 +1,307 @@
+"""What a module computes, found from its structure and its class's own code; no list of names.
+
+The code of a module's class runs on a shallow copy whose children are replaced by simple functions,
+on a few float64 numbers on the CPU, and its result is compared with the formula that a fused module
+computes. Weights are not read: this works on the meta device and in a trace too. `proof` then runs
+the fused module itself, with its weights, on its device.
+"""
+
+import copy
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from sft_play.models.fast.activations import Activation, activation_of, sigmoid_argument
+from sft_play.models.fast.norms import NormKind, epsilon
+from sft_play.models.fast.residual import LayerRoles, Reference
+from sft_play.models.fast.rope import rotate_reference
+
+# What a class's own code may raise when it is called on children that it does not expect
+MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
+NORM_KINDS = (
+    NormKind("llama", 0.0, in_place=False),
+    NormKind("gemma", 1.0, in_place=False),
+    NormKind("gemma", 0.0, in_place=False),
+    NormKind("llama", 1.0, in_place=False),
+)
+# Share of a norm's outputs that may round to the number beside the formula's: the order of its
+# products is its own. Casting at another place changes a third of them.
+OTHER_ROUNDING = 0.02
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """The names of a gated MLP's linears: down(act(gate(x)) * up(x))."""
+
+    gate: str
+    up: str | None  # None where `gate` computes both, gate's features first
+    down: str
+    activation: Activation
+
+
+class Stub(nn.Module):
+    """A child that computes a simple function, and keeps the keyword arguments of its call."""
+
+    def __init__(self, function: Callable[[Tensor], Any]):
+        super().__init__()
+        self.function = function
+        self.kwargs: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """Return the function of the input, and keep the other arguments."""
+        self.kwargs = kwargs
+        return self.function(hidden_states)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, with or without an adapter."""
+    if isinstance(module, ModulesToSaveWrapper):
+        module = module.original_module
+    if isinstance(module, LoraLayer):
+        module = module.get_base_layer()
+    return isinstance(module, nn.Linear)
+
+
+def with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+    """Return a shallow copy of a module with other children, which runs its class's own code."""
+    copied = copy.copy(module)
+    vars(copied)["_modules"] = {**module._modules, **children}
+    vars(copied).pop("forward", None)
+    return copied
+
+
+def own_result(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return what the code of a module's class computes, None if it does not fit the arguments."""
+    with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            return type(module).forward(module, *args, **kwargs)
+        except MISFITS:
+            return None
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Return normal random numbers on the CPU, the same at every call."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def agrees(result: Any, expected: Tensor) -> bool:
+    """Return whether a result is a tensor equal to the expected float64 one."""
+    if not isinstance(result, Tensor) or result.shape != expected.shape:
+        return False
+    with unset_fake_temporarily():
+        return torch.allclose(result.double(), expected, rtol=1e-9, atol=1e-12)
+
+
+def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
+    """Return the roles of a gated MLP's linears, None if a module is no gated MLP."""
+    linears = {name: child for name, child in module.named_children() if is_linear(child)}
+    activation = _activation_of(module)
+    if activation is None or len(linears) not in (2, 3) or module._parameters:
+        return None
+    for roles in _assignments(linears, activation):
+        if _computes_gated_mlp(module, roles):
+            return roles
+    return None
+
+
+def _activation_of(module: nn.Module) -> Activation | None:
+    """Return the activation of a module, None unless there is exactly one that can be fused."""
+    found = [activation_of(child) for child in module.children() if not is_linear(child)]
+    known = {activation for activation in found if activation is not None}
+    return known.pop() if len(known) == 1 else None
+
+
+def _assignments(linears: dict[str, nn.Module], activation: Activation) -> Iterator[GatedMlp]:
+    """Yield the roles that linears can have by their number."""
+    for names in itertools.permutations(linears):
+        if len(names) == 2:
+            yield GatedMlp(names[0], None, names[1], activation)
+        else:
+            yield GatedMlp(*names, activation)
+
+
+def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
+    """Return whether the class's code computes the formula with these roles."""
+    with unset_fake_temporarily():
+        x = numbers(2, 6)
+        gate = x.sin()
+        up = (2 * x).cos()
+        p, _ = sigmoid_argument(gate, roles.activation)
+        expected = (gate * torch.sigmoid(p) * up).tanh()
+    if roles.up is None:
+        stubs = {roles.gate: Stub(lambda x: torch.cat((x.sin(), (2 * x).cos()), dim=-1))}
+    else:
+        stubs = {roles.gate: Stub(torch.sin), roles.up: Stub(lambda x: (2 * x).cos())}
+    stubs[roles.down] = Stub(torch.tanh)
+    return agrees(own_result(with_children(module, stubs), x), expected)
+
+
+def norm_kind_of(module: nn.Module) -> NormKind | None:
+    """Return how an RMSNorm computes, None if a module is none, or one of another kind."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    weight = getattr(module, "weight", None)
+    if names != ["weight"] or weight.dim() != 1 or module._modules or not _has_epsilon(module):
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input
+        return None
+    copied = copy.copy(module)
+    drawn = numbers(len(weight), dtype=torch.bfloat16, seed=1)
+    vars(copied)["_parameters"] = {"weight": drawn}
+    x = numbers(8, len(weight), dtype=torch.bfloat16)
+    result = own_result(copied, x)
+    if not isinstance(result, Tensor) or result.dtype != x.dtype or result.shape != x.shape:
+        return None
+    for kind in NORM_KINDS:
+        with unset_fake_temporarily():
+            expected, _, _ = Reference.forward(x, None, drawn, epsilon(module), kind)
+            differing = float(result.ne(expected).double().mean())
+            is_near = torch.allclose(result.float(), expected.float(), rtol=2**-6)
+        if is_near and differing <= OTHER_ROUNDING:
+            return kind
+    return None
+
+
+def _has_epsilon(module: nn.Module) -> bool:
+    return hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
+
+
+def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerRoles | None:
+    """Return the roles of a decoder layer's children, None if it adds to the stream otherwise.
+
+    The formula is s = h + m block1(norm1(h)), s + m block2(norm2(s)), for a number m of the layer.
+    """
+    norm_names = []
+    block_names = []
+    for name, child in layer.named_children():
+        if child in norms:
+            norm_names.append(name)
+        elif any(True for _ in child.parameters()):
+            block_names.append(name)
+        elif getattr(child, "p", 0.0):
+            return None  # dropout between block and stream
+    if len(norm_names) != 2 or len(block_names) != 2 or layer._parameters:
+        return None
+    numbers_of_layer = [value for value in vars(layer).values() if isinstance(value, float)]
+    pairs = itertools.product(
+        itertools.permutations(norm_names),
+        itertools.permutations(block_names),
+        itertools.product((True, False), repeat=2),
+    )
+    for (norm1, norm2), (block1, block2), (tuple1, tuple2) in pairs:
+        for multiplier in (1.0, *numbers_of_layer):
+            roles = LayerRoles(norm1, block1, norm2, block2, tuple1, tuple2, multiplier)
+            found = _with_arguments(layer, roles)
+            if found is not None:
+                return found
+    return None
+
+
+def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
+    """Return the roles, with what the first block is called with, if the formula fits."""
+
+    def first(x: Tensor) -> Any:
+        return (x.exp(), None) if roles.is_tuple1 else x.exp()
+
+    def second(x: Tensor) -> Any:
+        return (x.tanh(), None) if roles.is_tuple2 else x.tanh()
+
+    block1 = Stub(first)
+    block2 = Stub(second)
+    norm1 = Stub(torch.sin)
+    norm2 = Stub(torch.cos)
+    stubs = {roles.norm1: norm1, roles.norm2: norm2, roles.block1: block1, roles.block2: block2}
+    with unset_fake_temporarily():
+        x = numbers(1, 2, 3)
+        stream = x + roles.multiplier * x.sin().exp()
+        expected = stream + roles.multiplier * stream.cos().tanh()
+    arguments, takes_more = _marked_arguments(layer)
+    if not agrees(own_result(with_children(layer, stubs), x, **arguments), expected):
+        return None
+    if block2.kwargs or norm1.kwargs or norm2.kwargs:
+        return None
+    marks = {id(mark): name for name, mark in arguments.items()}
+    renamed: dict[str, str] = {}
+    for name, value in block1.kwargs.items():
+        if id(value) not in marks:
+            return None
+        renamed[name] = marks[id(value)]
+    passes_more = takes_more and renamed.pop(UNKNOWN_ARGUMENT, None) is not None
+    return replace(roles, arguments=tuple(renamed.items()), passes_more=passes_more)
+
+
+UNKNOWN_ARGUMENT = "cu_seq_lens_q"
+
+
+def _marked_arguments(layer: nn.Module) -> tuple[dict[str, Any], bool]:
+    """Return an object of its own for each argument of a layer, and whether it takes any others."""
+    signature = inspect.signature(inspect.unwrap(type(layer).forward))
+    arguments: dict[str, Any] = {}
+    takes_more = False
+    for name, parameter in list(signature.parameters.items())[2:]:  # after self and the input
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            takes_more = True
+            arguments[UNKNOWN_ARGUMENT] = object()
+        else:
+            arguments[name] = object()
+    return arguments, takes_more
+
+
+def calls_attention_interface(module: nn.Module) -> bool:
+    """Return whether a module's code calls one of the attention functions of transformers."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def why_not_like_llama(module: nn.Module) -> str | None:
+    """Return why `attention_forward` does not fit an attention module, None if it does.
+
+    It fits projections of queries, keys and values (or one of all three) and of the output, with or
+    without norms of each head, and rotary embeddings over the halves of a head.
+    """
+    linears = {name for name, child in module.named_children() if is_linear(child)}
+    if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
+        return "other projections"
+    if module._parameters:
+        return "weights besides its projections"
+    for name, child in module.named_children():
+        if name in linears:
+            continue
+        if name not in ("q_norm", "k_norm") or child.weight.shape != (module.head_dim,):
+            return f"a {name}"
+    if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
+        return "another scale"
+    if not _has_rotary_halves(module):
+        return "another rotary embedding"
+    return None
+
+
+def _has_rotary_halves(module: nn.Module) -> bool:
+    """Return whether the rotary function that a module calls is that of `rope`."""
+    forward = inspect.unwrap(type(module).forward)
+    if "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return False
+    rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    query = numbers(1, 3, 2, 8)  # (B, T, H, D)
+    angles = numbers(1, 3, 4, seed=1)
+    with unset_fake_temporarily():
+        angles = torch.cat((angles, angles), dim=-1)
+        cos = angles.cos()
+        sin = angles.sin()
+        expected = rotate_reference(query, cos, sin)
+        try:
+            heads_first = query.transpose(1, 2)
+            rotated, _ = rotate(heads_first, heads_first, cos, sin)
+        except MISFITS:
+            return False
+        return agrees(rotated.transpose(1, 2), expected)

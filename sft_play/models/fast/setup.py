@@ -1,0 +1,71 @@
+"""A model to install fused kernels on, and how it will be trained."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from peft import PeftModel
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+
+from sft_play.config.schema import Config
+from sft_play.models.fast.capture import ProofInputs, capture
+from sft_play.process import Process
+
+
+class Unsupported(Exception):
+    """Raised with the reason why a part of a model cannot be fused."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A model to install kernels on, and how it will be trained."""
+
+    model: PreTrainedModel | PeftModel
+    config: Config
+    process: Process
+    zero_stage: int
+    # What the part that is being installed leaves on its own code: one reason each
+    left_out: list[str] = field(default_factory=list)
+    # Linears that a larger fused function computes: they need no fused forward method
+    taken: set[nn.Module] = field(default_factory=set)
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """Return transformers' model, without the adapters around it."""
+        return base_model_of(self.model)
+
+    @cached_property
+    def decoder(self) -> nn.Module:
+        """Return the stack of layers, without the head."""
+        return self.base.get_decoder()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.process.device.type == "cuda"
+
+    @cached_property
+    def has_values(self) -> bool:
+        """Return whether the weights can be computed with: not those of a trace or of ZeRO-3."""
+        for parameter in self.base.parameters():
+            if parameter.is_meta or isinstance(parameter, FakeTensor):
+                return False
+            if hasattr(parameter, "ds_id"):
+                return False
+        return True
+
+    @cached_property
+    def proof_inputs(self) -> ProofInputs:
+        """Return the inputs that modules are proved on; the first use runs the decoder."""
+        return capture(self.base, self.process, self.longest_row)
+
+    @property
+    def longest_row(self) -> int | None:
+        """Return the tokens of the longest row that will be trained, None if that is open."""
+        tokens = self.config.model.max_seq_len
+        return tokens if isinstance(tokens, int) else None
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """Return transformers' model without the adapters around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
