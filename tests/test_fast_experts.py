@@ -229,7 +229,7 @@ def test_what_is_kept_is_the_input_the_first_products_and_the_routing() -> None:
     rows = 2 * tokens
     inner_features = unwrap(experts)[1].gate_up_proj.shape[1]
     floats = tokens * size + rows * (inner_features + 2 * 4 + 1)  # ranks are padded to 4
-    integers = 3 * rows + EXPERTS
+    integers = 2 * rows + EXPERTS
     booleans = rows + EXPERTS
     kept = saved_bytes(lambda: fused_forward(experts)(x, choices, weights))
     assert kept <= 4 * floats + 8 * integers + booleans

@@ -150,7 +150,8 @@ def experts_forward(
     choices, weights = without_sentinels(top_k_index, top_k_weights, inner.experts)
     routing = sort_by_expert(choices, inner.experts)
     adapters = (*inner_adapter, *down_adapter)
-    return LoraExpertsFunction.apply(x, weights, routing, experts, *adapters)
+    out = LoraExpertsFunction.apply(x, weights, routing, experts, *adapters)
+    return out.to(hidden_states.dtype)
 
 
 def _split(

@@ -62,13 +62,9 @@ class LoraExpertsFunction(torch.autograd.Function):
         if y_adapter is not None:
             y.add_(y_adapter)
             del y_adapter
-        if experts.inner.bias is not None:
-            y.add_(experts.inner.bias.to(y.dtype)[routing.by_row(routing.choices)])
         z, z_adapter, ha = project(experts.gate.forward(y), experts.down, down, routing)
         parts = (z,) if z_adapter is None else (z, z_adapter)
         out = sum_choices(parts, routing.rows, weights)
-        if experts.down.bias is not None:
-            out.addmm_(_weight_of_expert(weights, routing, x.dtype), experts.down.bias.to(x.dtype))
         ctx.save_for_backward(x, weights, y, xa, ha, *routing, *adapters)
         ctx.experts = experts
         return out
@@ -83,31 +79,30 @@ class LoraExpertsFunction(torch.autograd.Function):
         adapters = saved[-4:]
         inner, down = _factors(adapters, experts, x.dtype)
         row_weights = routing.by_row(weights).float()
+        gradients: list[Tensor | None] = [None] * 4
         dz = take_tokens(dout, routing)  # without the weights
         dh, dh_adapter, du = input_gradient(dz, experts.down, down, routing)
-        gradients = [None] * 4
-        if down is not None:
+        if dh_adapter is not None:
             dh.add_(dh_adapter)
             ha = _weighted(ha, row_weights)
             gradients[3] = gradient_of_b(ha, dz, experts.down, adapters[3], routing)
         del dz, dh_adapter
         dy, dweights, h = experts.gate.backward(dh, y, row_weights)
-        if down is not None:
+        if gradients[3] is not None:
             gradients[2] = gradient_of_a(_weighted(du, row_weights), h, adapters[2], routing)
+        if down is not None and down.bias is not None:
+            dweights += du[:, down.bias]  # <dout, b_e>
         del dh, h, du
         dx, dx_adapter, du = input_gradient(dy, experts.inner, inner, routing)
-        if inner is not None:
+        if dx_adapter is not None:
             gradients[1] = gradient_of_b(xa, dy, experts.inner, adapters[1], routing)
         del dy
         parts = (dx,) if dx_adapter is None else (dx, dx_adapter)
         dx = sum_choices(parts, routing.rows)
-        del parts, dx_adapter
-        if inner is not None:
+        if gradients[1] is not None:
+            del parts, dx_adapter
             gradients[0] = gradient_of_a(du, take_tokens(x, routing), adapters[0], routing)
-        dweights = dweights[routing.rows]
-        if experts.down.bias is not None:
-            dweights += (dout @ experts.down.bias.to(dout.dtype).t()).gather(1, routing.choices)
-        return dx, dweights.to(weights.dtype), None, None, *gradients
+        return dx, dweights[routing.rows].to(weights.dtype), None, None, *gradients
 
 
 def _factors(
@@ -121,10 +116,3 @@ def _factors(
 def _weighted(values: Tensor, weights: Tensor) -> Tensor:
     """Return values (S, r), each row times its weight (S,)."""
     return (values * weights.unsqueeze(-1)).to(values.dtype)
-
-
-def _weight_of_expert(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each expert for each token, (N, E), 0 where it is not chosen."""
-    tokens = len(weights)
-    made = torch.zeros(tokens, len(routing.ends), dtype=dtype, device=weights.device)
-    return made.scatter_add_(1, routing.choices, weights.to(dtype))

@@ -13,6 +13,16 @@ from sft_play.models.fast.glu_kernels import BLOCK, _sigmoid_argument
 
 
 @triton.jit
+def _take_tokens(x, order, out, features, choices: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    token = tl.load(order + row) // choices
+    value = tl.load(x + token * features + columns, inside, 0)
+    tl.store(out + row * features + columns, value, inside)
+
+
+@triton.jit
 def _sum_choices(
     first,
     second,
@@ -103,6 +113,17 @@ def _clamped_glu_backward(
         tl.store(dy + at_gate + 1, tl.where(tl.abs(up) <= limit, d * g * s, 0), inside)
         tl.store(h + row * features + columns, value, inside)
     tl.store(dweights + row, tl.sum(products, 0))
+
+
+def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    """Return the rows (S, H) of tokens x (N, H); see `experts_routing.Routing.order`."""
+    x = x.contiguous()
+    features = x.shape[1]
+    out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
+    with torch.cuda.device(x.device):
+        grid = (len(order), triton.cdiv(features, BLOCK))
+        _take_tokens[grid](x, order, out, features, choices, BLOCK)
+    return out
 
 
 def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None) -> Tensor:

@@ -4,12 +4,14 @@
 
 PEFT keeps the factors of all experts in two matrices (`ParamWrapper`): lora_A (E r, in) has the
 r rows of an expert one after another, lora_B (out, r E) has the columns of a rank's experts one
-after another. Here they are A (E, r, in) and s B (E, r, out) in the dtype of the products.
+after another. Here they are A (E, R, in) and s B (E, R, out) in the dtype of the products. A bias
+is one rank more: the value of that rank is 1, and its row of B is the bias.
 
 torch's grouped product has one kernel for all experts on a GPU (bfloat16, capability 8.0 and
 newer), and a loop elsewhere. It wants rows of 16 bytes: ranks are padded with zeros.
 
-Legend: S rows sorted by expert, E experts, r rank, `in` and `out` features.
+Legend: S rows sorted by expert, E experts, r rank of an adapter, R with the bias and the padding,
+`in` and `out` features.
 """
 
 from typing import NamedTuple
@@ -40,33 +42,45 @@ class ExpertLinear(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The LoRA factors of all experts, in the dtype of the products, their rank padded."""
+    """The LoRA factors and the biases of all experts, in the dtype of the products."""
 
-    a: Tensor  # (E, r, in)
-    b: Tensor  # (E, r, out): with the adapter's scale
+    a: Tensor | None  # (E, R, in); None without an adapter
+    b: Tensor  # (E, R, out), with the adapter's scale
+    bias: int | None  # the rank that is the bias
 
 
 def factors_of(
     a: Tensor | None, b: Tensor | None, linear: ExpertLinear, dtype: torch.dtype
 ) -> Factors | None:
-    """Return PEFT's lora_A (E r, in) and lora_B (out, r E) as `Factors`, None for None."""
-    if a is None or b is None:
+    """Return PEFT's lora_A (E r, in) and lora_B (out, r E), and the bias; None without any."""
+    has_adapter = a is not None and b is not None
+    if not has_adapter and linear.bias is None:
         return None
-    by_expert = a.view(linear.experts, -1, a.shape[1])  # (E, r, in)
-    rank = by_expert.shape[1]
-    cast_a = _padded_ranks(by_expert, dtype)
-    cast_a[:, :rank].copy_(by_expert)
-    by_rank = b.view(len(b), rank, linear.experts).permute(2, 1, 0)  # (E, r, out)
-    cast_b = _padded_ranks(by_rank, dtype)
-    torch.mul(by_rank, linear.scale, out=cast_b[:, :rank])
-    return Factors(cast_a, cast_b)
+    experts = linear.experts
+    rank = len(a) // experts if has_adapter else 0
+    cast_a = None
+    cast_b = None
+    if has_adapter:
+        by_expert = a.view(experts, rank, -1)
+        cast_a = _with_padded_ranks(by_expert, linear, dtype)
+        cast_a[:, :rank].copy_(by_expert)
+        by_rank = b.view(len(b), rank, experts).permute(2, 1, 0)  # (E, r, out)
+        cast_b = _with_padded_ranks(by_rank, linear, dtype)
+        torch.mul(by_rank, linear.scale, out=cast_b[:, :rank])
+    if linear.bias is None:
+        return Factors(cast_a, cast_b, None)
+    if cast_b is None:
+        cast_b = _with_padded_ranks(linear.bias.unsqueeze(1)[:, :0], linear, dtype)
+    cast_b[:, rank] = linear.bias
+    return Factors(cast_a, cast_b, rank)
 
 
-def _padded_ranks(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for (E, r, features), with further ranks of zeros up to full rows."""
+def _with_padded_ranks(like: Tensor, linear: ExpertLinear, dtype: torch.dtype) -> Tensor:
+    """Return memory (E, R, features) for (E, r, features), its further ranks 0."""
     experts, rank, features = like.shape
+    needed = rank + (linear.bias is not None)
     step = ROW_BYTES // dtype.itemsize
-    padded = -(-rank // step) * step
+    padded = -(-needed // step) * step
     made = torch.empty(experts, padded, features, dtype=dtype, device=like.device)
     if padded > rank:
         made[:, rank:] = 0
@@ -90,22 +104,29 @@ def rows_outer(x: Tensor, y: Tensor, routing: Routing) -> Tensor:
 def project(
     x: Tensor, linear: ExpertLinear, factors: Factors | None, routing: Routing
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x W_e (S, out) of x (S, in); the adapter's part s (x A_e^T) B_e; and x A_e^T."""
+    """Return x W_e (S, out) of x (S, in); s (x A_e^T) B_e + b_e; and the ranks' values (S, R)."""
     y = rows_times(x, linear.matrices(x.dtype), routing)
     if factors is None:
         return y, None, None
-    xa = rows_times(x, factors.a.transpose(1, 2), routing)
+    if factors.a is None:
+        xa = x.new_zeros(len(x), factors.b.shape[1])
+    else:
+        xa = rows_times(x, factors.a.transpose(1, 2), routing)
+    if factors.bias is not None:
+        xa[:, factors.bias] = 1
     return y, rows_times(xa, factors.b, routing), xa
 
 
 def input_gradient(
     dy: Tensor, linear: ExpertLinear, factors: Factors | None, routing: Routing
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dy W_e^T (S, in) of dy (S, out); the adapter's part dU A_e; and dU = s dy B_e^T."""
+    """Return dy W_e^T (S, in) of dy (S, out); the adapter's part dU A_e; and dU = dy (s B_e)^T."""
     dx = rows_times(dy, linear.matrices(dy.dtype).transpose(1, 2), routing)
     if factors is None:
         return dx, None, None
     du = rows_times(dy, factors.b.transpose(1, 2), routing)
+    if factors.a is None:
+        return dx, None, du
     return dx, rows_times(du, factors.a, routing), du
 
 

@@ -19,11 +19,6 @@ class Routing(NamedTuple):
     rows: Tensor  # (N, k) int64: the row of each choice
     ends: Tensor  # (E,) int32: the rows of expert e end before ends[e]
     is_empty: Tensor  # (E,) bool: whether expert e has no rows
-    choices: Tensor  # (N, k) int64: the experts of each token
-
-    def token_of_row(self) -> Tensor:
-        """Return the token of each row, (S,) int64."""
-        return self.order // self.rows.shape[1]
 
     def by_row(self, per_choice: Tensor) -> Tensor:
         """Return values of choices (N, k) as values of rows (S,)."""
@@ -38,7 +33,7 @@ def sort_by_expert(choices: Tensor, num_experts: int) -> Routing:
     every = torch.arange(num_experts, device=order.device, dtype=torch.int32)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
     is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-    return Routing(order, rows.view(choices.shape), ends, is_empty, choices)
+    return Routing(order, rows.view(choices.shape), ends, is_empty)
 
 
 def without_sentinels(choices: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +47,12 @@ def without_sentinels(choices: Tensor, weights: Tensor, num_experts: int) -> tup
 
 def take_tokens(x: Tensor, routing: Routing) -> Tensor:
     """Return the rows (S, H) of tokens x (N, H)."""
-    return x.index_select(0, routing.token_of_row())
+    choices = routing.rows.shape[1]
+    if x.is_cuda:
+        from sft_play.models.fast import experts_kernels  # Triton needs a GPU when it is imported
+
+        return experts_kernels.take_tokens(x, routing.order, choices)
+    return x.index_select(0, routing.order // choices)
 
 
 def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None 
     Summed in float32 and rounded once.
     """
     if parts[0].is_cuda:
-        from sft_play.models.fast import experts_kernels  # Triton needs a GPU when it is imported
+        from sft_play.models.fast import experts_kernels
 
         return experts_kernels.sum_choices(parts, rows, weights)
     wide = torch.promote_types(parts[0].dtype, torch.float32)
