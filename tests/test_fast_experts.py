@@ -8,6 +8,7 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from peft import LoraConfig, get_peft_model
+from tiny_models import TINY, Sizes, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from sft_play.models.fast.experts import (
     why_experts_not_fusable,
 )
 from sft_play.models.fast.experts_gates import ClampedGlu, FusedGlu, OwnGate
-from tests.tiny_models import tiny_model
 
 MODEL_TYPES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "granitemoe"),
@@ -41,9 +41,14 @@ class Pass(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def some_experts(model_type: str, targets: str = "both", dtype: torch.dtype = torch.float32):
+def some_experts(
+    model_type: str,
+    targets: str = "both",
+    dtype: torch.dtype = torch.float32,
+    sizes: Sizes = TINY,
+) -> nn.Module:
     """Return a module of experts with adapters on one of its linears, both or none."""
-    model = tiny_model(model_type, dtype=dtype)
+    model = tiny_model(model_type, sizes, dtype)
     names = [name for name, module in model.named_modules() if is_experts(module)]
     inner = inner_name(model.get_submodule(names[-1]))
     chosen = {"both": (inner, "down_proj"), "inner": (inner,), "down": ("down_proj",), "none": ()}
@@ -78,13 +83,13 @@ CHOICES = {
 def run(experts: nn.Module, forward: Callable[..., Tensor], choices: Tensor, seed: int = 0) -> Pass:
     """Return the output of a forward method and the gradients of inputs and adapters."""
     generator = torch.Generator().manual_seed(seed)
-    dtype = unwrap(experts)[1].down_proj.dtype
+    like = unwrap(experts)[1].down_proj
     size = hidden_size(experts)
-    x = torch.randn(len(choices), size, generator=generator).to(dtype).requires_grad_()
-    weights = torch.rand(choices.shape, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(len(choices), size, generator=generator).to(like).requires_grad_()
+    weights = torch.rand(choices.shape, generator=generator).to(like).requires_grad_()
     adapters = {name: p for name, p in experts.named_parameters() if p.requires_grad}
     out = forward(x, choices, weights)
-    gradient = torch.randn(out.shape, generator=generator).to(dtype)
+    gradient = torch.randn(out.shape, generator=generator).to(like)
     found = torch.autograd.grad(out, [x, weights, *adapters.values()], gradient)
     names = ("of x", "of the weights", *adapters)
     return Pass({"output": out.detach(), **dict(zip(names, found, strict=True))})
