@@ -73,7 +73,8 @@ def rebound(forward: Callable) -> Callable | None:
     return copied
 
 
-def _uses_fla(tensor: Tensor) -> bool:
+def uses_fla(tensor: Tensor) -> bool:
+    """Return whether kernels of flash-linear-attention compute a tensor."""
     return tensor.is_cuda and has_fla()
 
 
@@ -82,6 +83,44 @@ def _boundaries(batch: DocumentBatch | None) -> dict[str, Tensor]:
     if batch is None:
         return {}
     return {"cu_seqlens": batch.long_boundaries, "cu_seqlens_cpu": batch.boundaries_on_cpu}
+
+
+def fla_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **boundaries: Tensor
+) -> Tensor:
+    """Return the causal convolution (B, T, C) of x (B, T, C) with weights (C, W)."""
+    from fla.modules.causal_conv1d import causal_conv1d  # imports Triton, which needs a GPU
+
+    mixed, _ = causal_conv1d(x, weight, bias, activation=activation, **boundaries)
+    return mixed
+
+
+def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Tensor) -> Tensor:
+    """Return the gated delta rule (B, T, H, P); `name` is the operator's.
+
+    Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H) or, of chunk_kda,
+    (B, T, H, S), and beta (B, T, H).
+    """
+    if name == "chunk_kda":
+        from fla.ops.kda import chunk_kda as kernel
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
+
+    query, key, value, decay, beta = inputs
+    mixed, _ = kernel(
+        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **boundaries
+    )
+    return mixed
+
+
+def fla_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **boundaries: Tensor
+) -> Tensor:
+    """Return linear attention (B, T, H, P) with one decay (B, T, H) a head and token, unscaled."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    mixed, _ = chunk_simple_gla(query, key, value, g=decay, scale=1.0, **boundaries)
+    return mixed
 
 
 def _convolution(own: Kernel) -> Kernel:
@@ -95,28 +134,15 @@ def _convolution(own: Kernel) -> Kernel:
         **_: Any,
     ) -> Tensor:
         batch = _documents.get()
-        if _uses_fla(hidden_states) and activation in FLA_ACTIVATIONS:
-            return _fla_convolution(hidden_states, weight, bias, activation, batch)
+        if uses_fla(hidden_states) and activation in FLA_ACTIVATIONS:
+            x = hidden_states.transpose(1, 2)
+            mixed = fla_convolution(x, weight, bias, activation, **_boundaries(batch))
+            return mixed.transpose(1, 2)
         if batch is None:
             return own(hidden_states, weight, bias, activation=activation)
         return _convolve_with_gaps(own, hidden_states, weight, bias, activation, batch)
 
     return convolve
-
-
-def _fla_convolution(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    batch: DocumentBatch | None,
-) -> Tensor:
-    from fla.modules.causal_conv1d import causal_conv1d  # imports Triton, which needs a GPU
-
-    mixed, _ = causal_conv1d(
-        hidden.transpose(1, 2), weight, bias, activation=activation, **_boundaries(batch)
-    )
-    return mixed.transpose(1, 2)
 
 
 def _convolve_with_gaps(
@@ -143,35 +169,17 @@ def _delta_rule(name: str) -> Callable[[Kernel], Kernel]:
         in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
 
         def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-            batch = _documents.get()
-            if batch is None:
-                return own(query, key, value, **kwargs)
-            if not _uses_fla(query):
+            is_plain = not kwargs.get("output_final_state")
+            if not (uses_fla(query) and is_plain):
                 return in_groups(query, key, value, **kwargs)
+            inputs = (query, key, value, kwargs["g"], kwargs["beta"])
             is_normed = kwargs["use_qk_l2norm_in_kernel"]
-            return _fla_delta_rule(name)(
-                query,
-                key,
-                value,
-                g=kwargs["g"],
-                beta=kwargs["beta"],
-                use_qk_l2norm_in_kernel=is_normed,
-                **_boundaries(batch),
-            )
+            boundaries = _boundaries(_documents.get())
+            return fla_delta_rule(name, *inputs, is_normed=is_normed, **boundaries), None
 
         return delta_rule
 
     return of
-
-
-def _fla_delta_rule(name: str) -> Kernel:
-    if name == "chunk_kda":
-        from fla.ops.kda import chunk_kda
-
-        return chunk_kda
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule
 
 
 def _mamba2_scan(own: Kernel) -> Kernel:
@@ -181,14 +189,14 @@ def _mamba2_scan(own: Kernel) -> Kernel:
     def scan(*args: Any, **kwargs: Any) -> Any:
         hidden, _, _, key, *_ = args
         is_plain = kwargs.get("z") is None and not kwargs.get("return_final_states")
-        if _uses_fla(hidden) and is_plain and key.shape[-1] >= MIN_FLA_STATE:
-            return _fla_mamba2_scan(*args, **kwargs)
+        if uses_fla(hidden) and is_plain and key.shape[-1] >= MIN_FLA_STATE:
+            return _mamba2_by_linear_attention(*args, **kwargs)
         return in_groups(*args, **kwargs)
 
     return scan
 
 
-def _fla_mamba2_scan(
+def _mamba2_by_linear_attention(
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -206,8 +214,6 @@ def _fla_mamba2_scan(
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t: queries C, keys B and values
     dt x (Dao and Gu 2024, equation 1). The kernel cuts rows into chunks of its own size.
     """
-    from fla.ops.simple_gla import chunk_simple_gla
-
     heads = hidden_states.shape[2]
     steps = dt.float()  # (1, T, H)
     if dt_bias is not None:
@@ -218,14 +224,9 @@ def _fla_mamba2_scan(
     queries = C.repeat_interleave(heads // C.shape[2], dim=2)  # (1, T, H, S)
     keys = B.repeat_interleave(heads // B.shape[2], dim=2)
     values = (hidden_states * steps[..., None]).to(hidden_states.dtype)
-    mixed, _ = chunk_simple_gla(
-        queries,
-        keys,
-        values,
-        g=steps * A.float(),
-        scale=1.0,
-        **_boundaries(_documents.get()),
-    )
+    decays = steps * A.float()
+    boundaries = _boundaries(_documents.get())
+    mixed = fla_linear_attention(queries, keys, values, decays, **boundaries)
     if D is not None:
         mixed = mixed + (hidden_states * D[:, None]).to(mixed.dtype)
     return mixed
