@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import masking_utils
 
-from sft_play.models import offloading
+from sft_play.models import fake_mixer_kernels, offloading
 from sft_play.models.fast import (
     attention,
     attention_kernels,
@@ -27,6 +27,8 @@ from sft_play.models.fast import (
     install,
     linear_cross_entropy,
     lora,
+    mixer_kernels,
+    mixer_norms,
     mlp,
     norms,
     residual,
@@ -256,6 +258,12 @@ GPU_KERNELS = (
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
     Replacement(offloading, "host_buffer", host_buffer),
     Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
+    Replacement(mixer_kernels, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
+    Replacement(mixer_norms, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
+    Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),
+    Replacement(mixer_kernels, "fla_delta_rule", fake_mixer_kernels.fla_delta_rule),
+    Replacement(mixer_kernels, "fla_linear_attention", fake_mixer_kernels.fla_linear_attention),
+    Replacement(mixer_norms, "norm_then_silu", fake_mixer_kernels.gated_norm),
     Replacement(torch.cuda, "get_device_capability", lambda device=None: install.MIN_CAPABILITY),
 )
 

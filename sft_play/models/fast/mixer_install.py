@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sft_play.models.fast.documents import PackedDocuments, watch_documents
 from sft_play.models.fast.mixer_kernels import rebound
+from sft_play.models.fast.mixer_norms import install_gated_norms
 from sft_play.models.fast.mixers import Forward, forward_packed, install_mixer
 from sft_play.models.fast.mixing import (
     Call,
@@ -60,7 +61,10 @@ def install_mixers(
     Raises: NotResettable.
     """
     packed = watch_documents(model, decoder)
-    if not can_measure(decoder, zero_stage):
+    is_measurable = can_measure(decoder, zero_stage)
+    if use_kernels and zero_stage != 3:
+        install_gated_norms(decoder, is_proven=is_measurable)
+    if not is_measurable:
         for module in likely_mixers(decoder):
             install_mixer(module, packed, use_kernels)
         return _counted(decoder)

@@ -73,7 +73,7 @@ def install_gated_norms(decoder: nn.Module, is_proven: bool) -> int:
     for module in modules:
         kind = (type(module), module.weight.shape, module.weight.dtype)
         if kind not in chosen:
-            chosen[kind] = fitting_kernel(module) if is_proven else CANDIDATES[0]
+            chosen[kind] = fitting_kernel(module) if is_proven else norm_then_silu
         if chosen[kind] is not None:
             module.gated_norm = chosen[kind]
             module.forward = MethodType(gated_norm_forward, module)
