@@ -39,6 +39,7 @@ BNB = "bitsandbytes_4bit"  # transformers' names of the quantizers
 MXFP4 = "mxfp4"
 # bitsandbytes counts the weights of a tensor in 32 bits
 MAX_WEIGHTS = 2**31 - 1
+CACHE_HOOKS = "unpacking_cache_hooks"  # attribute of a module whose packed weights are read by name
 
 
 class ExpertQuantizer(Bnb4BitHfQuantizer):
@@ -189,8 +190,12 @@ def unpack_with_adapter(wrapper: ParamWrapper) -> None:
     PEFT 0.21 does not find its parametrization behind another one, and would leave one more at
     every pass. It also unpacks the weight several times where once is enough.
     """
-    if packed_weight(wrapper.get_base_layer(), wrapper.parameter_name) is not None:
-        wrapper._activate_lora = MethodType(_activate_lora, wrapper)
+    experts = wrapper.get_base_layer()
+    if packed_weight(experts, wrapper.parameter_name) is None:
+        return
+    wrapper._activate_lora = MethodType(_activate_lora, wrapper)
+    for hook in vars(experts).pop(CACHE_HOOKS, ()):
+        hook.remove()  # the wrapper has a cache of its own, and hooks would keep it from fusing
 
 
 @contextlib.contextmanager
@@ -237,8 +242,11 @@ def _cache_in_forward(module: nn.Module) -> None:
         if caches:
             caches.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end, always_call=True)
+    hooks = [
+        module.register_forward_pre_hook(begin),
+        module.register_forward_hook(end, always_call=True),
+    ]
+    vars(module)[CACHE_HOOKS] = hooks
 
 
 def _is_packable(module: nn.Module, name: str) -> bool:

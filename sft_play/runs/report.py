@@ -104,6 +104,17 @@ class OutOfMemoryReport:
 
 
 @dataclass(frozen=True)
+class ExpertsReport:
+    """Which experts of a mixture of experts were trained. Experts have numbers from 0."""
+
+    layers: int  # with experts whose tokens were counted
+    experts: int  # of all these layers
+    never_reached: dict[str, list[int]]  # experts that no trained token was sent to, by module
+    largest_share: float | None  # of a layer's tokens that one expert got; even is 1 / experts
+    untrained: dict[str, list[int]]  # adapters whose B is still zero; [] is a whole adapter
+
+
+@dataclass(frozen=True)
 class RunReport:
     """What run.json says. A field that is None is not known yet, and not in the file."""
 
@@ -135,6 +146,7 @@ class RunReport:
     lengths: dict[str, LengthHistogram] | None = None  # of each split
     padding: dict[str, int] | None = None  # tokens of an epoch
     fast_path: dict[str, dict[str, Any]] | None = None  # fused kernels that are on, and off
+    experts: ExpertsReport | None = None  # None without experts, and while the run goes on
     probe: dict[str, Any] | None = None  # None without train.probe
     out_of_memory: OutOfMemoryReport | None = None
 
@@ -158,6 +170,8 @@ class RunReport:
             typed["loss"] = [_known(LoggedLoss, entry) for entry in values["loss"]]
         if "history" in values:
             typed["history"] = [_known(LoggedStep, entry) for entry in values["history"]]
+        if "experts" in values:
+            typed["experts"] = _known(ExpertsReport, values["experts"])
         if "checks" in values:
             typed["checks"] = [_known(Check, entry) for entry in values["checks"]]
         if "lengths" in values:

@@ -29,6 +29,7 @@ from sft_play.runs import stamp
 from sft_play.runs.files import share
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
+from sft_play.training.expert_use import ExpertUse
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 
@@ -90,6 +91,7 @@ class SftTrainer(Trainer):
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
+        self.expert_use: ExpertUse | None = None  # counts from the first step on
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""

@@ -39,6 +39,7 @@ from sft_play.training.callbacks import BeforeFirstStep, Progress, StopAfter, St
 from sft_play.training.checks import check_engine, check_saved_adapter, check_saved_model
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
+from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
 from sft_play.training.failure_broadcast import FailureBroadcast
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory import MemoryMeter
@@ -104,6 +105,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
         held_out.score("after")
     trackers.close()
     is_complete = not (stop.stopped or stop_after.stopped)
+    record_experts(trainer, process, recorder)
     weights = save_weights(context, trainer, recorder, is_complete)
     clock.lap("save")
     finish(recorder, trainer, reason_of_stop(stop, stop_after))
@@ -167,6 +169,19 @@ def before_first_step(
                 context.process.device,
             )
     held_out.score("before")
+    trainer.expert_use = ExpertUse(trainer.model)  # last: a probe's steps do not count
+
+
+def record_experts(trainer: SftTrainer, process: Process, recorder: RunRecorder) -> None:
+    """Record and log which experts were reached, and which adapters were not trained."""
+    if trainer.expert_use is None:
+        return  # no step was taken
+    report = experts_report(trainer.expert_use, trainer.model, process)
+    if report is None:
+        return
+    recorder.note(experts=report)
+    if process.is_main:
+        log_experts(report)
 
 
 def save_weights(

@@ -1,0 +1,165 @@
+"""Which experts a run has reached, and which adapters it has not trained.
+
+Tokens are counted on the device: nothing waits for them before the run ends.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from torch import Tensor, nn
+
+from sft_play.models.expert_adapters import ADAPTER
+from sft_play.models.experts import expert_weights
+from sft_play.models.fast.norms import is_training
+from sft_play.process import Process
+from sft_play.runs.report import ExpertsReport
+
+logger = logging.getLogger(__name__)
+
+NAMED = 8  # modules that a log line names
+
+
+class ExpertUse:
+    """Counts the tokens that each expert gets in training steps."""
+
+    def __init__(self, model: nn.Module):
+        self._counts: dict[str, Tensor] = {}  # (experts + 1,) by module; the last is no expert
+        for weight in expert_weights(model):
+            # a hook on the outermost wrapper: fused kernels do not call what is inside
+            name = weight.module_name.replace(".base_layer", "")
+            if name not in self._counts:
+                device = next(model.get_submodule(weight.module_name).parameters()).device
+                counts = torch.zeros(weight.experts + 1, dtype=torch.int64, device=device)
+                self._counts[name] = counts
+                self._watch(model.get_submodule(name), counts)
+
+    def _watch(self, module: nn.Module, counts: Tensor) -> None:
+        def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            choices = _choices(args, kwargs)
+            if choices is not None and is_training(module):
+                # the largest number stands for no expert, where a router has that
+                numbers = choices.detach().reshape(-1).to(torch.int64).clamp(max=len(counts) - 1)
+                counts.scatter_add_(0, numbers, torch.ones_like(numbers))
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
+
+    def tokens_of_experts(self, process: Process) -> dict[str, list[int]]:
+        """Return the tokens of each expert on all ranks, by module. Every rank must call it.
+
+        A checkpointed layer counts its tokens twice. Modules that are not told the experts of a
+        token, but something else, are left out.
+        """
+        own = {name: counts[:-1].tolist() for name, counts in self._counts.items()}
+        of_ranks = process.gather(own)
+        totals: dict[str, list[int]] = {}
+        for name in own:
+            columns = zip(*(counts[name] for counts in of_ranks), strict=True)
+            tokens = [sum(column) for column in columns]
+            if any(tokens):
+                totals[name] = tokens
+        return totals
+
+
+def _choices(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the numbers of the experts of each token: (N, k) integers."""
+    for value in (*args, *kwargs.values()):
+        is_tensor = isinstance(value, Tensor) and value.dim() == 2
+        if is_tensor and not value.is_floating_point() and value.dtype != torch.bool:
+            return value
+    return None
+
+
+@torch.no_grad()
+def untrained_adapters(model: nn.Module) -> dict[str, list[int]]:
+    """Return the adapters whose B is still zero, by module: their experts, [] for all of it.
+
+    B begins as zero, and a step with any gradient changes it. Left out are adapters that begin
+    otherwise, and those that ZeRO-3 partitions. None is named after a run that changed nothing,
+    such as one step with a learning rate of zero.
+    """
+    untrained: dict[str, list[int]] = {}
+    has_trained = False
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or ADAPTER not in module.lora_B:
+            continue
+        b = module.lora_B[ADAPTER].weight
+        if hasattr(b, "ds_id"):
+            continue
+        key = _public_name(name)
+        experts = 1
+        if isinstance(module, ParamWrapper):
+            key = f"{key}.{module.parameter_name}"
+            experts = module.num_experts
+        is_zero = (b.reshape(-1, experts) == 0).all(dim=0)  # (experts,): the fastest index of B
+        numbers = is_zero.nonzero().flatten().tolist()
+        has_trained |= len(numbers) < experts
+        if numbers:
+            untrained[key] = numbers if len(numbers) < experts else []
+    return untrained if has_trained else {}
+
+
+def experts_report(use: ExpertUse, model: nn.Module, process: Process) -> ExpertsReport | None:
+    """Return what became of experts and adapters; None for a dense model with trained adapters.
+
+    Every rank must call it.
+    """
+    tokens = use.tokens_of_experts(process)
+    untrained = untrained_adapters(model)
+    if not tokens and not untrained:
+        return None
+    never: dict[str, list[int]] = {}
+    shares: list[float] = []
+    for name, counts in tokens.items():
+        numbers = [number for number, count in enumerate(counts) if count == 0]
+        if numbers:
+            never[_public_name(name)] = numbers
+        shares.append(max(counts) / sum(counts))
+    return ExpertsReport(
+        layers=len(tokens),
+        experts=sum(map(len, tokens.values())),
+        never_reached=never,
+        largest_share=round(max(shares), 4) if shares else None,
+        untrained=untrained,
+    )
+
+
+def log_experts(report: ExpertsReport) -> None:
+    """Log how many experts were reached; warn of those that were not, and of untrained adapters."""
+    missed = sum(map(len, report.never_reached.values()))
+    if report.layers:
+        logger.info(
+            "experts: %d of %d in %d layers were reached; the busiest of a layer got %.1f %% of "
+            "its tokens",
+            report.experts - missed,
+            report.experts,
+            report.layers,
+            100 * report.largest_share,
+        )
+    if missed:
+        logger.warning("experts that no token reached: %s", _named(report.never_reached))
+    beyond = {
+        name: numbers
+        for name, numbers in report.untrained.items()
+        if numbers != report.never_reached.get(name.rpartition(".")[0])
+    }
+    if beyond:
+        logger.warning("adapters that no gradient reached: %s", _named(beyond))
+
+
+def _named(found: dict[str, list[int]]) -> str:
+    """Return the first modules with the numbers of their experts."""
+    parts: list[str] = []
+    for name, numbers in list(found.items())[:NAMED]:
+        shown = ", ".join(map(str, numbers[:NAMED]))
+        more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
+        parts.append(f"{name} {shown}{more}".rstrip())
+    if len(found) > NAMED:
+        parts.append(f"{len(found) - NAMED} more in run.json")
+    return "; ".join(parts)
+
+
+def _public_name(name: str) -> str:
+    """Return the name that a module has in the base model."""
+    return name.replace(".base_layer", "").removeprefix("base_model.model.")

@@ -1,0 +1,72 @@
+"""Experts in training: which ones a run reaches, adapters that stay as they were, the balance."""
+
+import logging
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from sft_play.config.schema import Config
+from sft_play.models import lora
+from sft_play.process import Process
+from sft_play.training.expert_use import (
+    ExpertUse,
+    experts_report,
+    log_experts,
+    untrained_adapters,
+)
+
+CPU = Process.alone(torch.device("cpu"))
+ONE_TOKEN = torch.full((1, 8), 7)
+
+
+def adapted(model_type: str) -> torch.nn.Module:
+    config = Config.model_validate({"tuning": {"lora": {"r": 4}}})
+    return lora.add_adapters(tiny_model(model_type), config).train()
+
+
+def take_step(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def test_experts_that_no_token_reached_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted("gpt_oss")
+    use = ExpertUse(model)
+    with torch.no_grad():
+        model(input_ids=torch.arange(200)[None])  # no training step: not counted
+    take_step(model, ONE_TOKEN)
+    report = experts_report(use, model, CPU)
+    assert (report.layers, report.experts) == (2, 12)
+    counts = use.tokens_of_experts(CPU)
+    for name, tokens in counts.items():
+        assert sum(tokens) == 2 * ONE_TOKEN.numel()  # each token goes to two experts
+        missed = [number for number, count in enumerate(tokens) if count == 0]
+        public = name.removeprefix("base_model.model.")
+        assert missed and report.never_reached[public] == missed
+        # an expert that no token reached has an adapter that no gradient reached
+        assert report.untrained[f"{public}.gate_up_proj"] == missed
+        assert report.untrained[f"{public}.down_proj"] == missed
+    with caplog.at_level(logging.INFO, "sft_play"):
+        log_experts(report)
+    assert "experts that no token reached: model.layers.0.mlp.experts" in caplog.text
+    assert "no gradient" not in caplog.text  # the same experts are not named twice
+
+
+def test_an_adapter_that_no_gradient_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted("jamba")
+    assert untrained_adapters(model) == {}  # no step was taken
+    take_step(model, torch.arange(400)[None])
+    # the model reads the weight of this layer, and never calls it
+    assert untrained_adapters(model) == {"model.layers.0.mamba.dt_proj": []}
+    with caplog.at_level(logging.INFO, "sft_play"):
+        log_experts(experts_report(ExpertUse(model), model, CPU))
+    assert "adapters that no gradient reached: model.layers.0.mamba.dt_proj" in caplog.text
+
+
+def test_a_dense_model_whose_adapters_were_trained_has_no_report() -> None:
+    model = adapted("llama")
+    take_step(model, ONE_TOKEN)
+    assert experts_report(ExpertUse(model), model, CPU) is None
