@@ -24,7 +24,6 @@ from sft_play.models.fast import (
     experts_gates,
     experts_products,
     glu,
-    install,
     linear_cross_entropy,
     lora,
     mixer_kernels,
@@ -34,6 +33,7 @@ from sft_play.models.fast import (
     residual,
 )
 from sft_play.models.fast.norms import is_training
+from sft_play.plan.fast import MIN_CAPABILITY
 
 
 class FakeFlashAttention(torch.autograd.Function):
@@ -264,7 +264,7 @@ GPU_KERNELS = (
     Replacement(mixer_kernels, "fla_delta_rule", fake_mixer_kernels.fla_delta_rule),
     Replacement(mixer_kernels, "fla_linear_attention", fake_mixer_kernels.fla_linear_attention),
     Replacement(mixer_norms, "norm_then_silu", fake_mixer_kernels.gated_norm),
-    Replacement(torch.cuda, "get_device_capability", lambda device=None: install.MIN_CAPABILITY),
+    Replacement(torch.cuda, "get_device_capability", lambda device=None: MIN_CAPABILITY),
 )
 
 

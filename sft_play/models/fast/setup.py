@@ -1,7 +1,9 @@
 """A model to install fused kernels on, and how it will be trained."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from peft import PeftModel
 from torch import nn
@@ -69,3 +71,8 @@ class TrainingSetup:
 def base_model_of(model: nn.Module) -> nn.Module:
     """Return transformers' model without the adapters around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def is_fused(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Return whether a function was set as the forward method of a module."""
+    return getattr(vars(module).get("forward"), "__func__", None) is function
