@@ -295,3 +295,12 @@ def test_the_first_zero_stage_that_fits_is_taken(gpus: str, zero_stage: int, fit
     model = "model.name=Qwen/Qwen2.5-32B-Instruct"
     plan = plan_for(gpus, model, use_deepspeed=True).plan
     assert (plan.zero_stage, plan.fits) == (zero_stage, fits)
+
+
+@pytest.mark.parametrize(("tokens", "is_said"), [(1024, False), (1088, True)])
+def test_rows_beyond_the_positions_of_the_model_are_said(tokens: int, is_said: bool) -> None:
+    warnings = plan_for(CPU, f"model.max_seq_len={tokens}", config="tiny").plan.warnings
+    said = [warning for warning in warnings if "the 1024 tokens of the model's config" in warning]
+    assert bool(said) is is_said
+    if is_said:
+        assert said[0].endswith("or set MODEL_MAX_SEQ_LEN=1024")

@@ -15,7 +15,7 @@ from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
 from sft_play.plan.layout import Layout
-from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.model_shape import ModelShape, load_positions
 from sft_play.plan.packing import resolve_packing
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.ranks import Ranks, plan_ranks
@@ -119,7 +119,7 @@ def _resolve(
     _refuse_combinations(loaded, inputs)
     inputs = with_offloading(inputs)
     layout = choose_layout(inputs)
-    warnings += _model_warnings(loaded, model)
+    warnings += _model_warnings(loaded, model) + _position_warnings(loaded, environ)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     warnings += _offloading_warnings(inputs, layout)
     packing, unpacked_because = resolve_packing(config, model.model_type)
@@ -173,6 +173,22 @@ def _model_warnings(loaded: LoadedConfig, model: ModelShape) -> list[str]:
     return [
         f"{loaded.described('model.name')}: its weights could not be counted ({model.guess}); the "
         "plan takes it for a Llama of the sizes in its config.json, which may be far off"
+    ]
+
+
+def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[str]:
+    """Say where rows are longer than the sequences that the model was made for."""
+    model = loaded.config.model
+    if loaded.origin["model.max_seq_len"].startswith(recipe.CHOSEN):  # within them where it looked
+        return []
+    positions = load_positions(model.name, model.revision, environ, may_fetch=False)
+    if positions is None or model.max_seq_len <= positions:
+        return []
+    return [
+        f"{loaded.described('model.max_seq_len')} is more than the {positions} tokens of the "
+        "model's config.json: what it learned of positions does not reach further, and tokens "
+        "behind them train badly; stretch its rope there (rope_parameters), or set "
+        f"MODEL_MAX_SEQ_LEN={positions}"
     ]
 
 

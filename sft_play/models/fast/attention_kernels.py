@@ -213,7 +213,7 @@ def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     """
     assert query.numel() < MAX_ELEMENTS, (
         f"{query.shape[0]} packed tokens of {query.shape[1:].numel()} features; "
-        "set a smaller TRAIN_BATCH_SIZE"
+        "set a smaller TRAIN_BATCH_SIZE or a smaller MODEL_MAX_SEQ_LEN"
     )
     if not torch.is_autocast_enabled(query.device.type):
         return query, key, value
