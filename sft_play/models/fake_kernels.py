@@ -46,8 +46,10 @@ class FakeFlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return an output with the shape, dtype and layout of the queries."""
+        """Return an output with the dtype and layout of the queries and the features of values."""
         out = torch.empty_like(query)
+        if value.shape[-1] != query.shape[-1]:  # latent attention
+            out = query.new_empty(*query.shape[:-1], value.shape[-1])
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=query.dtype)

@@ -155,7 +155,12 @@ class ForwardPass:
     activations: int  # alive when the head starts
     logits: int  # the peak that head and loss add to the activations
     logits_kept: int  # what they keep for the backward pass
-    peak: int
+    layers: int  # the peak before the head starts
+
+    @property
+    def peak(self) -> int:
+        """The peak, in the head or in a layer before it."""
+        return max(self.layers, self.activations + self.logits)
 
 
 class StepMeter:
@@ -178,9 +183,8 @@ class StepMeter:
         """
         state = None
         temporary = 0
+        self.hold_gradients()
         with self.tracker:
-            for parameter in self.trained:
-                parameter.grad = torch.zeros_like(parameter)
             if not self.setup.zero_stage:
                 on_gpu = self.setup.on_gpu
                 optimizer = make_optimizer(self.trained, self.setup.config.train.optim, on_gpu)
@@ -193,6 +197,12 @@ class StepMeter:
                 for parameter in self.trained:
                     parameter.grad = None
         return OptimizerBytes(state, temporary)
+
+    def hold_gradients(self) -> None:
+        """Leave the gradients that earlier micro-batches would leave."""
+        with self.tracker:
+            for parameter in self.trained:
+                parameter.grad = torch.zeros_like(parameter)
 
     def run_forward(self, rows: int) -> ForwardPass:
         """Run a forward pass over `rows` full rows."""
@@ -209,7 +219,7 @@ class StepMeter:
                     activations=self._at_head - before,
                     logits=tracker.peak_bytes - self._at_head,
                     logits_kept=tracker.live_bytes - self._at_head,
-                    peak=max(self._peak_before_head, tracker.peak_bytes) - before,
+                    layers=self._peak_before_head - before,
                 )
         finally:
             hook.remove()

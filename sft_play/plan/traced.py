@@ -1,0 +1,145 @@
+"""The bytes of a step of any layout, from traced steps of a few sizes. Pure: no torch, no I/O.
+
+Legend: R rows of a micro-batch, T tokens of a row, L checkpointed layers of N.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+
+class TracedSize(NamedTuple):
+    """Rows and tokens of a row of a traced step."""
+
+    rows: int
+    tokens: int
+
+
+# Three sizes for three coefficients. Rows are long enough for a fused loss to work in chunks.
+SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(2, 2048))
+
+
+@dataclass(frozen=True)
+class TracedPoint:
+    """Bytes of one traced step, beyond what is held between steps, gradients included."""
+
+    rows: int
+    tokens: int  # of a row
+    is_checkpointed: bool  # all layers are, else none is
+    kept: int  # activations, when the output head begins
+    layers: int  # the peak before the head begins
+    logits: int  # the peak that head and loss add
+    logits_kept: int  # what they keep for the backward pass
+    backward: int  # the peak of the backward pass
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes of a micro-batch: fixed + R (by_token T + by_pair T^2).
+
+    Attention without a fused kernel holds its scores or its mask, and so bytes for pairs of tokens.
+    """
+
+    fixed: float
+    by_token: float
+    by_pair: float
+
+    @classmethod
+    def through(cls, sizes: Mapping[TracedSize, int]) -> Self:
+        """Return the growth through three points: (R, T), (R, 2T) and (2R, T), with R = 1.
+
+        Let f, b, c be the coefficients. (1, 2T) less (2, T) is 2 c T^2, and (2, T) less (1, T) is
+        b T + c T^2. Rounding by allocators and kernels is no pair: c below a byte in 1000 is 0.
+        """
+        one, longer, two = (sizes[size] for size in SIZES)
+        tokens = SIZES[0].tokens
+        by_pair = max(0.0, (longer - two) / (2 * tokens**2))
+        if by_pair * tokens**2 < 1e-3 * abs(one):
+            by_pair = 0.0
+        by_token = (two - one) / tokens - by_pair * tokens
+        return cls(one - tokens * (by_token + by_pair * tokens), by_token, by_pair)
+
+    def at(self, rows: int, tokens: int) -> float:
+        """Return the bytes of a micro-batch."""
+        return self.fixed + rows * tokens * (self.by_token + self.by_pair * tokens)
+
+
+@dataclass(frozen=True)
+class LayersGrowth:
+    """What a step takes with no layer checkpointed, or with all of them."""
+
+    kept: Growth
+    layers: Growth
+    backward: Growth
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A traced model: the growth of what its step holds, by kind."""
+
+    plain: LayersGrowth
+    checkpointed: LayersGrowth
+    logits: Growth
+    logits_kept: Growth
+    on: tuple[str, ...] = ()  # fused parts
+    off: Mapping[str, str] | None = None  # why others are not
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the growth through the points of an answer of `models.trace_points`."""
+        points = [TracedPoint(**point) for point in facts["points"]]
+        plain = [point for point in points if not point.is_checkpointed]
+        checkpointed = [point for point in points if point.is_checkpointed]
+        return cls(
+            plain=_layers_growth(plain),
+            checkpointed=_layers_growth(checkpointed),
+            logits=_growth(plain, "logits"),
+            logits_kept=_growth(plain, "logits_kept"),
+            on=tuple(facts["on"]),
+            off=facts["off"],
+        )
+
+    def kept(self, rows: int, tokens: int, share: float) -> float:
+        """Return the activations with a `share` of the layers checkpointed."""
+        plain = self.plain.kept.at(rows, tokens)
+        checkpointed = self.checkpointed.kept.at(rows, tokens)
+        return plain + share * (checkpointed - plain)
+
+    def layers_peak(self, rows: int, tokens: int, share: float) -> float:
+        """Return the peak of the forward pass before the head.
+
+        A layer that is not checkpointed works beside all that is kept by then.
+        """
+        if share == 1:
+            return self.checkpointed.layers.at(rows, tokens)
+        plain = self.plain
+        working = plain.layers.at(rows, tokens) - plain.kept.at(rows, tokens)
+        return self.kept(rows, tokens, share) + working
+
+    def backward_peak(self, rows: int, tokens: int, share: float) -> float:
+        """Return the peak of the backward pass.
+
+        It is at its begin, with all that is kept; or later, in a layer that is computed again, with
+        no more than where all layers are.
+        """
+        again = self.checkpointed.backward.at(rows, tokens)
+        if share == 1:
+            return again
+        working = self.plain.backward.at(rows, tokens) - self.plain.kept.at(rows, tokens)
+        begin = self.kept(rows, tokens, share) + working
+        return max(begin, again) if share else begin
+
+    def backward_end(self, rows: int, tokens: int) -> float:
+        """Return what the backward pass holds in its last layer: that layer, computed anew."""
+        checkpointed = self.checkpointed
+        return checkpointed.backward.at(rows, tokens) - checkpointed.kept.at(rows, tokens)
+
+
+def _layers_growth(points: Sequence[TracedPoint]) -> LayersGrowth:
+    return LayersGrowth(*(_growth(points, name) for name in ("kept", "layers", "backward")))
+
+
+def _growth(points: Sequence[TracedPoint], name: str) -> Growth:
+    return Growth.through(
+        {TracedSize(point.rows, point.tokens): getattr(point, name) for point in points}
+    )
