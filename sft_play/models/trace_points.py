@@ -6,10 +6,12 @@ stdin, the points on stdout, both JSON.
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
@@ -18,7 +20,7 @@ from sft_play.errors import first_line
 from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
 from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fake_model import build_on_meta, materialize
-from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
+from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.step_meter import StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
 from sft_play.plan.traced import SIZES, TracedPoint
@@ -43,23 +45,71 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def trace_points(setup: StepSetup) -> dict[str, Any]:
     """Return the bytes of steps of all SIZES, with no layer checkpointed and with all of them.
 
+    A deep model is cut to few layers, twice, as each period of layers adds equal bytes.
+
     Raises: as `trace.trace_step`.
     """
     dtype = setup.compute_dtype
     process = Process.alone(torch.device(setup.device), dtype)
     model = build_on_meta(setup.config, dtype, setup.zero_stage)
+    depth = len(decoder_layers(model))
+    cuts = cut_depths(layer_signatures(model))
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
+        cut_layers(model, max(cuts))
         materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
         kernels = install_fused_kernels(model, setup.config, process, setup.zero_stage)
-        points = _measured(model.train(), setup)
+        points = measured_points(model.train(), setup)
+        for fewer in cuts[1:]:
+            cut_layers(model, fewer)
+            of_fewer = measured_points(model, setup)
+            points = _extrapolated(points, of_fewer, (depth - cuts[0]) / (cuts[0] - fewer))
     return {
         "points": [asdict(point) for point in points],
         "on": list(kernels.on),
-        "off": dict(fused_kernels_of(model).off),
+        "off": dict(kernels.off),
     }
 
 
-def _measured(model: PreTrainedModel, setup: StepSetup) -> list[TracedPoint]:
+def layer_signatures(model: PreTrainedModel) -> list[Any]:
+    """Return for each decoder layer what tells it from others: parameters and type."""
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or ()
+    signatures: list[Any] = []
+    for number, layer in enumerate(decoder_layers(model)):
+        shapes = [(name, tuple(weight.shape)) for name, weight in layer.named_parameters()]
+        signatures.append((shapes, types[number] if number < len(types) else None))
+    return signatures
+
+
+def cut_depths(signatures: Sequence[Any]) -> tuple[int, ...]:
+    """Return the depths to trace: a few layers and a period fewer; all layers where that is all.
+
+    >>> cut_depths("aaaaaaaa"), cut_depths("dababababab"), cut_depths("abcd")
+    ((3, 2), (5, 3), (4,))
+    """
+    depth = len(signatures)
+    for period in range(1, depth // 2):
+        for first in range(depth // 2):
+            later = signatures[first:]
+            if later[period:] == later[:-period]:
+                fewer = first + max(period, 2)
+                if fewer + period < depth:
+                    return fewer + period, fewer
+                break
+    return (depth,)
+
+
+def cut_layers(model: PreTrainedModel, depth: int) -> None:
+    """Remove the decoder layers behind the first `depth`."""
+    last = decoder_layers(model)[-1]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) and module[-1] is last:
+            del module[depth:]
+    model.config.get_text_config().num_hidden_layers = depth
+
+
+def measured_points(model: PreTrainedModel, setup: StepSetup) -> list[TracedPoint]:
+    """Return the bytes of steps of a model in training mode."""
     meter = StepMeter(model, setup)
     meter.hold_gradients()
     points = []
@@ -81,6 +131,20 @@ def _measured(model: PreTrainedModel, setup: StepSetup) -> list[TracedPoint]:
                 )
             )
     return points
+
+
+def _extrapolated(
+    points: Sequence[TracedPoint], of_fewer_layers: Sequence[TracedPoint], periods: float
+) -> list[TracedPoint]:
+    """Return the points of a model that is `periods` times the difference deeper."""
+    deeper = []
+    for point, fewer in zip(points, of_fewer_layers, strict=True):
+        changes = {}
+        for name in ("kept", "layers", "backward"):
+            grown = getattr(point, name) - getattr(fewer, name)
+            changes[name] = getattr(point, name) + round(periods * grown)
+        deeper.append(replace(point, **changes))
+    return deeper
 
 
 def _with_tokens(config: Config, tokens: int) -> Config:
