@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
+from sft_play.models import lora
 from sft_play.models import structure as counter
 from sft_play.plan import counting, memory
 from sft_play.plan.counted_shape import load_counted_shape
@@ -25,6 +26,23 @@ from sft_play.plan.structure import (
     Structure,
     adapted_matrices,
     structure_from_json,
+)
+
+ONE_LAYER = Structure(
+    parameters=1000,
+    active_parameters=600,
+    matrices=(
+        MatrixKind("layers.*.q", 4, 4, count=2),
+        MatrixKind("layers.*.experts.up", 4, 8, count=2, experts=4, active=1),
+        MatrixKind("layers.*.gate", 4, 4, count=2, is_adapted=False, is_quantised=False),
+    ),
+    layers=(LayerKind(1, query_features=4, window=2), LayerKind(1, is_recurrent=True)),
+)
+SHAPE = replace(
+    shape_of(
+        {"vocab_size": 10, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 1}, "m"
+    ),
+    structure=ONE_LAYER,
 )
 
 
@@ -51,6 +69,17 @@ def test_every_matrix_of_a_model_is_counted_once(model_type: str) -> None:
     assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert sum(kind.count for kind in counted.layers) == model.config.num_hidden_layers
     assert structure_from_json(json.loads(json.dumps(counter.as_json(counted)))) == counted
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_adapters_are_as_many_weights_as_peft_trains(model_type: str) -> None:
+    model = on_meta(model_type)
+    counted = counter.structure_of(model)
+    config = Config.model_validate({"tuning": {"lora": {"r": 4}}})
+    with torch.device("meta"):
+        adapted = lora.add_adapters(model, config)
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    assert replace(SHAPE, structure=counted).lora_parameters(4, "all-linear") == trained
 
 
 def test_experts_that_a_token_does_not_meet_are_not_active() -> None:
@@ -119,23 +148,6 @@ def test_the_counts_of_a_known_model_are_those_of_its_modules(name: str) -> None
 
 
 # Bytes and operations
-
-ONE_LAYER = Structure(
-    parameters=1000,
-    active_parameters=600,
-    matrices=(
-        MatrixKind("layers.*.q", 4, 4, count=2),
-        MatrixKind("layers.*.experts.up", 4, 8, count=2, experts=4, active=1),
-        MatrixKind("layers.*.gate", 4, 4, count=2, is_adapted=False, is_quantised=False),
-    ),
-    layers=(LayerKind(1, query_features=4, window=2), LayerKind(1, is_recurrent=True)),
-)
-SHAPE = replace(
-    shape_of(
-        {"vocab_size": 10, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 1}, "m"
-    ),
-    structure=ONE_LAYER,
-)
 
 
 def test_operations_are_those_of_active_experts_and_of_pairs_within_windows() -> None:

@@ -17,9 +17,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, LoraSection
 from sft_play.errors import SftPlayError, first_line
 from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.expert_adapters import choose_targets
+from sft_play.models.experts import expert_weights, is_linear, routing_linears
 from sft_play.models.fake_model import load_architecture
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure
@@ -48,7 +50,6 @@ ACTIVE_EXPERTS = (
     "top_k_experts",
     "experts_per_token",
 )
-ROUTERS = ("gate", "router", "shared_expert_gate")
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "out")
 KEY_PROJECTIONS = ("k_proj", "key", "k")
 
@@ -132,7 +133,6 @@ class _Matrix:
     inputs: int
     outputs: int
     experts: _Experts | None = None
-    is_router: bool = False
     is_stacked: bool = False
 
 
@@ -157,6 +157,15 @@ class _Modules:
         for name, module in model.named_modules():
             if isinstance(module, nn.ModuleList):
                 self.list_lengths[name] = len(module)
+        stacked = expert_weights(model)
+        self.stacked = {weight.name for weight in stacked}
+        self.experts_in: dict[nn.Module, int] = {}
+        for weight in stacked:
+            self.experts_in[model.get_submodule(weight.module_name)] = weight.experts
+        targets = choose_targets(model, LoraSection())
+        self.adapted = {*targets.linears, *(weight.name for weight in targets.experts)}
+        linears = {name for name, module in model.named_modules() if is_linear(module)}
+        self.quantised = linears - routing_linears(model)
         for number, layer in enumerate(self.layers):
             self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
 
@@ -220,13 +229,8 @@ class _Modules:
 
     def _experts_of(self, name: str, module: nn.Module) -> _Experts | None:
         """Return the experts that a module holds or is a part of, None for any other module."""
-        count = 0
         listed = LISTED_EXPERT.match(name)
-        if listed:
-            count = self.list_lengths[listed[1]]
-        elif "expert" in f"{name}.{type(module).__name__}".lower():
-            stacked = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
-            count = len(stacked[0]) if stacked else 0
+        count = self.list_lengths[listed[1]] if listed else self.experts_in.get(module, 0)
         return _Experts(count, self._active(count)) if count > 1 else None
 
     def _active(self, experts: int) -> int:
@@ -241,21 +245,20 @@ class _Modules:
         """Yield the matrices that a module holds itself."""
         experts = self._experts_of(name, module)
         if isinstance(module, nn.Linear):
-            is_router = name.rpartition(".")[2] in ROUTERS
-            yield _Matrix(name, module.in_features, module.out_features, experts, is_router)
+            yield _Matrix(name, module.in_features, module.out_features, experts)
         elif isinstance(module, Conv1D):
             yield _Matrix(name, module.nx, module.nf, experts)
         elif module in self.layer_numbers and not isinstance(module, nn.Embedding):
             for own_name, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3 and experts is not None:
+                full_name = f"{name}.{own_name}"
+                if full_name in self.stacked:
                     outputs, inputs = parameter.shape[1:]
                     if getattr(module, "is_transposed", False):
                         inputs, outputs = outputs, inputs
-                    full_name = f"{name}.{own_name}"
                     yield _Matrix(full_name, inputs, outputs, experts, is_stacked=True)
                 elif parameter.ndim == 2 and own_name == "weight":  # a router
                     outputs, inputs = parameter.shape
-                    yield _Matrix(name, inputs, outputs, is_router=True)
+                    yield _Matrix(name, inputs, outputs)
 
     def _kind(self, name: str, found: _Found) -> MatrixKind:
         matrix = found.first
@@ -270,8 +273,9 @@ class _Modules:
             layers=layers if layers and not is_in_all_layers else None,
             experts=experts.count,
             active=experts.active,
-            is_adapted=not matrix.is_router,
-            is_quantised=not matrix.is_router and not matrix.is_stacked,
+            is_adapted=matrix.name in self.adapted,
+            is_quantised=matrix.name in self.quantised,
+            is_stacked=matrix.is_stacked,
         )
 
 

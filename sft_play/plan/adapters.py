@@ -23,6 +23,7 @@ class AdapterOptions:
     use_dora: bool = False
     has_dropout: bool = False
     saved_modules: tuple[str, ...] = ()  # trained whole
+    experts: str = "auto"  # per_expert, none
     trained_tokens: int = 0  # whose rows of embedding and head are trained
 
     @classmethod
@@ -33,13 +34,14 @@ class AdapterOptions:
             layers=None if layers is None else tuple(sorted(set(layers))),
             use_dora=lora.use_dora,
             has_dropout=lora.dropout > 0,
+            experts=lora.experts,
             saved_modules=tuple(lora.modules_to_save or ()),
             trained_tokens=len(set(lora.trainable_tokens or ())),
         )
 
     def adapted(self, model: ModelShape, targets: str | Sequence[str]) -> tuple[MatrixKind, ...]:
         """Return the matrices that have adapters."""
-        kinds = adapted_matrices(model.matrices, targets)
+        kinds = adapted_matrices(model.matrices, targets, self.experts)
         if self.layers is None:
             return kinds
         return tuple(kind.in_layers(self.layers, model.layers) for kind in kinds)

@@ -8,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+# Parameters of experts by what earlier layouts call their parts
+FUSED = (
+    ("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    ("experts.gate_up_proj", ("w1", "w3")),
+    ("experts.down_proj", ("w2",)),
+)
+
 
 @dataclass(frozen=True)
 class MatrixKind:
@@ -25,6 +32,7 @@ class MatrixKind:
     active: int = 1  # of the experts, that a token meets
     is_adapted: bool = True  # where all linear layers are
     is_quantised: bool = True  # over a 4-bit base
+    is_stacked: bool = False  # the experts are one parameter with three dimensions
 
     @property
     def weights(self) -> int:
@@ -108,14 +116,32 @@ class Structure:
 
 
 def adapted_matrices(
-    matrices: Sequence[MatrixKind], targets: str | Sequence[str]
+    matrices: Sequence[MatrixKind], targets: str | Sequence[str], experts: str = "auto"
 ) -> tuple[MatrixKind, ...]:
-    """Return the matrices that get an adapter."""
-    if targets == "all-linear":
-        return tuple(kind for kind in matrices if kind.is_adapted)
-    names = (targets,) if isinstance(targets, str) else targets
-    chosen = [kind for kind in matrices if any(kind.has_name(name) for name in names)]
+    """Return the matrices that get an adapter.
+
+    `experts` is tuning.lora.experts, which decides about experts in one parameter.
+    """
+    chosen = []
+    for kind in matrices:
+        if kind.is_stacked and experts != "auto":
+            is_chosen = experts == "per_expert"
+        elif targets == "all-linear":
+            is_chosen = kind.is_adapted
+        else:
+            is_chosen = any(kind.has_name(name) for name in _with_fused(targets))
+        if is_chosen:
+            chosen.append(kind)
     return tuple(chosen)
+
+
+def _with_fused(targets: str | Sequence[str]) -> list[str]:
+    """Return targets, and the fused parameters whose parts are all among them."""
+    names = [targets] if isinstance(targets, str) else list(targets)
+    for fused, parts in FUSED:
+        if set(parts) <= set(names):
+            names.append(fused)
+    return names
 
 
 def structure_from_json(facts: Mapping[str, Any]) -> Structure:
