@@ -8,12 +8,15 @@ from sft_play.config.schema import Config
 from sft_play.plan import batch, cards, memory, speed
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
+from sft_play.plan.counting import Uncounted
 from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import StepSpec
+from sft_play.plan.traced import TracedStep
+from sft_play.plan.tracing import Device, Tracer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -33,6 +36,7 @@ class PlanInputs:
     budget_bytes: int  # that one rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
     host_budget_bytes: int = 0  # that one rank may take beside its GPU
+    tracer: Tracer | None = None  # where the closed form has not been shown to fit the model
 
     @cached_property
     def request(self) -> BatchRequest:
@@ -63,8 +67,26 @@ class PlanInputs:
         )
 
     @cached_property
+    def trace(self) -> TracedStep | str | None:
+        """The traced step, why there is none, or None where the closed form fits."""
+        if self.tracer is None or self.model.guess is not None:
+            return self.model.guess
+        device = Device(self.ranks.device, self.is_half, self.zero_stage)
+        try:
+            return self.tracer.trace(self.config, device)
+        except Uncounted as reason:
+            return str(reason)
+
+    @cached_property
     def step(self) -> StepSpec:
         """What each rank computes."""
+        step = self._step_in_closed_form
+        if isinstance(self.trace, TracedStep):
+            return step.with_trace(self.trace)
+        return replace(step, untraced=self.trace)
+
+    @property
+    def _step_in_closed_form(self) -> StepSpec:
         tuning = self.config.tuning
         train = self.config.train
         compute_bytes = 2 if self.is_half else 4

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from sft_play.plan.layout import Layout
 from sft_play.plan.step import StepSpec
+from sft_play.plan.traced import TracedStep
 
 GIB = 2**30
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
@@ -88,6 +89,16 @@ class StepBytes:
         return {name: phase.total for name, phase in self.phases.items()}
 
 
+class _Working(NamedTuple):
+    """Bytes of activations and of the loss in forward and backward passes."""
+
+    forward: int  # activations at the peak of the forward pass
+    forward_logits: int
+    backward: int  # activations at the peak of the backward pass
+    backward_logits: int
+    last_layer: int  # activations when the backward pass ends
+
+
 class _Moments(NamedTuple):
     """Bytes of something when the forward pass ends, and when the backward pass begins."""
 
@@ -101,16 +112,12 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3.
     """
     held = _held(step, layout)
-    computing = _computing(step, held)
-    loss = _loss_bytes(step, layout.tokens).forward
-    working = max(0, _dora_bytes(step) - loss)
-    if layout.checkpointed_layers == step.model.layers:
-        working = max(0, _working_bytes(step, layout.tokens) - loss)
+    working = _working(step, layout)
     forward = replace(
-        computing,
+        _computing(step, held),
         gradients=_gradients_in_forward(step, layout, held),
-        activations=_kept_bytes(step, layout) + working,
-        logits=loss,
+        activations=working.forward,
+        logits=working.forward_logits,
     )
     gathered = 0
     if step.zero_stage == 3 and step.is_full:  # the whole model, on the rank that saves it
@@ -145,8 +152,8 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
     if step.eval_batch_size is not None:
         return step.eval_batch_size
     unpacked = layout.unpacked()
-    kept = _kept_bytes(step, unpacked) + _transient_bytes(step, unpacked)
-    free_bytes = kept + _loss_bytes(step, unpacked.tokens).forward
+    working = _working(step, unpacked)
+    free_bytes = working.backward + working.forward_logits
     for rows in range(layout.batch_size, 1, -1):
         if _evaluation_logit_bytes(step, rows * layout.max_seq_len) <= free_bytes:
             return rows
@@ -219,15 +226,56 @@ def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
     """Return the moments of the backward pass that may hold most: its begin and its end."""
     held = _held(step, layout)
     computing = _computing(step, held)
-    transient = _transient_bytes(step, layout)
+    working = _working(step, layout)
     begin = replace(
         computing,
         gradients=_gradients_in_forward(step, layout, held),
-        activations=_kept_bytes(step, layout) + transient,
-        logits=_loss_bytes(step, layout.tokens).backward,
+        activations=working.backward,
+        logits=working.backward_logits,
     )
-    layer = layout.tokens * layer_bytes_per_token(step)
-    return begin, replace(computing, activations=transient + layer)
+    return begin, replace(computing, activations=working.last_layer)
+
+
+def _working(step: StepSpec, layout: Layout) -> _Working:
+    """Return the activations of a step, traced or by the closed form."""
+    if step.traced is not None:
+        return _traced_working(step, step.traced, layout)
+    loss = _loss_bytes(step, layout.tokens)
+    kept = _kept_bytes(step, layout)
+    transient = _transient_bytes(step, layout)
+    in_forward = max(0, _dora_bytes(step) - loss.forward)
+    if layout.checkpointed_layers == step.model.layers:
+        in_forward = max(0, _working_bytes(step, layout.tokens) - loss.forward)
+    return _Working(
+        forward=kept + in_forward,
+        forward_logits=loss.forward,
+        backward=kept + transient,
+        backward_logits=loss.backward,
+        last_layer=transient + layout.tokens * layer_bytes_per_token(step),
+    )
+
+
+def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> _Working:
+    """Return the activations of a traced step.
+
+    A fused loss works in chunks, and so grows by no line: it is the closed form's.
+    """
+    rows = layout.sequences
+    tokens = layout.max_seq_len
+    share = layout.checkpointed_layers / step.model.layers
+    loss = _Moments(int(traced.logits.at(rows, tokens)), int(traced.logits_kept.at(rows, tokens)))
+    beside_loss = int(traced.backward_peak(rows, tokens, share)) - loss.backward
+    if step.has_fused_loss:
+        loss = _loss_bytes(step, layout.tokens)
+    kept = int(traced.kept(rows, tokens, share))
+    in_layers = int(traced.layers_peak(rows, tokens, share))
+    return _Working(
+        forward=max(kept, in_layers - loss.forward),
+        forward_logits=loss.forward,
+        backward=beside_loss,
+        backward_logits=loss.backward,
+        last_layer=int(traced.backward_end(rows, tokens)),
+    )
 
 
 def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
@@ -237,14 +285,18 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
     cache = 0
     if step.generates:
         cache = tokens * 2 * model.kv_features * step.compute_bytes
-    activations = max(cache, _working_bytes(step, tokens) - logits)
+    in_layers = _working_bytes(step, tokens)
+    if step.traced is not None:  # where no layer keeps anything
+        rows = evaluation_rows(step, layout)
+        in_layers = int(step.traced.layers_peak(rows, layout.max_seq_len, share=1))
+    activations = max(cache, in_layers - logits)
     return replace(held, gradients=0, activations=activations, logits=logits)
 
 
 def _computing(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Add to what is held the 16-bit copies of float32 weights that autocast keeps."""
     is_cast = step.is_full and step.weight_bytes == 4 and step.is_half and not step.zero_stage
-    if not is_cast:
+    if not is_cast or step.traced is not None:  # a trace has them among the activations
         return held
     return replace(held, weights=held.weights + step.compute_bytes * step.model.block_weights)
 

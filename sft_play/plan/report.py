@@ -21,6 +21,11 @@ from sft_play.plan.workload import Workload
 LINE_WIDTH = 110
 LABEL_WIDTH = 14  # of a line's first column, which says what the line is about
 STRATEGIES = {"single": "one process", "ddp": "DDP", "deepspeed": "DeepSpeed ZeRO-"}
+MEMORY_SOURCES = {
+    "closed form": "by the closed form",
+    "traced": "by a trace of the model's own code",
+    "guess": "a guess",
+}
 # Components that are not called what they are for
 COMPONENT_NAMES = {
     "logits": "logits and loss",
@@ -85,6 +90,7 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "phases": phases_json(plan.memory),
         "budget_bytes": plan.budget_bytes,
         "parameters": plan.step.model.parameters,
+        "memory_source": plan.step.memory_source,
         "active_parameters": plan.step.model.active_parameters,
         "request": asdict(plan.request),
         "step": asdict(plan.step),
@@ -278,7 +284,7 @@ def _memory(plan: RunPlan) -> str:
     return (
         f"{verdict}: {peak:.2f} GiB in the {plan.memory.peak_phase} phase, {peak / budget:.0%} of "
         f"the {budget:.2f} GiB that may be used, {peak / free:.0%} of the {free:.2f} GiB free "
-        f"{where}; {RESERVE:.0%} are kept in reserve"
+        f"{where}; {RESERVE:.0%} are kept in reserve; {MEMORY_SOURCES[plan.step.memory_source]}"
     )
 
 

@@ -15,11 +15,13 @@ from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
 from sft_play.plan.layout import Layout
-from sft_play.plan.model_shape import ModelShape, load_positions
+from sft_play.plan.model_shape import load_positions
 from sft_play.plan.packing import resolve_packing
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.ranks import Ranks, plan_ranks
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
+from sft_play.plan.step import StepSpec
+from sft_play.plan.tracing import Tracer
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
 # What train-deepspeed tries where no JSON is named
@@ -115,11 +117,12 @@ def _resolve(
         budget_bytes=_budget_bytes(hardware, ranks),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.per_node]),
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
+        tracer=Tracer.of(config, model, environ),
     )
     _refuse_combinations(loaded, inputs)
     inputs = with_offloading(inputs)
     layout = choose_layout(inputs)
-    warnings += _model_warnings(loaded, model) + _position_warnings(loaded, environ)
+    warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     warnings += _offloading_warnings(inputs, layout)
     packing, unpacked_because = resolve_packing(config, model.model_type)
@@ -166,14 +169,21 @@ def _deepspeed_plan(
     return DeepSpeedPlan(deepspeed.resolve(raw, run, source=str(path)), str(path))
 
 
-def _model_warnings(loaded: LoadedConfig, model: ModelShape) -> list[str]:
+def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:
     """Say where weights and bytes are a guess."""
-    if model.guess is None:
-        return []
-    return [
-        f"{loaded.described('model.name')}: its weights could not be counted ({model.guess}); the "
-        "plan takes it for a Llama of the sizes in its config.json, which may be far off"
-    ]
+    name = loaded.described("model.name")
+    warnings = []
+    if step.model.guess is not None:
+        warnings.append(
+            f"{name}: its weights could not be counted ({step.model.guess}); the plan takes it for "
+            "a Llama of the sizes in its config.json, which may be far off"
+        )
+    if step.untraced is not None:
+        warnings.append(
+            f"{name}: a step of it could not be traced ({step.untraced}); the memory is a guess, "
+            "and train.probe measures it before the first step on a GPU"
+        )
+    return warnings
 
 
 def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[str]:

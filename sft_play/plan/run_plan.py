@@ -132,6 +132,9 @@ class PlannedRun:
     def kernels(self) -> FastPlan:
         """Which parts of the run are planned to be fused."""
         plan = self.plan
+        traced = plan.step.traced
+        if traced is not None:
+            return FastPlan(traced.on, dict(traced.off))
         return plan_kernels(
             FastSetup(
                 config=self.config,

@@ -1,9 +1,11 @@
 """What is trained how: model, mode, number types, optimizer. Pure: no torch, no I/O."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from sft_play.plan.adapters import PLAIN, AdapterOptions
 from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.traced import TracedStep
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,21 @@ class StepSpec:
     adapter_options: AdapterOptions = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
+    traced: TracedStep | None = None  # where the closed form has not been shown to fit
+    untraced: str | None = None  # why such a model was not traced
+
+    def with_trace(self, traced: TracedStep) -> "StepSpec":
+        """Return the step with what a trace found of it."""
+        is_fast = self.is_gpu and self.is_half and traced.is_fused
+        fuses_loss = self.is_gpu and self.is_half and "loss" in traced.on
+        return replace(self, traced=traced, is_fast=is_fast, fuses_loss=fuses_loss)
+
+    @property
+    def memory_source(self) -> Literal["closed form", "traced", "guess"]:
+        """Where the bytes of a step's activations come from."""
+        if self.traced is not None:
+            return "traced"
+        return "closed form" if self.untraced is None else "guess"
 
     @property
     def is_full(self) -> bool:

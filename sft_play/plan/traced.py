@@ -4,7 +4,7 @@ Legend: R rows of a micro-batch, T tokens of a row, L checkpointed layers of N.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 
@@ -82,7 +82,7 @@ class TracedStep:
     logits: Growth
     logits_kept: Growth
     on: tuple[str, ...] = ()  # fused parts
-    off: Mapping[str, str] | None = None  # why others are not
+    off: Mapping[str, str] = field(default_factory=dict)  # why others are not
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
@@ -98,6 +98,12 @@ class TracedStep:
             on=tuple(facts["on"]),
             off=facts["off"],
         )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the layers run on fused kernels, all that can be."""
+        has_mlp = "mlp" in self.on or "experts" in self.on
+        return has_mlp and {"attention", "norms", "loss"} <= set(self.on)
 
     def kept(self, rows: int, tokens: int, share: float) -> float:
         """Return the activations with a `share` of the layers checkpointed."""
