@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak
 
+from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, offloaded_bytes
 from sft_play.plan.memory import (
     GIB,
-    OFFLOADS_IN_FLIGHT,
     PHASES,
     PhaseBytes,
     evaluation_rows,
-    offloaded_bytes,
     step_bytes,
 )
 from sft_play.plan.model_shape import ModelShape, load_shape

@@ -7,8 +7,9 @@ from typing import Any
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
+from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.inputs import PlanInputs, choose_layout
-from sft_play.plan.memory import offloaded_bytes, step_bytes
+from sft_play.plan.memory import step_bytes
 from sft_play.plan.speed import Speed
 
 MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
-from sft_play.plan import batch, cards, memory, speed
+from sft_play.plan import activations, batch, cards, memory, speed
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted
@@ -167,7 +167,7 @@ def with_offloading(inputs: PlanInputs) -> PlanInputs:
         return without
     offloaded = _with_offloading_set(inputs, True)
     layout = choose_layout(offloaded)
-    host_bytes = memory.offloaded_bytes(offloaded.step, layout)
+    host_bytes = activations.offloaded_bytes(offloaded.step, layout)
     if not offloaded.fits(layout) or host_bytes > inputs.host_budget_bytes:
         return without
     return offloaded

@@ -8,11 +8,14 @@ elsewhere. Choose with a reserve.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
+from sft_play.plan.activations import (
+    evaluation_logit_bytes,
+    layer_working_bytes,
+    working_of,
+)
 from sft_play.plan.layout import Layout
 from sft_play.plan.step import StepSpec
-from sft_play.plan.traced import TracedStep
 
 GIB = 2**30
 NF4_BYTES = 0.516  # half a byte, plus double-quantised constants per block of 64 weights
@@ -27,17 +30,11 @@ ADAM_BYTES = {
     "sgd": 0,
 }
 TORCH_ADAM = ("adamw_torch", "adamw_torch_fused")  # their two moments have the type of the weight
-# For each token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
-LOGIT_BYTES = 12
 GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, beside the allocator: three runs
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
-LOSS_CHUNK_BYTES = int(0.25 * GIB)  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
-OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: offloading.IN_FLIGHT
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
-HEAD_NORMS = ("qwen3", "gemma3", "gemma3_text")  # norms over queries and keys, which keep inputs
-FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")  # two more norms, behind attention and MLP
 
 
 @dataclass(frozen=True)
@@ -89,30 +86,13 @@ class StepBytes:
         return {name: phase.total for name, phase in self.phases.items()}
 
 
-class _Working(NamedTuple):
-    """Bytes of activations and of the loss in forward and backward passes."""
-
-    forward: int  # activations at the peak of the forward pass
-    forward_logits: int
-    backward: int  # activations at the peak of the backward pass
-    backward_logits: int
-    last_layer: int  # activations when the backward pass ends
-
-
-class _Moments(NamedTuple):
-    """Bytes of something when the forward pass ends, and when the backward pass begins."""
-
-    forward: int
-    backward: int
-
-
 def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     """Return the bytes of one rank in each phase.
 
     ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3.
     """
     held = _held(step, layout)
-    working = _working(step, layout)
+    working = working_of(step, layout)
     forward = replace(
         _computing(step, held),
         gradients=_gradients_in_forward(step, layout, held),
@@ -152,10 +132,10 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
     if step.eval_batch_size is not None:
         return step.eval_batch_size
     unpacked = layout.unpacked()
-    working = _working(step, unpacked)
+    working = working_of(step, unpacked)
     free_bytes = working.backward + working.forward_logits
     for rows in range(layout.batch_size, 1, -1):
-        if _evaluation_logit_bytes(step, rows * layout.max_seq_len) <= free_bytes:
+        if evaluation_logit_bytes(step, rows * layout.max_seq_len) <= free_bytes:
             return rows
     return 1
 
@@ -171,36 +151,6 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
     four_bit = NF4_BYTES if step.double_quant else FP4_PLAIN_BYTES
     unquantised = model.parameters - model.quantised_weights
     return int(four_bit * model.quantised_weights) + weight_bytes * unquantised
-
-
-def layer_bytes_per_token(step: StepSpec) -> int:
-    """Return what the backward pass of one layer needs of one token.
-
-    Fused, that is the input of each linear layer once, queries, keys and values, the residual
-    stream before each norm, and gate and up of the MLP, whose product is recomputed. At 8B that is
-    3.4 MiB over all layers, where PEFT keeps 7.6 (lora) and 6.5 (qlora).
-    """
-    model = step.model
-    hidden, intermediate = model.hidden, model.intermediate
-    wide = step.compute_bytes // 2
-    kept = 0
-    if not step.is_full and not step.is_fast:
-        kept = step.adapter_options.kept_bytes_per_token(
-            model, step.lora_targets, step.mode == "qlora"
-        )
-    if not step.is_fast and not step.has_fused_loss:
-        adapters = {"lora": 4 * hidden + 2 * intermediate, "qlora": hidden + intermediate // 2}
-        return wide * (18 * hidden + 9 * intermediate + adapters.get(step.mode, 0) + kept)
-    heads = 2 * (model.heads + model.kv_heads) * model.head_dim  # queries, output, keys, values
-    if model.model_type in HEAD_NORMS:
-        heads += (model.heads + model.kv_heads) * model.head_dim
-    norms = 4 if model.model_type in FOUR_NORMS else 2
-    residual = 2 * norms * hidden
-    product = 0
-    if step.is_full:
-        residual = norms * hidden * step.weight_bytes  # the stream has the type of the embedding
-        product = 2 * intermediate  # the gradient of down_proj's weight needs it
-    return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product + kept)
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
@@ -226,7 +176,7 @@ def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
     """Return the moments of the backward pass that may hold most: its begin and its end."""
     held = _held(step, layout)
     computing = _computing(step, held)
-    working = _working(step, layout)
+    working = working_of(step, layout)
     begin = replace(
         computing,
         gradients=_gradients_in_forward(step, layout, held),
@@ -236,56 +186,14 @@ def _backward(step: StepSpec, layout: Layout) -> tuple[PhaseBytes, ...]:
     return begin, replace(computing, activations=working.last_layer)
 
 
-def _working(step: StepSpec, layout: Layout) -> _Working:
-    """Return the activations of a step, traced or by the closed form."""
-    if step.traced is not None:
-        return _traced_working(step, step.traced, layout)
-    loss = _loss_bytes(step, layout.tokens)
-    kept = _kept_bytes(step, layout)
-    transient = _transient_bytes(step, layout)
-    in_forward = max(0, _dora_bytes(step) - loss.forward)
-    if layout.checkpointed_layers == step.model.layers:
-        in_forward = max(0, _working_bytes(step, layout.tokens) - loss.forward)
-    return _Working(
-        forward=kept + in_forward,
-        forward_logits=loss.forward,
-        backward=kept + transient,
-        backward_logits=loss.backward,
-        last_layer=transient + layout.tokens * layer_bytes_per_token(step),
-    )
-
-
-def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> _Working:
-    """Return the activations of a traced step.
-
-    A fused loss works in chunks, and so grows by no line: it is the closed form's.
-    """
-    rows = layout.sequences
-    tokens = layout.max_seq_len
-    share = layout.checkpointed_layers / step.model.layers
-    loss = _Moments(int(traced.logits.at(rows, tokens)), int(traced.logits_kept.at(rows, tokens)))
-    beside_loss = int(traced.backward_peak(rows, tokens, share)) - loss.backward
-    if step.has_fused_loss:
-        loss = _loss_bytes(step, layout.tokens)
-    kept = int(traced.kept(rows, tokens, share))
-    in_layers = int(traced.layers_peak(rows, tokens, share))
-    return _Working(
-        forward=max(kept, in_layers - loss.forward),
-        forward_logits=loss.forward,
-        backward=beside_loss,
-        backward_logits=loss.backward,
-        last_layer=int(traced.backward_end(rows, tokens)),
-    )
-
-
 def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
     tokens = evaluation_rows(step, layout) * layout.max_seq_len
-    logits = _evaluation_logit_bytes(step, tokens)
+    logits = evaluation_logit_bytes(step, tokens)
     model = step.model
     cache = 0
     if step.generates:
         cache = tokens * 2 * model.kv_features * step.compute_bytes
-    in_layers = _working_bytes(step, tokens)
+    in_layers = layer_working_bytes(step, tokens)
     if step.traced is not None:  # where no layer keeps anything
         rows = evaluation_rows(step, layout)
         in_layers = int(step.traced.layers_peak(rows, layout.max_seq_len, share=1))
@@ -349,96 +257,3 @@ def _context_bytes(step: StepSpec, world_size: int) -> int:
     if not step.is_gpu:
         return CPU_CONTEXT_BYTES
     return GPU_CONTEXT_BYTES + (COLLECTIVE_BYTES if world_size > 1 else 0)
-
-
-def _evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
-    """Return the bytes of logits in an evaluation: fused, a chunk; else all of them."""
-    if step.has_fused_loss:
-        return _loss_bytes(step, tokens).forward
-    return tokens * step.model.vocab * LOGIT_BYTES
-
-
-def _kept_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the activations that are kept when the backward pass begins.
-
-    A checkpointed layer keeps its input alone. Offloaded, all but two of them are on the host.
-    """
-    kept_layers = step.model.layers - layout.checkpointed_layers
-    kept_inputs = layout.checkpointed_layers
-    if step.offload_activations:
-        kept_inputs = min(OFFLOADS_IN_FLIGHT, kept_inputs)
-    inputs = kept_inputs * step.compute_bytes * step.model.hidden
-    return layout.tokens * (kept_layers * layer_bytes_per_token(step) + inputs)
-
-
-def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the bytes of host memory that activation offloading takes on one rank.
-
-    torch rounds each pinned allocation up to a power of two.
-    """
-    if not step.offload_activations:
-        return 0
-    one_input = layout.tokens * step.compute_bytes * step.model.hidden
-    return layout.checkpointed_layers * (1 << (one_input - 1).bit_length())
-
-
-def _transient_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what the backward pass adds to the kept activations while it is in a layer.
-
-    A checkpointed layer is recomputed after the layers behind it have freed theirs. So it adds to
-    the peak only where all layers are checkpointed, and then after the loss is freed.
-    """
-    recomputed = 0
-    if layout.checkpointed_layers == step.model.layers:
-        layer = layout.tokens * layer_bytes_per_token(step)
-        recomputed = max(0, layer - _loss_bytes(step, layout.tokens).backward)
-    if not step.is_fast:
-        return recomputed + _dora_bytes(step)
-    features = 2 * step.model.hidden + 3 * step.model.intermediate
-    return recomputed + layout.tokens * step.compute_bytes * features
-
-
-def _dora_bytes(step: StepSpec) -> int:
-    """Return what DoRA holds to take the length of a linear's weights."""
-    if step.is_full:
-        return 0
-    options = step.adapter_options
-    kept = 0
-    if step.mode == "qlora":
-        kept = options.kept_weight_bytes(step.model, step.lora_targets)
-    working = options.working_bytes(step.model, step.lora_targets)
-    return step.compute_bytes // 2 * (working + kept)
-
-
-def _working_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what a layer holds while it computes and nothing of it is kept.
-
-    Fitted to 1B, 8B and 14B. Unfused, the whole logits are far more.
-    """
-    if not step.is_fast:
-        return 0
-    return tokens * step.compute_bytes * (10 * step.model.hidden + 3 * step.model.intermediate)
-
-
-def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
-    """Return what the loss holds: all logits and what is made of them.
-
-    Fused, a chunk of them, the last hidden states and their gradient, of which the gradient stays.
-    The gradient of a head that is trained comes with the loss.
-    """
-    logits = tokens * step.model.vocab * LOGIT_BYTES
-    matrix = step.model.vocab * step.model.hidden
-    if not step.has_fused_loss:
-        merged = 0
-        if not step.is_full and step.adapter_options.trained_tokens:
-            merged = step.compute_bytes * matrix  # the head with its trained rows
-        return _Moments(logits + merged, logits + merged)
-    hidden = 2 * tokens * step.compute_bytes * step.model.hidden
-    if step.is_full:
-        hidden += step.compute_bytes * matrix
-    forward = min(logits, LOSS_CHUNK_BYTES) + hidden
-    if step.is_full or not step.adapter_options.saves_head:
-        return _Moments(forward, hidden)
-    # its cast and its gradient in 16 bits; then the gradient in both types
-    cast = 2 * step.compute_bytes * matrix
-    return _Moments(forward + cast, hidden + (step.compute_bytes + 4) * matrix)

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from sft_play.config.backends import backend_of
+from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, offloaded_bytes
+from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
 from sft_play.plan.precision import DTYPE_NAMES, precision
 from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.resolve import RESERVE

@@ -10,7 +10,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import advice, memory, recipe, sources
+from sft_play.plan import activations, advice, memory, recipe, sources
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
@@ -221,7 +221,7 @@ def _offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
         return []
     if not inputs.can_offload_activations:
         return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
-    host_bytes = memory.offloaded_bytes(inputs.step, layout)
+    host_bytes = activations.offloaded_bytes(inputs.step, layout)
     if host_bytes <= inputs.host_budget_bytes:
         return []
     return [
