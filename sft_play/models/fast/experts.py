@@ -8,9 +8,11 @@ Evaluation and generation run the module's own code, with PEFT's wrappers.
 
 from types import MethodType
 
+import torch
 from bitsandbytes.nn import Params4bit
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sft_play.models.fast.experts_function import FrozenExperts, LoraExpertsFunction
 from sft_play.models.fast.experts_gates import gate_of
@@ -18,10 +20,42 @@ from sft_play.models.fast.experts_products import ROW_BYTES, ExpertLinear
 from sft_play.models.fast.experts_routing import sort_by_expert, without_sentinels
 from sft_play.models.fast.lora import to_compute_dtype, why_hooked
 from sft_play.models.fast.norms import is_training
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 MOST_EXPERTS = 1023  # of torch's grouped product on a GPU
 SMALLEST_ITEM = 2  # bytes of bfloat16
+
+
+def install_experts(setup: TrainingSetup) -> int:
+    """Fuse the experts of a model with their adapters; return the number of modules.
+
+    Raises: Unsupported if the model has experts, and none of them can be fused.
+    """
+    modules = find_experts(setup.decoder)
+    if not modules:
+        return 0
+    if setup.config.tuning.mode == "full":
+        raise Unsupported("mode full trains the experts themselves")
+    if setup.on_gpu and setup.process.compute_dtype != torch.bfloat16:
+        raise Unsupported("its kernels compute in bfloat16")
+    candidates: list[nn.Module] = []
+    reasons: list[str] = []
+    for module in modules:
+        reason = why_experts_not_fusable(module)
+        if reason is None:
+            candidates.append(module)
+        else:
+            reasons.append(reason)
+    if not candidates:
+        raise Unsupported(reasons[0])
+    for reason in dict.fromkeys(reasons):
+        setup.left_out.append(f"{reasons.count(reason)} of {len(modules)}: {reason}")
+    agreed = prove(candidates, lambda module: fused_forward(module, setup.has_values), setup)
+    for module in agreed:
+        module.forward = fused_forward(module, setup.has_values)
+    return len(agreed)
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
@@ -70,7 +104,10 @@ def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def why_experts_not_fusable(module: nn.Module) -> str | None:
-    """Return why experts, with or without adapters, cannot be fused; None if they can."""
+    """Return why experts, with or without adapters, cannot be fused; None if they can.
+
+    The hooks of 4-bit experts keep what their own code unpacks, and nothing else.
+    """
     wrappers, experts = unwrap(module)
     names = [wrapper.parameter_name for wrapper in wrappers]
     for index, wrapper in enumerate(wrappers):
@@ -83,9 +120,8 @@ def why_experts_not_fusable(module: nn.Module) -> str | None:
             return reason
     if len(set(names)) < len(names):
         return "two adapters on one parameter"
-    if wrappers and why_hooked(experts):
-        return why_hooked(experts)
-    return _why_base_not_fusable(experts)
+    reason = why_hooked(experts) if wrappers and not is_parametrized(experts) else None
+    return reason or _why_base_not_fusable(experts)
 
 
 def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:

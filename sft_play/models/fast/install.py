@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.fast.attention_install import install_attention
+from sft_play.models.fast.experts import install_experts
 from sft_play.models.fast.linear_cross_entropy import fuse_loss, why_loss_not_fusable
 from sft_play.models.fast.linear_install import (
-    install_experts,
     install_linears,
     install_mlp,
     why_mlp_linears_not_fusable,

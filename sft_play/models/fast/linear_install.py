@@ -1,4 +1,4 @@
-"""Find the MLPs, experts and linears of a decoder, and install their fused functions."""
+"""Find the MLPs and linears of a decoder, and install their fused functions."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -8,7 +8,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from sft_play.models.fast import attention
-from sft_play.models.fast.experts import find_experts, fused_forward, why_experts_not_fusable
 from sft_play.models.fast.lora import fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.mlp import lora_mlp
 from sft_play.models.fast.norms import is_training
@@ -63,28 +62,6 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     up = None if roles.up is None else getattr(self, roles.up)
     gate = getattr(self, roles.gate)
     return lora_mlp(hidden_states, gate, up, getattr(self, roles.down), roles.activation)
-
-
-def install_experts(setup: TrainingSetup) -> int:
-    """Fuse modules that hold many experts; return 0 where there are none."""
-    modules = find_experts(setup.decoder)
-    fusable = []
-    for module in modules:
-        reason = why_experts_not_fusable(module)
-        if reason is None:
-            fusable.append(module)
-        else:
-            setup.left_out.append(reason)
-    if modules and not fusable:
-        raise Unsupported(setup.left_out[0])
-
-    def fused(module: nn.Module) -> Callable[..., Any]:
-        return fused_forward(module, setup.has_values)
-
-    agreed = prove(fusable, fused, setup)
-    for module in agreed:
-        module.forward = fused(module)
-    return len(agreed)
 
 
 def install_linears(setup: TrainingSetup) -> int:
