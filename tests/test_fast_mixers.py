@@ -7,20 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architecture_steps import CPU, adapted, gap, gradients_of, settings
 from architecture_steps import Step as TrainedStep
-from architecture_steps import adapted, gap, gradients_of, settings
 from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import mixer_install, mixer_kernels, mixers
 from sft_play.models.fast.attention import UNMASKED
 from sft_play.models.fast.attention_scoring import Documents
 from sft_play.models.fast.documents import DocumentBatch
-from sft_play.models.fast.mixer_install import NotResettable, install_mixers
+from sft_play.models.fast.mixer_install import install_mixers
 from sft_play.models.fast.mixing import LENGTHS, find_mixers, likely_mixers
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.process import Process
 
 # A gated delta rule, a short convolution, Mamba 2 and Mamba
 MIXERS = ("qwen3_next", "lfm2", "bamba", "jamba")
@@ -86,9 +89,9 @@ def lora_model(model_type: str) -> Any:
     return adapted(tiny_model(model_type), settings("lora"))
 
 
-def install(model: Any, **options: Any) -> mixer_install.Mixers:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return install_mixers(base, base.get_decoder(), **options)
+def install(model: Any, zero_stage: int = 0, use_kernels: bool = True) -> mixer_install.Mixers:
+    config = Config.model_validate({"train": {"fast_path": "auto" if use_kernels else False}})
+    return install_mixers(TrainingSetup(model, config, Process.alone(CPU), zero_stage))
 
 
 def first_mixer(model: nn.Module) -> nn.Module:
@@ -163,7 +166,7 @@ def test_attention_whose_mask_ignores_documents_runs_one_by_one() -> None:
 
 
 def test_a_module_that_cannot_be_reset_is_named() -> None:
-    with pytest.raises(NotResettable, match="BloomAttention does not run on one document"):
+    with pytest.raises(Unsupported, match="BloomAttention does not run on one document"):
         install(tiny_model("bloom"))
 
 

@@ -59,6 +59,7 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "Makefile", project)
     (project / "requirements-build.txt").write_text("torch==2.13.0\n")
     (project / "requirements.txt").write_text("-r requirements-build.txt\ntiny==1.0\n")
+    (project / "requirements-gpu.txt").write_text("tiny==1.0\n")
     (project / "requirements.lock").write_text("torch==2.13.0\ntiny==1.0\n")
     begin_venv(project / ".venv")
     write_wheel(tmp_path / "whl" / "cpu", "torch", "2.13.0+cpu")
@@ -164,6 +165,17 @@ def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installe
     assert first.command[-4:] == ["--index-url", source.index, "--no-deps", f"torch=={pin}+cpu"]
     assert not any(source.index in step.command for step in rest)
     assert all("/venv/bin/python" in step.command for step in [first, *rest])
+
+
+def test_kernels_for_gpus_come_where_a_driver_is_seen():
+    def titles(source, has_gpu):
+        steps = commands.install_steps(ROOT, Path("/venv/bin/python"), "pip", source, has_gpu)
+        return [step.title for step in steps]
+
+    cpu = TorchSource("cpu", "https://download.pytorch.org/whl/cpu")
+    assert "kernels for GPUs" in titles(None, has_gpu=True)
+    assert "kernels for GPUs" not in titles(None, has_gpu=False)
+    assert "kernels for GPUs" not in titles(cpu, has_gpu=True)
 
 
 def test_uv_installs_only_where_it_finds_what_pip_finds():

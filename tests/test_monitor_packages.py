@@ -76,6 +76,18 @@ def test_the_unsloth_extra_is_optional(project):
     assert [finding.level for finding in packages.optional_findings(extra, True)] == ["ok", "warn"]
 
 
+def test_kernels_for_gpus_are_asked_for_on_a_gpu_alone(project):
+    kernels = project / "requirements-gpu.txt"
+    kernels.write_text("no-such-kernels==1\n")
+    assert packages.gpu_kernel_findings(kernels, has_gpu=False) == []
+    (finding,) = packages.gpu_kernel_findings(kernels, has_gpu=True)
+    assert finding.level == "warn" and "some ten times slower" in finding.found
+    assert finding.fix == "python -m tools.install add requirements-gpu.txt"
+    kernels.write_text("psutil>0\n")
+    (finding,) = packages.gpu_kernel_findings(kernels, has_gpu=True)
+    assert finding.level == "ok"
+
+
 @pytest.mark.parametrize(
     ("version", "level"),
     [((3, 10), "missing"), ((3, 11), "ok"), ((3, 14), "ok"), ((3, 15), "warn")],

@@ -17,7 +17,9 @@ from sft_play.monitor.gpus import dotted, gib, nvidia_driver
 from sft_play.monitor.installed import TorchBuild, nccl, torch_build
 from sft_play.monitor.links import link_lines, links
 from sft_play.monitor.packages import (
+    GPU_REQUIREMENTS,
     INSTALL,
+    gpu_kernel_findings,
     optional_findings,
     package_findings,
     python_finding,
@@ -45,6 +47,7 @@ def examine(project_root: Path, output_dir: Path, environ: Mapping[str, str]) ->
         python_finding(sys.version_info[:2]),
         *package_findings(project_root / BNB.requirements),
         *optional_findings(project_root / UNSLOTH.requirements, bool(gpus)),
+        *gpu_kernel_findings(project_root / GPU_REQUIREMENTS, bool(gpus)),
         *torch_findings(build, gpus, nvidia_driver()),
         gpu_finding(gpus, reason),
         *link_findings(gpus),

@@ -16,6 +16,7 @@ PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install/environmen
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
 TORCH_RANGE = ">=2.11,<2.14"
 INSTALL = "make install"
+GPU_REQUIREMENTS = "requirements-gpu.txt"
 INSTALL_TORCH = (
     f"python -m pip install 'torch{TORCH_RANGE}' --index-url https://download.pytorch.org/whl/cu130"
 )
@@ -75,6 +76,18 @@ def optional_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
         Finding("ok", "unsloth", f"{agreeing} installed as {requirements.name} pins them"),
         *(Finding("warn", each.subject, each.found, each.fix) for each in differing),
     ]
+
+
+def gpu_kernel_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
+    """Report the kernels that only models with linear attention or a state space need, on a GPU."""
+    if not has_gpu or not requirements.exists():
+        return []
+    install = f"python -m tools.install add {requirements.name}"
+    differing, agreeing = _compare(requirements, install)
+    cost = "; without it models like Qwen3.5, Mamba 2 and their hybrids train some ten times slower"
+    if not differing:
+        return [Finding("ok", "kernels", f"{agreeing} installed as {requirements.name} pins them")]
+    return [Finding("warn", each.subject, each.found + cost, each.fix) for each in differing]
 
 
 def _compare(requirements: Path, install: str) -> Comparison:

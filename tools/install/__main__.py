@@ -107,7 +107,8 @@ def install() -> None:
         for line in torch_lines(source):
             print(line, flush=True)
         python = environment.python_of(VENV)
-        for step in commands.install_steps(ROOT, python, installer, source):
+        has_gpu = driver_cuda() is not None
+        for step in commands.install_steps(ROOT, python, installer, source, has_gpu):
             run_watched(step, LOG)
         write_stamp()
         print(f"installed; the whole output is in {LOG.relative_to(ROOT)}", flush=True)

@@ -79,7 +79,7 @@ def choose_installer(environ: Mapping[str, str], has_uv: bool, pip_config: str) 
 
 
 def install_steps(
-    root: Path, python: Path, installer: str, source: TorchSource | None
+    root: Path, python: Path, installer: str, source: TorchSource | None, has_gpu: bool = False
 ) -> list[Step]:
     """Return the steps that install the pinned packages for the interpreter `python`."""
     install = install_command(python, installer)
@@ -96,6 +96,9 @@ def install_steps(
     # DeepSpeed is built against the torch that is there; it compiles its ops when a run needs them
     rest = [*install, "--no-build-isolation", "-r", str(root / "requirements.txt")]
     steps.append(Step("training, data and front end", rest, {"DS_BUILD_OPS": "0"}))
+    if has_gpu and (source is None or source.build != "cpu"):
+        kernels = [*install, "-r", str(root / "requirements-gpu.txt")]
+        steps.append(Step("kernels for GPUs", kernels, {}))
     steps.append(Step("bytecode", [str(python), "-c", COMPILE], {}))
     return steps
 

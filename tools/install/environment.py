@@ -16,7 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 14)
-PIN_FILES = ("requirements.txt", "requirements-build.txt", "requirements.lock")
+PIN_FILES = (
+    "requirements.txt",
+    "requirements-build.txt",
+    "requirements-gpu.txt",
+    "requirements.lock",
+)
 LOG_NAME = "install.log"
 ASK_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 START_SECONDS = 60  # on a slow network disk the first start of Python takes a while

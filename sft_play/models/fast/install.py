@@ -24,7 +24,7 @@ from sft_play.models.fast.linear_install import (
     install_mlp,
     why_mlp_linears_not_fusable,
 )
-from sft_play.models.fast.mixer_install import NotResettable, install_mixers
+from sft_play.models.fast.mixer_install import install_mixers
 from sft_play.models.fast.norm_install import install_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.plan.fast import LINEARS_OF_MLP, PARTS
@@ -121,9 +121,8 @@ def _with_mixers(setup: TrainingSetup, kernels: FusedKernels) -> FusedKernels:
     After attention: where that keeps documents apart, it is no such mixer.
     """
     try:
-        use_kernels = setup.config.train.fast_path is not False
-        mixers = install_mixers(setup.base, setup.decoder, setup.zero_stage, use_kernels)
-    except NotResettable as reason:
+        mixers = install_mixers(setup)
+    except Unsupported as reason:
         return replace(kernels, off={**kernels.off, "mixers": str(reason)})
     if not mixers.count:
         return kernels

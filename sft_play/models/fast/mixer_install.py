@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sft_play.models.fast.capture import as_it_was
 from sft_play.models.fast.documents import PackedDocuments, watch_documents
-from sft_play.models.fast.mixer_kernels import rebound
+from sft_play.models.fast.mixer_kernels import has_fla, rebound
 from sft_play.models.fast.mixer_norms import install_gated_norms
 from sft_play.models.fast.mixers import Forward, forward_packed, install_mixer
 from sft_play.models.fast.mixing import (
-    Call,
-    can_measure,
+    ModuleCall,
     find_mixers,
     is_hidden,
     kind_of,
@@ -26,18 +26,20 @@ from sft_play.models.fast.mixing import (
     likely_mixers,
     tokens_of,
 )
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
 
 logger = logging.getLogger(__name__)
 
+WITHOUT_FLA = (
+    "flash-linear-attention is not installed: transformers computes linear attention and state "
+    "spaces in plain torch, some ten times slower; "
+    "python -m tools.install add requirements-gpu.txt"
+)
 MAX_PASSES = 3  # a module around a mixer may keep a state of its own
 # Largest relative difference, in the Euclidean norm, of outputs and of gradients
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 TOLERANCE_ON_GPU = 5e-3  # float32: the kernels multiply in TensorFloat-32
 TOLERANCE_IN_16_BITS = 3e-2
-
-
-class NotResettable(Exception):
-    """Raised with the module that keeps a state across documents, whatever is tried."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +54,27 @@ class Mixers:
         return self.in_one_call + self.by_document
 
 
-def install_mixers(
-    model: nn.Module, decoder: nn.Module, zero_stage: int = 0, use_kernels: bool = True
-) -> Mixers:
+def install_mixers(setup: TrainingSetup) -> Mixers:
     """Reset every mixer of a model's decoder at the documents of its packed batches.
 
-    Without `use_kernels` each runs its own code on one document after another.
-    Raises: NotResettable.
+    With train.fast_path=false each runs its own code on one document after another.
+    Raises: Unsupported with the module that keeps a state whatever is tried.
     """
-    packed = watch_documents(model, decoder)
-    is_measurable = can_measure(decoder, zero_stage)
-    if use_kernels and zero_stage != 3:
-        install_gated_norms(decoder, is_proven=is_measurable)
+    packed = watch_documents(setup.base, setup.decoder)
+    if setup.on_gpu and not has_fla() and likely_mixers(setup.decoder):
+        logger.warning("%s", WITHOUT_FLA)
+    use_kernels = setup.config.train.fast_path is not False
+    is_measurable = setup.has_values and setup.zero_stage != 3
+    if use_kernels and setup.zero_stage != 3:
+        install_gated_norms(setup.decoder, is_proven=is_measurable)
     if not is_measurable:
-        for module in likely_mixers(decoder):
+        for module in likely_mixers(setup.decoder):
             install_mixer(module, packed, use_kernels)
-        return _counted(decoder)
-    modes = {module: module.training for module in decoder.modules()}
-    decoder.eval()
-    try:
-        _install_what_leaks(decoder, packed, use_kernels)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    return _counted(decoder)
+        return _counted(setup.decoder)
+    with as_it_was(setup.decoder, setup.process.device), setup.process.autocast():
+        setup.decoder.eval()
+        _install_what_leaks(setup.decoder, packed, use_kernels)
+    return _counted(setup.decoder)
 
 
 def _install_what_leaks(decoder: nn.Module, packed: PackedDocuments, use_kernels: bool) -> None:
@@ -87,11 +86,11 @@ def _install_what_leaks(decoder: nn.Module, packed: PackedDocuments, use_kernels
         for call in found:
             _install_kind(decoder, call, packed, use_kernels)
     name = type(found[0].module).__name__
-    raise NotResettable(f"{name} keeps a state across documents")
+    raise Unsupported(f"{name} keeps a state across documents")
 
 
 def _install_kind(
-    decoder: nn.Module, call: Call, packed: PackedDocuments, use_kernels: bool
+    decoder: nn.Module, call: ModuleCall, packed: PackedDocuments, use_kernels: bool
 ) -> None:
     """Install the mixers that compute as the one of a call does."""
     name = type(call.module).__name__
@@ -112,12 +111,12 @@ def _install_kind(
     try:
         does_leak = leaks(call)
     except RuntimeError as error:
-        raise NotResettable(f"{name} does not run on one document ({error})") from None
+        raise Unsupported(f"{name} does not run on one document ({error})") from None
     if does_leak:
-        raise NotResettable(f"{name} keeps a state across documents")
+        raise Unsupported(f"{name} keeps a state across documents")
 
 
-def _difference_in_one_call(call: Call, packed: PackedDocuments) -> float:
+def _difference_in_one_call(call: ModuleCall, packed: PackedDocuments) -> float:
     """Return how far all documents in one call are from one after another, relative."""
     fast = rebound(type(call.module).forward)
     reference = _output_and_gradients(call, packed, None)
@@ -131,7 +130,7 @@ def _difference_in_one_call(call: Call, packed: PackedDocuments) -> float:
 
 
 def _output_and_gradients(
-    call: Call, packed: PackedDocuments, fast: Forward | None
+    call: ModuleCall, packed: PackedDocuments, fast: Forward | None
 ) -> list[Tensor]:
     """Return a mixer's output and the gradients of its input and trained weights, in float32."""
     trained = [p for p in call.module.parameters() if p.requires_grad]
@@ -151,7 +150,7 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_() if is_hidden(value) else value
 
 
-def _tolerance(call: Call) -> float:
+def _tolerance(call: ModuleCall) -> float:
     hidden = next(value for value in (*call.args, *call.kwargs.values()) if is_hidden(value))
     if hidden.dtype.itemsize == 2:
         return TOLERANCE_IN_16_BITS

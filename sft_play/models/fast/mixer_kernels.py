@@ -9,12 +9,12 @@ Legend: T tokens of the flattened rows, N documents, C channels, W width of a co
 H heads, G groups of heads, P features of a head, S of its state.
 """
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -33,7 +33,7 @@ MIN_FLA_STATE = 16  # features of a state: the least that a tensor core multipli
 _documents: ContextVar[DocumentBatch | None] = ContextVar("documents", default=None)
 
 
-@cache
+@functools.cache
 def has_fla() -> bool:
     """Return whether the package with the GPU kernels for linear attention is installed."""
     return importlib.util.find_spec("fla") is not None
@@ -49,7 +49,7 @@ def documents_of_call(batch: DocumentBatch | None) -> Iterator[None]:
         _documents.reset(token)
 
 
-@cache
+@functools.cache
 def rebound(forward: Callable) -> Callable | None:
     """Return a copy of a mixer's forward method that calls the kernels of this module.
 
@@ -61,7 +61,7 @@ def rebound(forward: Callable) -> Callable | None:
         return None
     replaced = dict(function.__globals__)
     for name in known:
-        replaced[name] = KERNELS[name](function.__globals__[name])
+        replaced[name] = KERNELS[name](_for_device(function.__globals__[name]))
     copied = FunctionType(
         function.__code__,
         replaced,
@@ -71,6 +71,22 @@ def rebound(forward: Callable) -> Callable | None:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
+
+
+def _for_device(own: Kernel) -> Kernel:
+    """Return a mixer's function in torch for tensors on a CPU, and as it is for others.
+
+    With flash-linear-attention installed transformers calls its GPU kernels on a CPU too.
+    """
+    in_torch = inspect.unwrap(own)
+
+    @functools.wraps(own)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        chosen = own if first.is_cuda else in_torch
+        return chosen(*args, **kwargs)
+
+    return kernel
 
 
 def uses_fla(tensor: Tensor) -> bool:

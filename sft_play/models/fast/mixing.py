@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from sft_play.models.fast.mixer_kernels import rebound
@@ -25,8 +24,8 @@ MIN_LEAK = 0.01
 
 
 @dataclass(frozen=True)
-class Call:
-    """What the decoder called a module with."""
+class ModuleCall:
+    """A module, and what the decoder called it with."""
 
     module: nn.Module
     args: tuple
@@ -51,15 +50,7 @@ def packed_batch(device: torch.device, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def can_measure(decoder: nn.Module, zero_stage: int) -> bool:
-    """Return whether the decoder has weights to compute with on this rank."""
-    if zero_stage == 3:
-        return False  # they are partitioned until the engine has wrapped the model
-    parameters = list(decoder.parameters())
-    return not any(isinstance(p, FakeTensor) or p.is_meta for p in parameters)
-
-
-def find_mixers(decoder: nn.Module) -> list[Call]:
+def find_mixers(decoder: nn.Module) -> list[ModuleCall]:
     """Return one call of each kind of module that keeps a state across documents.
 
     The decoder is in evaluation mode: dropout would look like a leak.
@@ -90,7 +81,7 @@ def kind_of(module: nn.Module) -> tuple:
 
 
 @torch.no_grad()
-def leaks(call: Call) -> bool:
+def leaks(call: ModuleCall) -> bool:
     """Return whether the later documents of a call read the first."""
     before = tokens_of(call.module(*call.args, **call.kwargs))
     if before is None:
@@ -102,7 +93,7 @@ def leaks(call: Call) -> bool:
     return bool(later > MIN_LEAK * first)
 
 
-def with_other_first_document(call: Call) -> tuple[tuple, dict[str, Any]]:
+def with_other_first_document(call: ModuleCall) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of a call with other hidden states for the first document."""
     is_changed = False
 
@@ -133,13 +124,13 @@ def tokens_of(output: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def _calls_of_each_kind(decoder: nn.Module) -> list[Call]:
+def _calls_of_each_kind(decoder: nn.Module) -> list[ModuleCall]:
     """Run a decoder in evaluation mode on packed documents; return a call of each kind."""
-    calls: dict[tuple, Call] = {}
+    calls: dict[tuple, ModuleCall] = {}
 
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if any(is_hidden(value) for value in (*args, *kwargs.values())):
-            calls.setdefault(kind_of(module), Call(module, args, kwargs))
+            calls.setdefault(kind_of(module), ModuleCall(module, args, kwargs))
 
     modules = [module for module in decoder.modules() if module is not decoder]
     handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
