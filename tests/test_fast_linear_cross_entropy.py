@@ -6,16 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import linear_cross_entropy
+from sft_play.models.fast.head import HeadFormula
 from sft_play.models.fast.linear_cross_entropy import (
     chunk_tokens,
     fuse_loss,
@@ -265,6 +267,22 @@ def test_an_announced_loss_is_capped_as_the_model_caps_its_logits() -> None:
     assert abs(losses[0] - losses[1]) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("cohere", {"logit_scale": 0.0625}), ("granite", {"logits_scaling": 8.0})],
+)
+def test_a_scaled_head_has_the_plain_step(model_type: str, changes: dict[str, float]) -> None:
+    model = tiny(model_type, **changes)
+    plain = plain_step(model, *batch())
+    assert why_loss_not_fusable(model, zero_stage=0) is None
+    fuse_loss(model)
+    fused = fused_step(model, *batch())
+    assert len(fused) == len(plain) and gap(fused, plain) <= 1e-5
+    head = model.lm_head.forward
+    head.formula = HeadFormula()
+    assert gap(fused_step(model, *batch())[:1], plain[:1]) > 1e-3, "the scale is seen"
+
+
 @pytest.mark.parametrize("autocast", [True, False])
 def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast: bool) -> None:
     model = tiny("llama")
@@ -321,18 +339,20 @@ def test_a_failed_pass_leaves_nothing_announced() -> None:
 # Where it does not apply
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "why"),
-    [
-        ("cohere", {"logit_scale": 0.0625}, "scaled or changed"),
-        ("granite", {"logits_scaling": 8.0}, "scaled or changed"),
-        ("phi", {}, "with a bias"),
-    ],
-)
-def test_a_head_whose_product_is_not_the_logits_is_left_alone(
-    model_type: str, changes: dict[str, object], why: str
-) -> None:
-    assert why in why_loss_not_fusable(tiny(model_type, **changes), zero_stage=0)
+class ShiftedLogits(LlamaForCausalLM):
+    """A model whose logits are no multiple of its head's scores."""
+
+    def forward(self, **inputs: Any) -> Any:
+        output = super().forward(**inputs)
+        output.logits = output.logits + torch.arange(output.logits.shape[-1])
+        return output
+
+
+def test_a_head_whose_product_is_not_the_logits_is_left_alone() -> None:
+    assert "with a bias" in why_loss_not_fusable(tiny("phi"), zero_stage=0)
+    model = tiny("llama")
+    model.__class__ = ShiftedLogits
+    assert "scaled or changed" in why_loss_not_fusable(model, zero_stage=0)
 
 
 def test_a_head_with_adapters_a_partitioned_one_and_a_patched_one_are_left_alone() -> None:

@@ -24,6 +24,8 @@ from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.fast.head import HeadFormula, head_formula_of
+from sft_play.models.fast.setup import base_model_of
 from sft_play.plan.fast import TRAINED_TOKENS
 
 # Logits of a chunk: enough to keep the GPU's matrix units busy (1,024 tokens of the largest heads)
@@ -149,9 +151,9 @@ class FusedHead:
     head's weight is used, and autocast is active.
     """
 
-    def __init__(self, head: nn.Linear, softcap: float | None):
+    def __init__(self, head: nn.Linear, formula: HeadFormula):
         self.head = head
-        self.softcap = softcap
+        self.formula = formula
         self._labels: tuple[Tensor, Tensor] | None = None
         self._tokens_of_rows: Sequence[int] | None = None
         self._nll: Tensor | None = None
@@ -161,6 +163,8 @@ class FusedHead:
             return type(self.head).forward(self.head, hidden)
         positions, targets = self._labels
         hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
+        if self.formula.scale != 1.0:
+            hidden = hidden * self.formula.scale
         weight = self.head.weight  # (V, H)
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -169,8 +173,8 @@ class FusedHead:
         if self._tokens_of_rows is not None:
             self._nll = self._nll_of_rows(hidden, weight, targets)
             return self._nll.sum().reshape(1, 1, 1)
-        self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.softcap)
-        # Returned in place of logits, so that DDP finds the graph. A model may apply its cap to it;
+        self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
+        # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it;
         # the value is not used.
         return self._nll.reshape(1, 1, 1)
 
@@ -179,7 +183,8 @@ class FusedHead:
         counts = list(self._tokens_of_rows)
         rows = zip(hidden.split(counts), targets.split(counts), strict=True)
         nll = [
-            fused_linear_cross_entropy(row, weight, of_row, self.softcap) for row, of_row in rows
+            fused_linear_cross_entropy(row, weight, of_row, self.formula.softcap)
+            for row, of_row in rows
         ]
         return torch.stack(nll)
 
@@ -214,7 +219,7 @@ def fuse_loss(model: nn.Module) -> None:
     Check `why_loss_not_fusable` first, and call this before the model is wrapped.
     """
     head = _output_head(model)
-    head.forward = FusedHead(head, _softcap(model))
+    head.forward = FusedHead(head, _formula_of(model))
 
 
 def is_loss_fused(model: nn.Module) -> bool:
@@ -266,16 +271,16 @@ def why_loss_not_fusable(model: nn.Module, zero_stage: int) -> str | None:
         return f"the output head is {type(head).__name__}{with_bias}, not a plain Linear"
     if "forward" in vars(head):
         return "the output head is patched already"
-    if not _logits_come_from_head(model, head):
+    if not _is_formula_known(model) or not _logits_come_from_head(model, head):
         return "the logits are not those of the output head (scaled or changed behind it)"
     return None
 
 
 @torch.no_grad()
 def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
-    """Return whether the model's logits are those of its head, with the cap of its config.
+    """Return whether the model's logits follow from its head's scores as its code says.
 
-    The model is run to find out: names and configs guarantee nothing.
+    The model is run to find out, with its weights.
     """
     outputs: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -290,18 +295,27 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
     expected_shape = (1, CHECK_TOKENS, len(head.weight))
     if len(outputs) != 1 or outputs[0].shape != expected_shape or logits.shape != expected_shape:
         return False
-    expected = outputs[0].float()
-    cap = _softcap(model)
-    if cap is not None:
-        expected = torch.tanh(expected / cap) * cap
+    expected = _formula_of(model).logits(outputs[0].float())
     difference = (logits.float() - expected).abs().max().item()
     # The cap rounds to 2^-8 of a logit in bfloat16; a scale that matters changes more. Weights that
     # produce NaN pass here: the evaluation refuses them.
     return not difference > 2**-7 * expected.abs().max().item()
 
 
-def _softcap(model: nn.Module) -> float | None:
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+def _is_formula_known(model: nn.Module) -> bool:
+    wrapper = model.get_output_embeddings()
+    return head_formula_of(base_model_of(model), wrapper) is not None
+
+
+def _formula_of(model: nn.Module) -> HeadFormula:
+    """Return how a model's logits follow from its head's scores.
+
+    Raises: ValueError if that is not known; `why_loss_not_fusable` says so before.
+    """
+    formula = head_formula_of(base_model_of(model), model.get_output_embeddings())
+    if formula is None:
+        raise ValueError("the logits are not those of the output head")
+    return formula
 
 
 def _forward_of_head(model: nn.Module) -> Any:
