@@ -266,11 +266,22 @@ def test_what_cannot_be_fused_says_why() -> None:
     base.down_proj.requires_grad_()
     assert why_experts_not_fusable(experts) == "base weights that are trained"
     base.down_proj.requires_grad_(False)
+    base.down_proj.ds_id = 7
+    assert why_experts_not_fusable(experts) == "weights partitioned by ZeRO-3"
+    del base.down_proj.ds_id
     experts.enable_adapters(False)
     assert why_experts_not_fusable(experts) == "adapters disabled or merged"
     choices = random_choices()
     inputs = (torch.randn(TOKENS, hidden_size(experts)), choices, torch.rand(TOKENS, 2))
     assert torch.equal(fused_forward(experts)(*inputs), type(experts).forward(experts, *inputs))
+
+
+def test_experts_that_are_partitioned_are_found() -> None:
+    experts = some_experts("mixtral", "none")
+    for weight in experts.parameters():
+        weight.ds_shape = weight.shape
+        weight.data = torch.empty(0)
+    assert find_experts(nn.ModuleList([experts])) == [experts]
 
 
 def test_transformers_experts_run_no_loop_by_default() -> None:

@@ -158,9 +158,9 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
 
 
 def _shape(weight: Tensor) -> tuple[int, ...]:
-    """Return the shape of a weight, also of one that is packed in 4 bits."""
-    state = getattr(weight, "quant_state", None)
-    return tuple(weight.shape if state is None else state.shape)
+    """Return the shape of a weight, also of one that is packed in 4 bits or partitioned."""
+    holder = getattr(weight, "quant_state", None) or weight
+    return tuple(getattr(weight, "ds_shape", holder.shape))
 
 
 def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
