@@ -13,7 +13,6 @@ class Saved:
 
     base: Path
     adapter: Path | None
-    is_4bit: bool = False  # whether the linear layers of the base are in NF4
 
 
 def start_loader() -> ProcessPoolExecutor:
@@ -25,18 +24,10 @@ def logits_of_saved(saved: Saved, ids: list[int]) -> list[list[float]]:
     """Return the logits (T, V) of a text, in float32, from saved weights. Runs in the loader."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     assert not any(name.partition(".")[0] == "sft_play" for name in sys.modules)
-    options = {}
-    if saved.is_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32,
-        )
-    model = AutoModelForCausalLM.from_pretrained(saved.base, dtype=torch.float32, **options)
+    model = AutoModelForCausalLM.from_pretrained(saved.base, dtype=torch.float32)
     if saved.adapter is not None:
         model = PeftModel.from_pretrained(model, saved.adapter)
     with torch.no_grad():

@@ -19,12 +19,16 @@ from architecture_steps import (
     trained_step,
 )
 from architecture_table import FAILS, MODES, REFUSED, YES, Row, recorded
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from plain_peft import Saved, logits_of_saved, start_loader
 from tiny_models import MODEL_TYPES, tiny_model
+from transformers import AutoModelForCausalLM
 
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.experts import packed_weight
+from sft_play.models.fast.install import base_model_of, fused_kernels_of
 from sft_play.training.cross_document import check_cross_document
 
 pytestmark = pytest.mark.architectures
@@ -126,7 +130,9 @@ def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def try_to_reload(workshop: Workshop, trainer: Any, base: Path, mode: str) -> str:
     weights = workshop.folder / mode
     trainer.save_model(str(weights))
-    saved = Saved(base, weights, is_4bit=mode == "qlora")
+    saved = Saved(base, weights)
+    if mode == "qlora":
+        saved = Saved(dequantised(trainer.model, base, workshop.folder / "dequantised"), weights)
     if mode == "full":
         saved = Saved(weights, None)
     with torch.no_grad():
@@ -135,6 +141,29 @@ def try_to_reload(workshop: Workshop, trainer: Any, base: Path, mode: str) -> st
     difference = relative(ours, torch.tensor(theirs))
     assert difference <= SAME_LOGITS, f"logits differ by {difference:.1g}"
     return YES
+
+
+@torch.no_grad()
+def dequantised(model: torch.nn.Module, base: Path, folder: Path) -> Path:
+    """Write a base whose weights are those that the 4-bit ones of a model stand for."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for name, module in base_model_of(model).named_modules():
+        for parameter_name, packed in packed_weights(module).items():
+            weight = plain.get_submodule(name.replace(".base_layer", "")).get_parameter(
+                parameter_name
+            )
+            weight.copy_(dequantize_4bit(packed.data, packed.quant_state))
+    plain.save_pretrained(folder)
+    return folder
+
+
+def packed_weights(module: torch.nn.Module) -> dict[str, Params4bit]:
+    """Return the 4-bit weights of a linear layer or of a module of experts, by name."""
+    if isinstance(module, Linear4bit):
+        return {"weight": module.weight}
+    names = getattr(module, "parametrizations", {})
+    found = {name: packed_weight(module, name) for name in names}
+    return {name: packed for name, packed in found.items() if packed is not None}
 
 
 def try_to_pack(row: Row) -> str:
