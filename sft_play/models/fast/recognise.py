@@ -196,7 +196,8 @@ def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerR
     pairs = itertools.product(
         itertools.permutations(norm_names),
         itertools.permutations(block_names),
-        itertools.product((True, False), repeat=2),
+        # first without: some layers unpack a tuple only where they are given one
+        itertools.product((False, True), repeat=2),
     )
     for (norm1, norm2), (block1, block2), (tuple1, tuple2) in pairs:
         for multiplier in (1.0, *numbers_of_layer):
@@ -281,6 +282,8 @@ def why_not_like_llama(module: nn.Module) -> str | None:
             return f"a {name}"
     if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
         return "another scale"
+    if any("softcap" in name and value for name, value in vars(module).items()):
+        return "capped scores"  # transformers' sdpa leaves them out, so no proof would see them
     if not _has_rotary_halves(module):
         return "another rotary embedding"
     return None
