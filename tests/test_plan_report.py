@@ -311,3 +311,16 @@ def test_json_has_the_components_of_the_peak_and_of_every_phase() -> None:
     for phase in facts["phases"].values():
         total = phase.pop("total")
         assert total == sum(phase.values())
+
+
+def test_the_longest_row_is_named_with_and_without_offloading() -> None:
+    model = "model.name=meta-llama/Llama-3.1-8B-Instruct"
+    shown = line(plan_for("1xH200", model, "tuning.mode=lora"), "longest row")
+    pattern = (
+        r"[\d,]+ tokens fit, one row at a time; [\d,]+ with activations offloaded to \d+ GiB of "
+    )
+    assert re.match(pattern, shown)
+    on_cpu = line(plan_for(CPU, config="tiny"), "longest row")
+    assert "offloaded" not in on_cpu
+    small = line(plan_for("1x4GiB", model, "tuning.mode=lora"), "longest row")
+    assert small == "not one of 1,024 tokens fits"

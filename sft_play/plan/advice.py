@@ -9,7 +9,7 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.inputs import PlanInputs, choose_layout
-from sft_play.plan.memory import step_bytes
+from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.speed import Speed
 
 MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
@@ -127,8 +127,9 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         yield Option("TRAIN_GRADIENT_CHECKPOINTING=auto", automatic, "checkpointing")
     offloaded = _with(inputs, "train", activation_offloading=True)
     host_bytes = offloaded_bytes(offloaded.step, choose_layout(offloaded))
-    if 0 < host_bytes <= inputs.host_budget_bytes and not inputs.step.offload_activations:
-        yield Option("TRAIN_ACTIVATION_OFFLOADING=true", offloaded, "offloading")
+    if host_bytes and not inputs.step.offload_activations:
+        costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
+        yield Option("TRAIN_ACTIVATION_OFFLOADING=true", offloaded, "offloading", costs)
     yield from _zero_options(inputs, gpu_count)
     if tuning.mode == "full":
         yield from _options_of_full(inputs)

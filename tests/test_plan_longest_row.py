@@ -1,0 +1,80 @@
+"""sft_play.plan.longest_row: the longest row is the longest that the plan of bytes lets through."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_examples import EIGHT_B, STEP
+
+from sft_play.plan.batch import BatchRequest
+from sft_play.plan.layout import Layout
+from sft_play.plan.longest_row import (
+    MAX_QUERY_ELEMENTS,
+    STEP_TOKENS,
+    LongestRow,
+    LongestRows,
+    longest_rows,
+)
+from sft_play.plan.memory import GIB, step_bytes
+
+FUSED = replace(STEP, mode="lora", is_fast=True, fuses_loss=True, is_gpu=True)
+H200 = int(0.92 * 139.8 * GIB)
+
+
+def rows(step: Any = FUSED, budget_bytes: int = H200, **changes: Any) -> LongestRows:
+    fields = {
+        "batch_size": "auto",
+        "grad_accum": "auto",
+        "effective_batch": 8,
+        "is_effective_set": False,
+        "gradient_checkpointing": "auto",
+        "max_seq_len": 2048,
+        "world_size": 1,
+        "layers": step.model.layers,
+    }
+    return longest_rows(step, BatchRequest(**{**fields, **changes}), budget_bytes)
+
+
+def peak(tokens: int, offloads: bool, checkpointed_layers: int = 32) -> int:
+    step = replace(FUSED, offload_activations=offloads)
+    return step_bytes(step, Layout(1, 2, 1, tokens, checkpointed_layers)).predicted_peak
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    found = rows()
+    for row, offloads in ((found.kept, False), (found.offloaded, True)):
+        assert peak(row.tokens, offloads) <= H200 < peak(row.tokens + STEP_TOKENS, offloads)
+
+
+def test_an_8b_model_on_an_h200_trains_128k_tokens_and_256k_offloaded() -> None:
+    found = rows()
+    assert 131_072 <= found.kept.tokens < 262_144 <= found.offloaded.tokens
+    assert found.kept.host_bytes == 0
+    assert found.offloaded.host_bytes >= 32 * found.offloaded.tokens * 4096 * 2
+
+
+def test_without_recomputation_rows_are_shorter_and_nothing_is_offloaded() -> None:
+    found = rows(gradient_checkpointing=False)
+    assert found.offloaded is None
+    assert (
+        peak(found.kept.tokens, False, 0) <= H200 < peak(found.kept.tokens + STEP_TOKENS, False, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"recomputes_by_layer": False}, {"gradient_checkpointing": False}]
+)
+def test_where_nothing_can_be_offloaded_no_such_row_is_named(changes: dict[str, Any]) -> None:
+    assert rows(**changes).offloaded is None
+    assert rows(replace(FUSED, is_gpu=False)).offloaded is None
+
+
+def test_no_row_is_longer_than_what_attention_kernels_index() -> None:
+    found = rows(budget_bytes=10**15)
+    queries = EIGHT_B.heads * EIGHT_B.head_dim
+    assert found.kept.tokens * queries < MAX_QUERY_ELEMENTS
+    assert (found.kept.tokens + STEP_TOKENS) * queries >= MAX_QUERY_ELEMENTS
+
+
+def test_where_the_weights_do_not_fit_no_row_does() -> None:
+    assert rows(budget_bytes=GIB) == LongestRows(LongestRow(0), None)
