@@ -134,6 +134,17 @@ def test_what_adapters_of_experts_cannot_do_is_an_error(
         lora.add_adapters(tiny_model("mixtral"), config_of(**options))
 
 
+@pytest.mark.parametrize(("model_type", "word"), [("jamba", "dt_proj"), ("mamba2", "out_proj")])
+def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
+    model_type: str, word: str
+) -> None:
+    model = adapted(model_type)
+    assert "in_proj" in adapted_names(model) and word not in adapted_names(model)
+    model.train()(input_ids=IDS.repeat(1, 8), labels=IDS.repeat(1, 8)).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert not [name for name, gradient in gradients.items() if gradient is None]
+
+
 def test_experts_are_refused_by_name_in_a_dense_model() -> None:
     with pytest.raises(ConfigError, match=r"tuning\.lora\.experts=per_expert"):
         lora.add_adapters(tiny_model("llama"), config_of(experts="per_expert"))

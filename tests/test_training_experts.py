@@ -56,14 +56,15 @@ def test_experts_that_no_token_reached_are_named(caplog: pytest.LogCaptureFixtur
 
 
 def test_an_adapter_that_no_gradient_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = adapted("jamba")
+    model = adapted("llama")
     assert untrained_adapters(model) == {}  # no step was taken
-    take_step(model, torch.arange(400)[None])
-    # the model reads the weight of this layer, and never calls it
-    assert untrained_adapters(model) == {"model.layers.0.mamba.dt_proj": []}
+    layer = model.get_decoder().layers[1]
+    layer.mlp.forward = lambda x: layer.mlp.down_proj(layer.mlp.up_proj(x))
+    take_step(model, ONE_TOKEN)
+    assert untrained_adapters(model) == {"model.layers.1.mlp.gate_proj": []}
     with caplog.at_level(logging.INFO, "sft_play"):
         log_experts(experts_report(ExpertUse(model), model, CPU))
-    assert "adapters that no gradient reached: model.layers.0.mamba.dt_proj" in caplog.text
+    assert "adapters that no gradient reached: model.layers.1.mlp.gate_proj" in caplog.text
 
 
 def test_a_dense_model_whose_adapters_were_trained_has_no_report() -> None:

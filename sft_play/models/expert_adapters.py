@@ -5,9 +5,11 @@ it doubles the rank of gate_up_proj and adapts the router, and it takes the name
 for those of the experts. What is adapted is decided here, by shape. PEFT wraps it, and loads it
 again by the `target_modules` and `target_parameters` of adapter_config.json.
 
-The same holds for models with linear layers that PEFT refuses: all-linear leaves those out here.
+The same holds for models with linear layers that PEFT cannot adapt: all-linear leaves those out.
 """
 
+import functools
+import inspect
 import logging
 import re
 from collections.abc import Iterable
@@ -48,8 +50,8 @@ class AdapterTargets:
 
 
 def chooses_targets(model: PreTrainedModel) -> bool:
-    """Return whether targets are chosen here: the model has experts, or PEFT refuses a layer."""
-    return bool(expert_weights(model) or routing_linears(model) or _refused_by_peft(model))
+    """Return whether targets are chosen here: it has experts, or layers PEFT cannot adapt."""
+    return bool(expert_weights(model) or routing_linears(model) or _without_effect(model))
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection) -> AdapterTargets:
@@ -135,10 +137,10 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     names = _linear_names(model)
     if isinstance(lora.target_modules, list):
         return [name for name in names if _is_named(name, lora.target_modules)]
-    refused = _refused_by_peft(model)
+    refused = _without_effect(model)
     if refused:
         words = ", ".join(sorted({name.rpartition(".")[2] for name in refused}))
-        logger.info("adapters: %s left out, which PEFT cannot adapt in this model", words)
+        logger.info("adapters: none on %s, whose weights this model reads beside PEFT", words)
     left_out = refused | routing_linears(model)
     head = model.get_output_embeddings()
     return [
@@ -146,16 +148,31 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     ]
 
 
-def _refused_by_peft(model: PreTrainedModel) -> set[str]:
-    """Return the linear layers that PEFT refuses: their module reads the weight alone."""
+def _without_effect(model: PreTrainedModel) -> set[str]:
+    """Return the linear layers whose adapters would do nothing: their module reads the weight.
+
+    PEFT refuses those that it knows. The others multiply by `self.<name>.weight`.
+    """
     refused: set[str] = set()
     for name in _linear_names(model):
-        word = name.rpartition(".")[2]
+        parent_name, _, word = name.rpartition(".")
+        if f"self.{word}.weight @" in _source(type(model.get_submodule(parent_name))):
+            refused.add(name)
+            continue
         try:
             LoraModel._check_target_module_compatiblity(None, LoraConfig(), model, word)
         except ValueError:
             refused.add(name)
     return refused
+
+
+@functools.cache
+def _source(module_class: type[nn.Module]) -> str:
+    """Return the code of a module's class, "" where it has none."""
+    try:
+        return inspect.getsource(module_class)
+    except (OSError, TypeError):
+        return ""
 
 
 def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
