@@ -7,6 +7,7 @@ import torch
 from tiny_models import tiny_model
 
 from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.process import Process
 from sft_play.training.expert_use import (
@@ -15,6 +16,7 @@ from sft_play.training.expert_use import (
     log_experts,
     untrained_adapters,
 )
+from sft_play.training.router_loss import RouterLoss, router_loss_of
 
 CPU = Process.alone(torch.device("cpu"))
 ONE_TOKEN = torch.full((1, 8), 7)
@@ -71,3 +73,60 @@ def test_a_dense_model_whose_adapters_were_trained_has_no_report() -> None:
     model = adapted("llama")
     take_step(model, ONE_TOKEN)
     assert experts_report(ExpertUse(model), model, CPU) is None
+
+
+def config_of(coefficient: float | str) -> Config:
+    return Config.model_validate({"train": {"router_aux_loss_coef": coefficient}})
+
+
+def test_the_load_balancing_loss_is_that_of_transformers_and_weighs_by_share() -> None:
+    ids = torch.arange(3, 43)[None]
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    expected = model(input_ids=ids, labels=ids)
+    balance = router_loss_of(model, config_of("auto"))  # as the model's config says
+    assert balance.coefficient == 0.5
+    outputs = model(input_ids=ids, **balance.inputs())
+    assert outputs.loss is None  # without labels transformers adds nothing by itself
+    half = balance.of_micro_batch(0.5)
+    torch.testing.assert_close(half, 0.25 * expected.aux_loss)
+    gradient = torch.autograd.grad(half, model.model.layers[0].mlp.gate.weight)[0]
+    assert gradient.abs().sum() > 0
+    model(input_ids=ids, **balance.inputs())
+    balance.of_micro_batch(0.5)
+    assert balance.mean_since_log(CPU) == pytest.approx(expected.aux_loss.item())
+    assert balance.mean_since_log(CPU) is None
+
+
+def test_the_load_balancing_loss_is_off_unless_config_or_setting_has_it() -> None:
+    model = tiny_model("mixtral")
+    assert router_loss_of(model, config_of("auto")) is None
+    assert router_loss_of(model, config_of(0)) is None
+    assert router_loss_of(model, config_of(0.01)).coefficient == 0.01
+    assert router_loss_of(adapted("mixtral"), config_of(0.01)).coefficient == 0.01
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.01: llama computes no"):
+        router_loss_of(tiny_model("llama"), config_of(0.01))
+    assert router_loss_of(tiny_model("llama"), config_of("auto")) is None
+
+
+def test_evaluations_leave_the_load_balancing_loss_alone() -> None:
+    model = tiny_model("mixtral")
+    balance = RouterLoss(model, 1.0)
+    model(input_ids=ONE_TOKEN, **balance.inputs())
+    trained = balance._taken
+    model.eval()(input_ids=ONE_TOKEN)
+    assert balance._taken is trained
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_a_run_reports_its_experts_and_its_balance(base_of, plan_run, run_worker, mode) -> None:
+    settings = {
+        "model.name": base_of("mixtral"),
+        "tuning.mode": mode,
+        "train.router_aux_loss_coef": 0.01,
+    }
+    folder = plan_run(settings)
+    assert run_worker(folder) == 0
+    report = folder.read_report()
+    assert (report.experts.layers, report.experts.experts) == (2, 12)
+    assert all(step.router_aux_loss > 0 for step in report.history if step.loss is not None)

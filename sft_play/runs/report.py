@@ -44,6 +44,7 @@ class LoggedStep:
     learning_rate: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None  # of all ranks, without evaluations and saves
+    router_aux_loss: float | None = None  # the mean load-balancing loss, without its coefficient
     eval_loss: float | None = None  # of the validation rows
     eval_rougeL: float | None = None  # the trainer's name
 

@@ -17,6 +17,7 @@ from sft_play.models.fast.install import has_mixers, uses_varlen_attention
 from sft_play.plan.packing import needs_boundaries
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
+from sft_play.training.router_loss import router_loss_of
 from sft_play.training.trainer import SftTrainer
 
 
@@ -50,6 +51,7 @@ def build_trainer(
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         memory=context.memory,
+        router_loss=router_loss_of(model, config),
         callbacks=[speed],
     )
     trainer.remove_callback(PrinterCallback)

@@ -32,6 +32,7 @@ from sft_play.training.checks import check_finite
 from sft_play.training.expert_use import ExpertUse
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
+from sft_play.training.router_loss import RouterLoss
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
 REAL_TOKENS = "real_tokens"  # int: tokens that are neither padding nor fillers
@@ -77,6 +78,7 @@ class SftTrainer(Trainer):
         throughput: Throughput,
         stamp: dict[str, Any],
         memory: MemoryMeter | None = None,
+        router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
         **kwargs: Any,
     ):
@@ -91,6 +93,7 @@ class SftTrainer(Trainer):
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
+        self.router_loss = router_loss
         self.expert_use: ExpertUse | None = None  # counts from the first step on
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -179,10 +182,14 @@ class SftTrainer(Trainer):
         labels = inputs.pop("labels")
         positions = inputs.pop(LOSS_POSITIONS)
         targets = inputs.pop(LOSS_TARGETS)
+        if self.router_loss is not None:
+            inputs |= self.router_loss.inputs()
         if is_loss_fused(self.model):
             loss = fused_nll(self.model, model, inputs, positions, targets) / num_items_in_batch
         else:
             loss = token_mean_loss(model(**inputs), labels, num_items_in_batch)
+        if self.router_loss is not None:
+            loss = loss + self.router_loss.of_micro_batch(len(targets) / num_items_in_batch)
         self.memory.enter("backward")
         return loss * self.accelerator.num_processes
 
@@ -229,6 +236,9 @@ class SftTrainer(Trainer):
             speed = self.throughput.tokens_per_second_since_log()
             if speed is not None:
                 logs["tokens_per_second"] = speed
+            balance = self.router_loss and self.router_loss.mean_since_log(self.process)
+            if balance is not None:
+                logs["router_aux_loss"] = balance
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:

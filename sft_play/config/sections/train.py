@@ -103,6 +103,12 @@ class TrainSection(Section):
         description="NEFTune: add uniform noise of at most alpha / sqrt(tokens of the row x hidden "
         "features) to the embeddings in training; 5 is usual, null is none.",
     )
+    router_aux_loss_coef: NonNegativeFloat | Auto = Field(
+        "auto",
+        description="Coefficient of the load-balancing loss of a mixture of experts, which is "
+        "added to the loss and logged as router_aux_loss; 0 is none, auto is what the model's "
+        "config says: its coefficient if output_router_logits is true, else none.",
+    )
     epochs: PositiveFloat | Auto = Field(
         "auto",
         description="Passes over the training rows; train.max_steps overrides it. auto is 3, more "
