@@ -166,7 +166,7 @@ def test_attention_whose_mask_ignores_documents_runs_one_by_one() -> None:
 
 
 def test_a_module_that_cannot_be_reset_is_named() -> None:
-    with pytest.raises(Unsupported, match="BloomAttention does not run on one document"):
+    with pytest.raises(Unsupported, match="BloomAttention reads other documents"):
         install(tiny_model("bloom"))
 
 

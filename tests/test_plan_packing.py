@@ -21,8 +21,10 @@ def resolved(settings: dict[str, Any], model_type: str) -> PackingChoice:
     ("settings", "model_type", "expected"),
     [
         ({}, "llama", True),
-        ({}, "mamba", False),
-        ({"train.packing": True}, "mamba", True),
+        ({}, "qwen3_5", True),
+        ({}, "an_architecture_of_tomorrow", True),
+        ({}, "bloom", False),
+        ({"train.packing": True}, "bloom", True),
         ({"train.packing": False}, "llama", False),
         ({"tuning.backend": "unsloth", "model.max_seq_len": 8192}, "llama", True),
         ({"tuning.backend": "unsloth"}, "olmo", False),

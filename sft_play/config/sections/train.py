@@ -141,8 +141,8 @@ class TrainSection(Section):
     packing: bool | Auto = Field(
         "auto",
         description="Train several rows in one sequence, kept apart from each other: only the "
-        "speed changes. auto is on for architectures known to keep them apart; every packed run "
-        "checks it before the first step.",
+        "speed changes. auto is on but for a few architectures that cannot keep them apart; every "
+        "packed run checks it before the first step.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto",

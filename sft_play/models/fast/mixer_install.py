@@ -111,7 +111,8 @@ def _install_kind(
     try:
         does_leak = leaks(call)
     except RuntimeError as error:
-        raise Unsupported(f"{name} does not run on one document ({error})") from None
+        logger.debug("%s on one document: %s", name, error)
+        raise Unsupported(f"{name} reads other documents and does not run on one alone") from None
     if does_leak:
         raise Unsupported(f"{name} keeps a state across documents")
 
