@@ -30,6 +30,16 @@ class LongestRows:
     kept: LongestRow
     offloaded: LongestRow | None  # None where offloading makes no longer row fit
 
+    def words(self) -> str:
+        """Return both in words, for the report."""
+        if not self.kept.tokens and not self.offloaded:
+            return f"not one of {STEP_TOKENS:,} tokens fits"
+        words = f"{self.kept.tokens:,} tokens fit, one row at a time"
+        if self.offloaded is None:
+            return words
+        host = f"{self.offloaded.host_bytes / memory.GIB:.0f} GiB of host memory for each GPU"
+        return f"{words}; {self.offloaded.tokens:,} with activations offloaded to {host}"
+
 
 def longest_rows(step: StepSpec, request: BatchRequest, budget_bytes: int) -> LongestRows:
     """Return the longest rows for micro-batches of one row, all layers recomputed if that may be.

@@ -12,7 +12,6 @@ from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
-from sft_play.plan.longest_row import STEP_TOKENS, longest_rows
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
 from sft_play.plan.precision import DTYPE_NAMES, precision
 from sft_play.plan.recipe import weights_in_words
@@ -91,7 +90,7 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "memory": {**plan.memory.peak.components(), "predicted_peak": plan.memory.predicted_peak},
         "phases": phases_json(plan.memory),
         "budget_bytes": plan.budget_bytes,
-        "longest_row": asdict(longest_rows(plan.step, plan.request, plan.budget_bytes)),
+        "longest_row": asdict(plan.longest_rows),
         "parameters": plan.step.model.parameters,
         "memory_source": plan.step.memory_source,
         "active_parameters": plan.step.model.active_parameters,
@@ -133,7 +132,7 @@ def lines(
     shown += _labelled("memory", _memory(plan))
     shown += _labelled("batch", _batch(plan))
     shown += _labelled("checkpointing", _checkpointing(plan))
-    shown += _labelled("longest row", _longest_row(plan))
+    shown += _labelled("longest row", plan.longest_rows.words())
     shown += _labelled("packing", _packing(plan))
     for number, sentence in enumerate(plan.recipe):
         shown += _labelled("" if number else "recipe", sentence)
@@ -315,17 +314,6 @@ def _checkpointing(plan: RunPlan) -> str:
         held = offloaded_bytes(plan.step, plan.layout) / GIB
         where = f"; their inputs wait in {held:.1f} GiB of host memory for each GPU"
     return f"{which} {plan.step.model.layers} layers are computed again in the backward pass{where}"
-
-
-def _longest_row(plan: RunPlan) -> str:
-    rows = longest_rows(plan.step, plan.request, plan.budget_bytes)
-    if not rows.kept.tokens and not rows.offloaded:
-        return f"not one of {STEP_TOKENS:,} tokens fits"
-    words = f"{rows.kept.tokens:,} tokens fit, one row at a time"
-    if rows.offloaded is None:
-        return words
-    host = f"{rows.offloaded.host_bytes / GIB:.0f} GiB of host memory for each GPU"
-    return f"{words}; {rows.offloaded.tokens:,} with activations offloaded to {host}"
 
 
 def _packing(plan: RunPlan) -> str:

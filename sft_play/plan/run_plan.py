@@ -17,6 +17,7 @@ from sft_play.plan.batch import BatchRequest
 from sft_play.plan.fast import FastPlan, FastSetup, has_liger, plan_kernels
 from sft_play.plan.launch import Launch
 from sft_play.plan.layout import Layout
+from sft_play.plan.longest_row import LongestRows, longest_rows
 from sft_play.plan.memory import StepBytes, evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.ranks import Ranks
@@ -104,6 +105,11 @@ class RunPlan:
         """What is predicted where all rows are full; None where nothing is known of the device."""
         work = speed.full_rows(self.layout)
         return speed.predict(self.step, self.layout, work, self.card, self.ranks.nodes)
+
+    @property
+    def longest_rows(self) -> LongestRows:
+        """The longest rows that the memory takes, with and without offloaded activations."""
+        return longest_rows(self.step, self.request, self.budget_bytes)
 
     def packed(self, fullest_step: int) -> Self:
         """Return the plan once the rows are counted: fewer and smaller micro-batches."""
