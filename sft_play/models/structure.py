@@ -165,7 +165,7 @@ class _Modules:
         targets = choose_targets(model, LoraSection())
         self.adapted = {*targets.linears, *(weight.name for weight in targets.experts)}
         linears = {name for name, module in model.named_modules() if is_linear(module)}
-        self.quantised = linears - routing_linears(model)
+        self.quantised = (linears - routing_linears(model)) | self.stacked
         for number, layer in enumerate(self.layers):
             self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
 
