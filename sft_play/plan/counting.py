@@ -19,7 +19,16 @@ from sft_play.runs.files import read_json, write_json
 logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).resolve().parents[1]
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")  # their versions change the answers
+# Their versions change the answers
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "liger-kernel",
+    "fla-core",
+    "flash-linear-attention",
+)
 SECONDS = 600  # after which a process that answers nothing is ended
 
 

@@ -123,12 +123,13 @@ def capture(base: PreTrainedModel, process: Process, longest_row: int | None) ->
     No row has more tokens than `longest_row`. Call it before anything is installed.
     """
     decoder = base.get_decoder()
+    device = next(base.parameters()).device  # of a trace: not the process's
     kinds = kinds_of(decoder, base.config.get_text_config())
     firsts: dict[Kind, nn.Module] = {}
     calls: dict[Kind, dict[str, Call]] = {}
-    batches, documents = _batches(base, process.device, longest_row)
+    batches, documents = _batches(base, device, longest_row)
     for name, inputs in batches.items():
-        with _recording(decoder, kinds, firsts, calls, name), as_it_was(decoder, process.device):
+        with _recording(decoder, kinds, firsts, calls, name), as_it_was(decoder, device):
             decoder.eval()
             with torch.no_grad(), process.autocast():
                 decoder(**inputs, use_cache=False)

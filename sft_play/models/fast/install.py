@@ -87,7 +87,7 @@ def has_mixers(model: nn.Module) -> bool:
 def _install(setup: TrainingSetup) -> FusedKernels:
     if setup.config.train.fast_path is False:
         return FusedKernels({}, {"fused kernels": "train.fast_path=false"})
-    if setup.has_values:
+    if setup.has_values or setup.is_traced:
         _ = setup.proof_inputs  # from the model's own code: before anything is installed
     on: dict[str, int] = {}
     off: dict[str, str] = {}

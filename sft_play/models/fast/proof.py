@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was
 from sft_play.models.fast.mixers import forward_by_document
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.shape_proof import agreeing_in_shape
 
 Forward = Callable[..., Any]
 
@@ -45,12 +46,12 @@ def prove(
     `fused` returns the fused forward method of a module without installing it. `fused_call` returns
     the arguments of the fused forward for those of the module's own, where the two differ; it is
     also given the batch, PACKED or PLAIN. Why modules were left out is added to `setup.left_out`.
-    Without values (in a trace, and under ZeRO-3) nothing can be run, and all modules are returned.
+    Without values (in a trace, and under ZeRO-3) see `agreeing_in_shape`.
 
     Raises: Unsupported if no module agrees.
     """
     if not setup.has_values:
-        return list(modules)
+        return agreeing_in_shape(modules, fused, setup, fused_call)
     verdicts: dict[Kind, str | None] = {}
     counts: dict[str, int] = {}
     agreed: list[nn.Module] = []

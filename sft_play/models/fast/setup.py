@@ -57,6 +57,11 @@ class TrainingSetup:
         return True
 
     @cached_property
+    def is_traced(self) -> bool:
+        """Return whether the weights are fake tensors, which have shapes alone."""
+        return any(isinstance(parameter, FakeTensor) for parameter in self.base.parameters())
+
+    @cached_property
     def proof_inputs(self) -> ProofInputs:
         """Return the inputs that modules are proved on; the first use runs the decoder."""
         return capture(self.base, self.process, self.longest_row)

@@ -1,0 +1,81 @@
+"""What can be said of fused modules without values, in a trace: whether they run, and their shapes.
+
+A module that its structure has recognised may still be called in another way. A run finds that in
+its proof; a trace finds it here, so that it counts the bytes of the code that the run will use.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sft_play.models.fast.capture import Call, Kind, as_it_was
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
+
+
+def agreeing_in_shape(
+    modules: Sequence[nn.Module],
+    fused: Callable[[nn.Module], Callable[..., Any]],
+    setup: TrainingSetup,
+    fused_call: Callable[[Call, str], Call] | None = None,
+) -> list[nn.Module]:
+    """Return the modules whose fused forward runs, with outputs of the shapes of their own.
+
+    The arguments are those of `proof.prove`. Without fake tensors (under ZeRO-3, where no forward
+    pass is possible yet) all modules are returned.
+
+    Raises: Unsupported if no module agrees.
+    """
+    if not setup.is_traced:
+        return list(modules)
+    verdicts: dict[Kind, str | None] = {}
+    agreed: list[nn.Module] = []
+    reason = None
+    for module in modules:
+        kind = setup.proof_inputs.kinds[module]
+        if kind not in verdicts:
+            verdicts[kind] = _why_not_alike(kind, fused, setup, fused_call)
+        if verdicts[kind] is None:
+            agreed.append(module)
+        else:
+            reason = verdicts[kind]
+    if modules and not agreed:
+        raise Unsupported(str(reason))
+    if reason is not None:
+        setup.left_out.append(f"{len(modules) - len(agreed)} of {len(modules)}: {reason}")
+    return agreed
+
+
+def _why_not_alike(
+    kind: Kind,
+    fused: Callable[[nn.Module], Callable[..., Any]],
+    setup: TrainingSetup,
+    fused_call: Callable[[Call, str], Call] | None,
+) -> str | None:
+    """Return why the fused code of a kind of modules is not used, None where it is."""
+    sample = setup.proof_inputs.samples.get(kind)
+    if sample is None:
+        return "no token of the proof reached it"
+    module = sample.module
+    name = type(module).__name__
+    device = next(setup.base.parameters()).device
+    dtype = setup.process.compute_dtype
+    is_half = dtype.itemsize == 2 and not setup.zero_stage
+    for batch, call in sample.calls.items():
+        given = fused_call(call, batch) if fused_call is not None else call
+        with as_it_was(module, device), torch.autocast(device.type, dtype, enabled=is_half):
+            own = _shape(module(*call.args, **call.kwargs))
+            module.train()
+            try:
+                computed = _shape(fused(module)(*given.args, **given.kwargs))
+            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+                return f"{name} is called in another way ({type(error).__name__})"
+        if own != computed:
+            return f"{name} computes something else (shapes {own} and {computed})"
+    return None
+
+
+def _shape(output: Any) -> tuple[int, ...]:
+    tensor = output if isinstance(output, Tensor) else output[0]
+    return tuple(tensor.shape)

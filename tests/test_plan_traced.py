@@ -1,0 +1,229 @@
+"""Bytes of any layout from a few traced steps: by hand, beside whole traces, and in a plan."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_examples import EMPTY, EXAMPLE
+from tiny_models import tiny_config, tiny_model
+
+from sft_play.config import invocation
+from sft_play.config.loader import load
+from sft_play.config.schema import Config
+from sft_play.models import structure, trace_points
+from sft_play.models.load import load_model
+from sft_play.models.step_meter import StepSetup, measure_step
+from sft_play.models.trace import trace_step
+from sft_play.plan import counting, report
+from sft_play.plan.devices import parse
+from sft_play.plan.resolve import resolve
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.traced import SIZES, Growth, TracedStep
+from sft_play.process import Process
+
+LAYERS = EXAMPLE.step.model.layers
+
+
+def point(rows: int, tokens: int, is_checkpointed: bool, kept: int) -> dict[str, Any]:
+    """A traced step that keeps `kept` bytes a token, and works with 10 and 20 more."""
+    every = rows * tokens
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "is_checkpointed": is_checkpointed,
+        "kept": kept * every,
+        "layers": (kept + 10) * every,
+        "logits": 4 * every,
+        "logits_kept": every,
+        "backward": (kept + 20) * every,
+    }
+
+
+def traced_step(kept: int = 1000) -> TracedStep:
+    points = [point(*size, False, kept) for size in SIZES]
+    points += [point(*size, True, kept // 10) for size in SIZES]
+    return TracedStep.of({"points": points, "on": [], "off": {}})
+
+
+# By hand
+
+
+def test_growth_is_by_rows_tokens_and_pairs() -> None:
+    growth = Growth(fixed=5.0e6, by_token=300.0, by_pair=2.0)
+    found = Growth.through({size: round(growth.at(*size)) for size in SIZES})
+    assert found.fixed == pytest.approx(5.0e6)
+    assert found.by_token == pytest.approx(300.0)
+    assert found.by_pair == pytest.approx(2.0)
+    assert growth.at(3, 10) == 5.0e6 + 3 * (300 * 10 + 2 * 100)
+
+
+def test_a_traced_step_by_hand() -> None:
+    example = EXAMPLE.changed(traced=traced_step(), batch_size=2, max_seq_len=100)
+
+    def working(phase: str, checkpointed_layers: int) -> tuple[int, int]:
+        bytes_of = example.changed(checkpointed_layers=checkpointed_layers).memory.phases[phase]
+        return bytes_of.activations // 200, bytes_of.logits // 200
+
+    assert [working("forward", count) for count in (0, LAYERS // 2, LAYERS)] == [
+        (1006, 4),  # a layer works with 10 where the head would take 4
+        (556, 4),
+        (106, 4),
+    ]
+    assert [working("backward", count) for count in (0, LAYERS // 2, LAYERS)] == [
+        (1019, 1),
+        (569, 1),
+        (119, 1),
+    ]
+
+
+def test_more_checkpointed_layers_never_need_more_bytes() -> None:
+    example = EXAMPLE.changed(traced=traced_step(10**7), batch_size=4, max_seq_len=2048)
+    peaks = []
+    for count in range(LAYERS + 1):
+        peaks.append(example.changed(checkpointed_layers=count).memory.predicted_peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+
+
+def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin() -> None:
+    example = EXAMPLE.changed(
+        traced=traced_step(), batch_size=1, max_seq_len=100, mode="full", grad_accum=1
+    )
+    backward = example.memory.phases["backward"]
+    assert backward.gradients == 2 * example.step.model.parameters
+    assert backward.activations == 20 * 100  # of the last layer
+
+
+@pytest.mark.parametrize(
+    ("layers", "depths"),
+    [
+        ("aaaaaaaa", (3, 2)),
+        ("dababababab", (5, 3)),
+        ("aaabaaabaaabaaab", (8, 4)),
+        ("abcd", (4,)),
+        ("aa", (2,)),
+    ],
+)
+def test_a_deep_model_is_cut_to_whole_periods(layers: str, depths: tuple[int, ...]) -> None:
+    assert trace_points.cut_depths(layers) == depths
+
+
+# Beside whole traces and real steps
+
+
+def setup_of(folder: Path, layers: int = 0, **changes: Any) -> StepSetup:
+    config = Config.model_validate(
+        {
+            "model": {"name": str(folder), "max_seq_len": changes.pop("tokens", 24)},
+            "tuning": {"mode": "lora", "lora": {"r": 4}},
+            "train": {"batch_size": 3, "packing": False, "bf16": False, "fp16": False},
+        }
+    )
+    return StepSetup(config, "cpu", layers, zero_stage=0, accumulates=True)
+
+
+def folder_of(model_type: str, folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(tiny_config(model_type, **changes).to_dict()))
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "smollm3",
+        "qwen3_moe",
+        "gpt_oss",
+        "olmo2",
+    ],
+)
+def test_a_traced_step_has_the_bytes_of_a_real_one(model_type: str, tmp_path: Path) -> None:
+    tiny_model(model_type).save_pretrained(tmp_path)
+    setup = setup_of(tmp_path)
+    model = load_model(setup.config, Process.alone(torch.device("cpu"), setup.compute_dtype))
+    assert trace_step(setup) == measure_step(model.train(), setup)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("olmo2", {}),
+        ("qwen3_moe", {"mlp_only_layers": []}),
+    ],
+)
+def test_a_cut_model_has_the_bytes_of_the_whole_one(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = folder_of(model_type, tmp_path, num_hidden_layers=7, **changes)
+    traced = TracedStep.of(trace_points.trace_points(setup_of(folder)))
+    for layers in (0, 7):
+        whole = trace_step(setup_of(folder, layers, tokens=3072))
+        kept = traced.kept(3, 3072, layers / 7)
+        assert kept == pytest.approx(whole.activations, rel=0.01)
+        backward = traced.backward_peak(3, 3072, layers / 7)
+        assert backward == pytest.approx(whole.backward, rel=0.02)
+
+
+# In a plan
+
+
+def plan_of(folder: Path, *settings: str) -> PlannedRun:
+    cache = f"data.cache_dir={folder / 'cache'}"
+    words = (f"model.name={folder}", "model.max_seq_len=64", cache, *settings)
+    loaded = load(EMPTY, {}, words)
+    return resolve(loaded, invocation.read({}), parse("1xH200"), {}, True, False)
+
+
+@pytest.fixture
+def answers(monkeypatch) -> list[dict[str, Any]]:
+    """The requests of tracers; counts are made in this process, traces are the one by hand."""
+    requests: list[dict[str, Any]] = []
+
+    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+        if module == "sft_play.models.structure":
+            return structure.answer(request)
+        requests.append(request)
+        points = [point(*size, False, 10**6) for size in SIZES]
+        points += [point(*size, True, 10**5) for size in SIZES]
+        on = ["attention", "mlp", "norms", "loss"]
+        return {"answer": {"points": points, "on": on, "off": {"linears": "a reason"}}}
+
+    monkeypatch.setattr(counting, "_ask", ask)
+    return requests
+
+
+def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path) -> None:
+    folder = folder_of("olmo2", tmp_path)
+    runs = [plan_of(folder), plan_of(folder, "train.batch_size=2"), plan_of(folder)]
+    assert len(answers) == 1
+    assert {run.plan.step.memory_source for run in runs} == {"traced"}
+    assert runs[0].kernels.words() == "fused kernels but for linears (a reason)"
+    assert runs[0].plan.step.is_fast
+    assert runs[1].plan.memory.phases["backward"].activations > 2 * 64 * 10**6
+    plan_of(folder, "tuning.mode=qlora")
+    assert [request["settings"]["tuning"]["mode"] for request in answers] == ["lora", "qlora"]
+
+
+def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch) -> None:
+    counted = counting._ask
+
+    def ask(module: str, request: Any, environ: Any) -> dict[str, Any]:
+        if module == "sft_play.models.structure":
+            return counted(module, request, environ)
+        return {"refused": "ValueError: its code reads values"}
+
+    monkeypatch.setattr(counting, "_ask", ask)
+    plan = plan_of(folder_of("olmo2", tmp_path)).plan
+    assert plan.step.memory_source == "guess"
+    assert any("could not be traced (ValueError: its code reads" in word for word in plan.warnings)
+
+
+def test_a_model_like_llama_has_the_closed_form(answers, tmp_path) -> None:
+    plan = plan_of(folder_of("llama", tmp_path)).plan
+    assert plan.step.memory_source == "closed form"
+    assert not answers
+    assert not plan.warnings
+    assert "by the closed form" in report._memory(plan)
