@@ -24,6 +24,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.fast.capture import as_it_was
 from sft_play.models.fast.head import HeadFormula, head_formula_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.plan.fast import TRAINED_TOKENS
@@ -284,13 +285,12 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
     """
     outputs: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    was_training = model.training
     try:
-        model.eval()
-        ids = torch.arange(CHECK_TOKENS, device=head.weight.device)[None] % len(head.weight)
-        logits = model(input_ids=ids, use_cache=False).logits
+        with as_it_was(model, head.weight.device):
+            model.eval()
+            ids = torch.arange(CHECK_TOKENS, device=head.weight.device)[None] % len(head.weight)
+            logits = model(input_ids=ids, use_cache=False).logits
     finally:
-        model.train(was_training)
         hook.remove()
     expected_shape = (1, CHECK_TOKENS, len(head.weight))
     if len(outputs) != 1 or outputs[0].shape != expected_shape or logits.shape != expected_shape:

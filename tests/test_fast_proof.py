@@ -1,0 +1,197 @@
+"""Fused code that computes something else is caught before it is installed."""
+
+from types import MethodType
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+
+from sft_play.config.schema import Config
+from sft_play.models.fast import attention, linear_install, residual
+from sft_play.models.fast.attention_install import _unmasked
+from sft_play.models.fast.install import FusedKernels, install_fused_kernels
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.recognise import gated_mlp_of, layer_roles_of, norm_kind_of
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.process import Process
+
+CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})
+
+
+def model_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    model = tiny_model(model_type, **changes).to(dtype)
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    return peft.get_peft_model(model, adapters).train()
+
+
+def setup_of(model: Any, dtype: torch.dtype = torch.float32) -> TrainingSetup:
+    setup = TrainingSetup(model, CONFIG, Process.alone(torch.device("cpu"), dtype), 0)
+    assert setup.proof_inputs.samples
+    return setup
+
+
+def installed(model_type: str, dtype: torch.dtype = torch.float32) -> FusedKernels:
+    process = Process.alone(torch.device("cpu"), dtype)
+    return install_fused_kernels(model_of(model_type, dtype), CONFIG, process)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parts"),
+    [
+        ("smollm3", {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}),
+        ("granite", {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}),
+        ("glm4", {"attention": 2, "linears": 8, "mlp": 2, "loss": 1}),
+        ("nemotron", {"attention": 2, "linears": 12, "loss": 1}),
+        ("gpt_oss", {"attention": 2, "linears": 8, "experts": 2, "norms": 4, "loss": 1}),
+    ],
+)
+def test_a_part_is_fused_by_what_it_computes(model_type: str, parts: dict[str, int]) -> None:
+    assert installed(model_type).on == parts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_16_bits_is_no_difference(dtype: torch.dtype) -> None:
+    kernels = installed("mistral", dtype)
+    assert kernels.on == {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}
+
+
+class Mutant:
+    """A fused attention that leaves one thing out."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, module: nn.Module) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            state = dict(vars(module))
+            children = dict(module._modules)
+            try:
+                self.change(module)
+                return attention.attention_forward(module, *args, **kwargs)
+            finally:
+                vars(module).update(state)
+                vars(module)["_modules"] = children
+
+        return forward
+
+    def change(self, module: nn.Module) -> None:
+        if self.name == "scale":
+            module.scaling = 1.0
+        elif self.name == "window":
+            module.sliding_window = None
+        elif self.name == "a longer window":
+            module.sliding_window += 1
+        else:
+            vars(module)["_modules"] = {**module._modules, "q_norm": nn.Identity()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_type", "mutant"),
+    [
+        ("qwen3", "scale"),
+        ("gemma3", "window"),
+        ("gemma3", "a longer window"),
+        ("qwen3", "norm of queries"),
+    ],
+)
+def test_a_mutant_of_attention_is_caught(model_type: str, mutant: str, dtype: torch.dtype) -> None:
+    setup = setup_of(model_of(model_type, dtype), dtype)
+    modules = [layer.self_attn for layer in setup.decoder.layers]
+    if "window" in mutant:
+        modules = [module for module in modules if module.sliding_window]
+    right = prove(
+        modules, lambda m: MethodType(attention.attention_forward, m), setup, _unmasked(setup)
+    )
+    assert right == modules
+    with pytest.raises(Unsupported, match="computes something else"):
+        prove(modules, Mutant(mutant), setup, _unmasked(setup))
+
+
+def test_a_mutant_of_an_mlp_is_caught() -> None:
+    setup = setup_of(model_of("llama"))
+    modules = [layer.mlp for layer in setup.decoder.layers]
+    for module in modules:
+        roles = gated_mlp_of(module)
+        assert (roles.gate, roles.up, roles.down) == ("gate_proj", "up_proj", "down_proj")
+        module.fused_roles = roles
+    assert prove(modules, lambda m: MethodType(linear_install.mlp_forward, m), setup) == modules
+    for module in modules:
+        module.fused_roles = type(roles)("gate_proj", "up_proj", "down_proj", "gelu_tanh")
+    with pytest.raises(Unsupported, match="LlamaMLP computes something else"):
+        prove(modules, lambda m: MethodType(linear_install.mlp_forward, m), setup)
+
+
+@pytest.mark.parametrize("mutant", ["offset", "multiplier"])
+def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
+    setup = setup_of(model_of("granite"))
+    layers = list(setup.decoder.layers)
+    norms = {}
+    for module in setup.decoder.modules():
+        kind = norm_kind_of(module)
+        if kind is not None:
+            norms[module] = kind
+            module.norm_kind = kind
+    for layer in layers:
+        layer.fused_roles = layer_roles_of(layer, norms)
+        assert layer.fused_roles.multiplier == layer.residual_multiplier != 1.0
+    assert prove(layers, lambda m: MethodType(residual.layer_forward, m), setup) == layers
+    for layer in layers:
+        if mutant == "offset":
+            kind = layer.input_layernorm.norm_kind
+            layer.input_layernorm.norm_kind = type(kind)(kind.casting, 1.0, kind.in_place)
+        else:
+            roles = layer.fused_roles
+            names = (roles.norm1, roles.block1, roles.norm2, roles.block2)
+            flags = (roles.is_tuple1, roles.is_tuple2, 1.0, roles.arguments, roles.passes_more)
+            layer.fused_roles = residual.LayerRoles(*names, *flags)
+    with pytest.raises(Unsupported, match="GraniteDecoderLayer computes something else"):
+        prove(layers, lambda m: MethodType(residual.layer_forward, m), setup)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "casting", "offset"),
+    [
+        ("llama", "llama", 0.0),
+        ("gemma3", "gemma", 1.0),
+        ("olmo2", "gemma", 0.0),
+        ("qwen3_next", "gemma", 1.0),
+    ],
+)
+def test_a_norm_is_known_by_its_numbers(model_type: str, casting: str, offset: float) -> None:
+    norm = tiny_model(model_type).model.norm
+    kind = norm_kind_of(norm)
+    assert (kind.casting, kind.offset) == (casting, offset)
+
+
+@pytest.mark.parametrize("model_type", ["cohere2", "nemotron", "stablelm"])
+def test_a_layer_norm_is_no_rms_norm(model_type: str) -> None:
+    assert norm_kind_of(tiny_model(model_type).model.norm) is None
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "cohere2", "gemma2", "glm4"])
+def test_layers_of_another_order_keep_their_adds(model_type: str) -> None:
+    decoder = tiny_model(model_type).model
+    norms = {}
+    for module in decoder.modules():
+        kind = norm_kind_of(module)
+        if kind is not None:
+            norms[module] = kind
+    assert layer_roles_of(decoder.layers[0], norms) is None
+
+
+def test_the_proof_leaves_a_model_as_it_was() -> None:
+    model = model_of("qwen3").eval()
+    model.get_base_model().model.layers[0].train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    install_fused_kernels(model, CONFIG, Process.alone(torch.device("cpu")))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
