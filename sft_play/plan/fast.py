@@ -1,8 +1,8 @@
 """Which parts of a run the fused kernels compute, and why they do not compute the others. No torch.
 
-`models.fast.install` installs by what it finds in the loaded model, and the plan and the memory
-estimate follow from the rules here, before there is a model. tests/test_plan_fast.py holds the two
-against each other.
+`models.fast.install` installs by what it finds in the loaded model. For models that are like Llama,
+whose steps are planned in closed form, the rules here say before there is a model what it will
+find. tests/test_models_adapters.py holds the two against each other.
 """
 
 import importlib.util
@@ -12,19 +12,15 @@ from dataclasses import dataclass
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import HEADS
+from sft_play.plan.activations import FOUR_NORMS
 from sft_play.plan.adapters import LAYER_NORMS
+from sft_play.plan.model_shape import LLAMA_LIKE
 
-PARTS = ("attention", "linears", "mlp", "norms", "loss")
+PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # as they are listed
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "gemma3_text", "phi3")
-# Gemma 2 caps its attention scores, which no fused attention does.
-FAST_PARTS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(LLAMA_LIKE, frozenset(PARTS)),
-    "gemma2": frozenset(PARTS) - {"attention"},
-}
-# Architectures whose layers compute h += attention(norm(h)) and then h += mlp(norm(h))
-RESIDUAL_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"})
+# Where there is a trace (plan.tracing), it says what is fused
+UNTRACED = "what its modules compute is found when the model is loaded"
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
 DORA = "PEFT computes DoRA"
@@ -67,17 +63,14 @@ class FastPlan:
 
 def plan_kernels(setup: FastSetup) -> FastPlan:
     """Return which parts of a run are planned to be fused."""
-    known_parts = FAST_PARTS.get(setup.model_type, frozenset())
     if setup.config.train.fast_path is False:
         return FastPlan((), {"fused kernels": "train.fast_path=false"})
-    if not known_parts:
-        return FastPlan((), {"fused kernels": unknown_model(setup.model_type)})
+    if setup.model_type not in LLAMA_LIKE:
+        return FastPlan((), {"fused kernels": UNTRACED})
     on: list[str] = []
     off: dict[str, str] = {}
-    for part in PARTS:
-        reason = f"{setup.model_type} computes it in another way"
-        if part in known_parts:
-            reason = WHY_NOT[part](setup)
+    for part, why_not in WHY_NOT.items():
+        reason = why_not(setup)
         if reason is None:
             on.append(part)
         else:
@@ -88,11 +81,6 @@ def plan_kernels(setup: FastSetup) -> FastPlan:
     return FastPlan(tuple(on), off)
 
 
-def unknown_model(model_type: str) -> str:
-    """Return why nothing of an architecture that is not in FAST_PARTS is fused."""
-    return f"nobody has looked whether they fit {model_type}"
-
-
 def is_fast(setup: FastSetup) -> bool:
     """Return whether memory and speed of the layers are those of the fused kernels.
 
@@ -100,7 +88,7 @@ def is_fast(setup: FastSetup) -> bool:
     """
     if not setup.is_gpu or not setup.is_half or setup.zero_stage == 3:
         return False
-    if setup.model_type not in FAST_PARTS:
+    if setup.model_type not in LLAMA_LIKE:
         return False
     if setup.config.tuning.mode != "full" and _why_not_adapters(setup) is not None:
         return False
@@ -175,7 +163,8 @@ def _why_not_norms(setup: FastSetup) -> str | None:
         return None
     saved = {name.rpartition(".")[2] for name in setup.config.tuning.lora.modules_to_save or ()}
     are_frozen = setup.config.tuning.mode != "full" and not saved & set(LAYER_NORMS)
-    if are_frozen and setup.model_type in RESIDUAL_MODEL_TYPES:
+    # a norm behind attention or MLP is no norm of the residual stream
+    if are_frozen and setup.model_type not in FOUR_NORMS:
         return None  # fused with the residual adds before them
     return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
 
