@@ -26,14 +26,14 @@ MAX_DIFFERENCE = 2e-2  # relative, in the Euclidean norm: bfloat16 rounds to 4e-
 
 def norm_then_silu(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     """Return w x / rms(x) * silu(gate)."""
-    from fla.modules.norm import rms_norm_gated  # imports Triton, which needs a GPU
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated  # imports Triton, which needs a GPU
 
     return rms_norm_gated(x, gate, norm.weight, None, "swish", eps=epsilon(norm))
 
 
 def norm_then_sigmoid(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     """Return w x / rms(x) * sigmoid(gate)."""
-    from fla.modules.norm import rms_norm_gated
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
     return rms_norm_gated(x, gate, norm.weight, None, "sigmoid", eps=epsilon(norm))
 
