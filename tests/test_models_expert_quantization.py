@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from sft_play.config.schema import Config
-from sft_play.models import lora
+from sft_play.errors import ConfigError
+from sft_play.models import expert_quantization, lora
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
 from sft_play.models.fake_model import build_on_meta
 from sft_play.models.load import load_base
@@ -167,3 +168,11 @@ def test_mxfp4_experts_are_dequantised_for_lora_and_packed_again_for_qlora(
     adapted = lora.add_adapters(packed, config_of(base))
     adapted(input_ids=IDS, labels=IDS).loss.backward()
     assert adapted.base_model.model.is_loaded_in_4bit
+
+
+def test_experts_in_4_bits_are_refused_under_zero3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_quantization, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ConfigError, match="ZeRO-3 cannot share out experts in 4 bits"):
+        load_base(config_of(base_of(tmp_path, "mixtral")), CPU)

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from sft_play.errors import ConfigError
 from sft_play.models.experts import (
     expert_weights,
     is_expert_weight,
@@ -57,6 +59,11 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
         return _PackWeights(self)
 
     def _process_model_before_weight_loading(self, model: nn.Module, *args: Any, **kwargs: Any):
+        if expert_weights(model) and is_deepspeed_zero3_enabled():
+            raise ConfigError(
+                "tuning.mode=qlora: ZeRO-3 cannot share out experts in 4 bits; set "
+                "TUNING_MODE=lora, or a DeepSpeed JSON of stage 2"
+            )
         self.routers = sorted(routing_linears(model))
         super()._process_model_before_weight_loading(model, *args, **kwargs)
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from sft_play.config.schema import Config
-from sft_play.errors import EnvironmentFault, first_line
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
@@ -60,7 +60,8 @@ def load_base(
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
     in the files.
 
-    Raises: EnvironmentFault when weights cannot be loaded or are missing in the files.
+    Raises: EnvironmentFault when weights cannot be loaded or are missing in the files; ConfigError
+    for experts in 4 bits under ZeRO-3.
     """
     quantization = None
     if config.tuning.mode == "qlora":
@@ -87,7 +88,11 @@ def load_base(
 
 
 def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel:
-    """Return transformers' model. Raises EnvironmentFault where a tensor cannot be loaded."""
+    """Return transformers' model.
+
+    Raises: EnvironmentFault where a tensor cannot be loaded; ConfigError for experts in 4 bits
+    under ZeRO-3.
+    """
     name = config.model.name
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
@@ -97,6 +102,8 @@ def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel
             output_loading_info=True,
             **options,
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EnvironmentFault(
             f"model.name={name}: the weights could not be loaded: {first_line(error)}"

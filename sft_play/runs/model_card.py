@@ -179,6 +179,9 @@ def _settings(config: Config, report: RunReport) -> list[tuple[str, str]]:
             ("LoRA alpha", tuning.lora.alpha),
             ("LoRA targets", targets if isinstance(targets, str) else ", ".join(targets)),
         ]
+    if report.experts is not None and report.experts.layers:
+        reached = report.experts.experts - sum(map(len, report.experts.never_reached.values()))
+        rows.append(("experts reached", f"{reached} of {report.experts.experts}"))
     rows += [
         ("steps", report.global_step),
         ("rows of a step", train.effective_batch_size),
