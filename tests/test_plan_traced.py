@@ -20,6 +20,7 @@ from sft_play.plan import counting, report
 from sft_play.plan.devices import parse
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.speed_words import speed_words
 from sft_play.plan.traced import SIZES, Growth, TracedStep
 from sft_play.process import Process
 
@@ -205,6 +206,11 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
     assert runs[1].plan.memory.phases["backward"].activations > 2 * 64 * 10**6
     plan_of(folder, "tuning.mode=qlora")
     assert [request["settings"]["tuning"]["mode"] for request in answers] == ["lora", "qlora"]
+
+
+def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -> None:
+    experts = plan_of(folder_of("qwen3_moe", tmp_path)).plan
+    assert speed_words(experts).startswith("by operations alone, as no run of a model with experts")
 
 
 def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch) -> None:

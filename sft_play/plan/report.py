@@ -1,6 +1,5 @@
 """The text and the JSON of `make plan`. Pure: no torch, no I/O."""
 
-import math
 import shlex
 import textwrap
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from sft_play.plan.precision import DTYPE_NAMES, precision
 from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.speed_words import run_words, speed_words
 from sft_play.plan.workload import Workload
 
 LINE_WIDTH = 110
@@ -137,8 +137,8 @@ def lines(
     for number, sentence in enumerate(plan.recipe):
         shown += _labelled("" if number else "recipe", sentence)
     shown += _labelled("precision", _precision(planned))
-    shown += _labelled("speed", _speed(plan))
-    shown += _labelled("run", _run(workload))
+    shown += _labelled("speed", speed_words(plan))
+    shown += _labelled("run", run_words(workload))
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]
         for change in plan.changes:
@@ -333,54 +333,6 @@ def _precision(planned: PlannedRun) -> str:
         f"computes in {computed}; base weights in {weights}, adapters in {adapters}; "
         f"optimizer {optim}"
     )
-
-
-def _speed(plan: RunPlan) -> str:
-    speed = plan.speed
-    if speed is None:
-        if plan.ranks.device == "cpu":
-            return "not known on a CPU"
-        if not plan.step.is_half:
-            return "not known in float32"
-        return f"not known: {_gpus(plan)} is no card whose data sheet is known here"
-    world_size = plan.ranks.world_size
-    share = ""
-    if world_size > 1:
-        share = f" ({speed.tokens_per_second / world_size:,.0f} a GPU)"
-    waiting = speed.collective_seconds / speed.step_seconds
-    waits = f", {waiting:.0%} of it waiting for other GPUs" if waiting > 0.005 else ""
-    return (
-        f"{speed.tokens_per_second:,.0f} tokens/s{share} where rows are full, "
-        f"MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{waits}"
-    )
-
-
-def _run(workload: Workload | str) -> str:
-    if isinstance(workload, str):
-        return f"length not known: {workload}"
-    counted = "estimated from the files" if workload.is_estimated else "counted"
-    plural = "" if workload.epochs == 1 else "s"
-    text = (
-        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
-        f"{workload.samples:,} rows, {workload.tokens:,} tokens ({counted})"
-    )
-    if workload.seconds is None or workload.gpu_hours is None:
-        return text
-    return (
-        f"{text}; {_duration(workload.seconds)} of training, {workload.gpu_hours:.2f} GPU-hours, "
-        f"{workload.tokens_per_second:,.0f} tokens/s on these rows"
-    )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = math.ceil(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _change(change: Change) -> list[str]:

@@ -1,0 +1,74 @@
+"""The words of speed and hours in `make plan`. Pure: no torch, no I/O."""
+
+import math
+
+from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.step import StepSpec
+from sft_play.plan.workload import Workload
+
+
+def speed_words(plan: RunPlan) -> str:
+    """Return how fast a run is where its rows are full, and how well that is known."""
+    speed = plan.speed
+    if speed is None:
+        if plan.ranks.device == "cpu":
+            return "not known on a CPU"
+        if not plan.step.is_half:
+            return "not known in float32"
+        gpus = " and ".join(sorted(set(plan.gpu_names)))
+        return f"not known: {gpus} is no card whose data sheet is known here"
+    world_size = plan.ranks.world_size
+    share = ""
+    if world_size > 1:
+        share = f" ({speed.tokens_per_second / world_size:,.0f} a GPU)"
+    waiting = speed.collective_seconds / speed.step_seconds
+    waits = f", {waiting:.0%} of it waiting for other GPUs" if waiting > 0.005 else ""
+    unmeasured = _unmeasured(plan.step)
+    about = f"by operations alone, as {unmeasured}: about " if unmeasured else ""
+    return (
+        f"{about}{speed.tokens_per_second:,.0f} tokens/s{share} where rows are full, "
+        f"MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{waits}"
+    )
+
+
+def _unmeasured(step: StepSpec) -> str | None:
+    """Return why a speed is no more than a count of operations, None where runs were measured."""
+    model = step.model
+    if model.guess is not None:
+        return "the model's layers are not known"
+    if model.structure is None:
+        return None
+    if model.structure.experts:
+        return "no run of a model with experts was measured"
+    if model.structure.recurrent_layers:
+        return "no run of a model with recurrent layers was measured"
+    return None if step.is_fast else "no run of such a model without fused kernels was measured"
+
+
+def run_words(workload: Workload | str) -> str:
+    """Return how long a run takes; `workload` may be why that is not known."""
+    if isinstance(workload, str):
+        return f"length not known: {workload}"
+    counted = "estimated from the files" if workload.is_estimated else "counted"
+    plural = "" if workload.epochs == 1 else "s"
+    text = (
+        f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
+        f"{workload.samples:,} rows, {workload.tokens:,} tokens ({counted})"
+    )
+    if workload.seconds is None or workload.gpu_hours is None:
+        return text
+    return (
+        f"{text}; {_duration(workload.seconds)} of training, {workload.gpu_hours:.2f} GPU-hours, "
+        f"{workload.tokens_per_second:,.0f} tokens/s on these rows"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = math.ceil(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
