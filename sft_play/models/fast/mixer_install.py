@@ -39,7 +39,8 @@ MAX_PASSES = 3  # a module around a mixer may keep a state of its own
 # Largest relative difference, in the Euclidean norm, of outputs and of gradients
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 TOLERANCE_ON_GPU = 5e-3  # float32: the kernels multiply in TensorFloat-32
-TOLERANCE_IN_16_BITS = 3e-2
+TOLERANCE_IN_16_BITS = 5e-2
+MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared with that
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ def _install_kind(
 def _difference_in_one_call(call: ModuleCall, packed: PackedDocuments) -> float:
     """Return how far all documents in one call are from one after another, relative."""
     fast = rebound(type(call.module).forward)
-    reference = _output_and_gradients(call, packed, None)
-    found = _output_and_gradients(call, packed, fast)
-    differences = [
-        ((one - two).norm() / two.norm()).item()
-        for one, two in zip(found, reference, strict=True)
-        if two.norm() > 0
-    ]
-    return max(differences)
+    expected, *expected_gradients = _output_and_gradients(call, packed, None)
+    found, *found_gradients = _output_and_gradients(call, packed, fast)
+    differences = [(found - expected).norm() / expected.norm()]
+    # a gradient that is nearly zero, such as that of a decay, is rounding
+    least = MIN_GRADIENT * max(gradient.norm() for gradient in expected_gradients)
+    for one, two in zip(found_gradients, expected_gradients, strict=True):
+        differences.append((one - two).norm() / two.norm().clamp(min=least))
+    return max(differences).item()
 
 
 def _output_and_gradients(
