@@ -14,7 +14,7 @@ from sft_play.models.fast import attention, linear_install, residual
 from sft_play.models.fast.attention_install import _unmasked
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.recognise import gated_mlp_of, layer_roles_of, norm_kind_of
+from sft_play.models.fast.recognise import gated_mlp_of, layer_roles_of, norm_kind_of, rotates
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.process import Process
 
@@ -101,6 +101,9 @@ class Mutant:
 def test_a_mutant_of_attention_is_caught(model_type: str, mutant: str, dtype: torch.dtype) -> None:
     setup = setup_of(model_of(model_type, dtype), dtype)
     modules = [layer.self_attn for layer in setup.decoder.layers]
+    for module in modules:
+        module.has_rotary = rotates(module)
+        assert module.has_rotary
     if "window" in mutant:
         modules = [module for module in modules if module.sliding_window]
     right = prove(
@@ -165,6 +168,23 @@ def test_a_norm_is_known_by_its_numbers(model_type: str, casting: str, offset: f
     norm = tiny_model(model_type).model.norm
     kind = norm_kind_of(norm)
     assert (kind.casting, kind.offset) == (casting, offset)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", [True, True]),
+        ("phi3", [True, True]),
+        ("smollm3", [True, False]),
+        ("ministral3", [None, None]),  # it scales queries by their position
+        ("glm4", [None, None]),  # it rotates pairs of neighbours
+    ],
+)
+def test_rotary_is_known_by_its_numbers(model_type: str, expected: list[bool | None]) -> None:
+    layers = tiny_model(model_type).model.layers
+    assert sorted(map(str, [rotates(layer.self_attn) for layer in layers])) == sorted(
+        map(str, expected)
+    )
 
 
 @pytest.mark.parametrize("model_type", ["cohere2", "nemotron", "stablelm"])

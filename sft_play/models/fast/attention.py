@@ -88,7 +88,8 @@ def attention_forward(
     if hasattr(self, "q_norm"):
         query = self.q_norm(query)
         key = self.k_norm(key)
-    query, key = apply_rotary(query, key, *position_embeddings)
+    if self.has_rotary:  # set where this method is installed: some layers know no positions
+        query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
     mixed = attend(query, key, value, scoring, documents_of(attention_mask, kwargs))
     (output,) = _run_linears(self, mixed.flatten(-2), (self.o_proj,))

@@ -14,6 +14,7 @@ from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
     calls_attention_interface,
     is_linear,
+    rotates,
     why_not_like_llama,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
@@ -46,6 +47,8 @@ def install_attention(setup: TrainingSetup) -> int:
 def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.Module]:
     """Return the modules that `attention_forward` computes as a whole."""
     alike = [module for module in modules if why_not_like_llama(module) is None]
+    for module in alike:
+        module.has_rotary = rotates(module)
     try:
         return set(prove(alike, _attention_forward_of, setup, _unmasked(setup)))
     except Unsupported:

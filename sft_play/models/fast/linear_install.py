@@ -8,6 +8,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from sft_play.models.fast import attention
+from sft_play.models.fast.experts import find_experts
 from sft_play.models.fast.lora import fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.mlp import lora_mlp
 from sft_play.models.fast.norms import is_training
@@ -24,6 +25,8 @@ def install_mlp(setup: TrainingSetup) -> int:
         if roles is not None:
             module.fused_roles = roles
             modules.append(module)
+    if not modules and find_experts(setup.decoder):
+        return 0
     if not modules:
         raise Unsupported("no gated MLP with SiLU or GELU (tanh)")
     agreed = prove(modules, _mlp_forward_of, setup)

@@ -30,7 +30,7 @@ def install_norms(setup: TrainingSetup) -> int:
         roles = layer_roles_of(layer, kinds)
         if roles is not None:
             layers[layer] = roles
-    own_gradient = _norms_before_linears(setup, layers)
+    own_gradient = _norms_before_linears(setup, set(kinds), layers)
     for module, kind in kinds.items():
         module.norm_kind = replace(kind, in_place=module in own_gradient)
     fused_with_add = _install_residual_adds(setup, layers)
@@ -55,13 +55,16 @@ def _norm_forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _norms_before_linears(
-    setup: TrainingSetup, layers: dict[nn.Module, residual.LayerRoles]
+    setup: TrainingSetup, norms: set[nn.Module], layers: dict[nn.Module, residual.LayerRoles]
 ) -> set[nn.Module]:
     """Return the norms whose output is not added to the residual stream.
 
     The gradient of their output belongs to nobody else, and may be overwritten.
     """
-    found = set(setup.decoder.children())
+    # the norm before the output head; where there are more, one may be added to embeddings
+    found = norms & set(setup.decoder.children())
+    if len(found) > 1:
+        found = set()
     for layer, roles in layers.items():
         found |= {getattr(layer, roles.norm1), getattr(layer, roles.norm2)}
     for module in setup.decoder.modules():

@@ -9,7 +9,6 @@ the fused module itself, with its weights, on its device.
 import copy
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +35,7 @@ NORM_KINDS = (
 # Share of a norm's outputs that may round to the number beside the formula's: the order of its
 # products is its own. Casting at another place changes a third of them.
 OTHER_ROUNDING = 0.02
+ATTENDED = 3  # tokens
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,22 @@ def agrees(result: Any, expected: Tensor) -> bool:
 def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
     """Return the roles of a gated MLP's linears, None if a module is no gated MLP."""
     linears = {name: child for name, child in module.named_children() if is_linear(child)}
-    activation = _activation_of(module)
-    if activation is None or len(linears) not in (2, 3) or module._parameters:
+    if len(linears) not in (2, 3) or module._parameters:
         return None
-    for roles in _assignments(linears, activation):
-        if _computes_gated_mlp(module, roles):
-            return roles
+    for activation in _activations_of(module):
+        for roles in _assignments(linears, activation):
+            if _computes_gated_mlp(module, roles):
+                return roles
     return None
 
 
-def _activation_of(module: nn.Module) -> Activation | None:
-    """Return the activation of a module, None unless there is exactly one that can be fused."""
-    found = [activation_of(child) for child in module.children() if not is_linear(child)]
-    known = {activation for activation in found if activation is not None}
-    return known.pop() if len(known) == 1 else None
+def _activations_of(module: nn.Module) -> list[Activation]:
+    """Return the activations that a module may compute: that of a child, or of its own code."""
+    others = [child for child in module.children() if not is_linear(child)]
+    if not others:
+        return ["silu", "gelu_tanh"]
+    found = [activation_of(child) for child in others]
+    return [activation for activation in found if activation is not None]
 
 
 def _assignments(linears: dict[str, nn.Module], activation: Activation) -> Iterator[GatedMlp]:
@@ -282,29 +284,71 @@ def why_not_like_llama(module: nn.Module) -> str | None:
             return f"a {name}"
     if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
         return "another scale"
-    if any("softcap" in name and value for name, value in vars(module).items()):
-        return "capped scores"  # transformers' sdpa leaves them out, so no proof would see them
-    if not _has_rotary_halves(module):
-        return "another rotary embedding"
+    if rotates(module) is None:
+        return "another way of positions or scores"
     return None
 
 
-def _has_rotary_halves(module: nn.Module) -> bool:
-    """Return whether the rotary function that a module calls is that of `rope`."""
-    forward = inspect.unwrap(type(module).forward)
-    if "apply_rotary_pos_emb" not in forward.__code__.co_names:
-        return False
-    rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    query = numbers(1, 3, 2, 8)  # (B, T, H, D)
-    angles = numbers(1, 3, 4, seed=1)
+def rotates(module: nn.Module) -> bool | None:
+    """Return whether attention like Llama's rotates queries and keys; None if it is another.
+
+    Its class's code runs on given queries, keys and values, and on tables for whole heads.
+    """
+    heads, key_heads = _numbers_of_heads(module)
+    query = numbers(1, ATTENDED, heads * module.head_dim, seed=1)
+    key = numbers(1, ATTENDED, key_heads * module.head_dim, seed=2)
+    value = numbers(1, ATTENDED, key_heads * module.head_dim, seed=3)
     with unset_fake_temporarily():
+        joined = torch.cat((query, key, value), dim=-1)
+        angles = numbers(1, ATTENDED, module.head_dim // 2, seed=4)
         angles = torch.cat((angles, angles), dim=-1)
-        cos = angles.cos()
-        sin = angles.sin()
-        expected = rotate_reference(query, cos, sin)
-        try:
-            heads_first = query.transpose(1, 2)
-            rotated, _ = rotate(heads_first, heads_first, cos, sin)
-        except MISFITS:
-            return False
-        return agrees(rotated.transpose(1, 2), expected)
+        positions = (angles.cos(), angles.sin())
+    children = {
+        "q_proj": Stub(lambda x: query),
+        "k_proj": Stub(lambda x: key),
+        "v_proj": Stub(lambda x: value),
+        "qkv_proj": Stub(lambda x: joined),
+        "o_proj": Stub(lambda x: x),
+        "q_norm": Stub(torch.sin),
+        "k_norm": Stub(torch.cos),
+    }
+    present = {name: stub for name, stub in children.items() if name in module._modules}
+    inputs = {"position_embeddings": positions, "attention_mask": None}
+    hidden = numbers(1, ATTENDED, 4)
+    result = own_result(with_children(module, present), hidden_states=hidden, **inputs)
+    if not isinstance(result, tuple) or not isinstance(result[0], Tensor):
+        return None
+    for has_rotary in (True, False):
+        with unset_fake_temporarily():
+            given = (query.sin(), key.cos(), value) if "q_norm" in present else (query, key, value)
+            expected = _attended(module, given, positions if has_rotary else None)
+            found = result[0].double()
+            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5):
+                return has_rotary
+    return None
+
+
+def _numbers_of_heads(module: nn.Module) -> tuple[int, int]:
+    """Return the query heads of a module, and its key and value heads."""
+    if "qkv_proj" not in module._modules:
+        sizes = (module.q_proj.out_features, module.k_proj.out_features)
+        return sizes[0] // module.head_dim, sizes[1] // module.head_dim
+    key_heads = module.num_key_value_heads
+    return module.qkv_proj.out_features // module.head_dim - 2 * key_heads, key_heads
+
+
+def _attended(
+    module: nn.Module, projected: tuple[Tensor, ...], positions: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Return causal attention (1, T, H * D) of queries, keys and values (1, T, heads * D)."""
+    query, key, value = (tensor.unflatten(-1, (-1, module.head_dim)) for tensor in projected)
+    if positions is not None:
+        query = rotate_reference(query, *positions)
+        key = rotate_reference(key, *positions)
+    groups = query.shape[2] // key.shape[2]
+    key = key.repeat_interleave(groups, dim=2)
+    value = value.repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bthd,bshd->bhts", query, key) * module.scaling
+    is_future = torch.ones(ATTENDED, ATTENDED, dtype=torch.bool, device="cpu").triu(1)
+    weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", weights, value).flatten(2)
