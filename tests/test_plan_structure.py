@@ -1,6 +1,7 @@
 """Counts of matrices, experts and kinds of layers: beside real modules, and as the plan uses them."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from sft_play.config.schema import Config
 from sft_play.models import lora
 from sft_play.models import structure as counter
+from sft_play.models.fake_model import build_on_meta
 from sft_play.plan import counting, memory
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.flops import step_flops
@@ -80,6 +82,17 @@ def test_adapters_are_as_many_weights_as_peft_trains(model_type: str) -> None:
         adapted = lora.add_adapters(model, config)
     trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
     assert replace(SHAPE, structure=counted).lora_parameters(4, "all-linear") == trained
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_weights_in_4_bits_are_those_that_loading_packs(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type).to_dict()))
+    settings = {"model": {"name": str(tmp_path)}, "tuning": {"mode": "qlora"}}
+    packed = 0
+    for parameter in build_on_meta(Config.model_validate(settings), torch.bfloat16).parameters():
+        state = getattr(parameter, "quant_state", None)
+        packed += math.prod(state.shape) if state is not None else 0
+    assert counter.structure_of(on_meta(model_type)).quantised_weights == packed > 0
 
 
 def test_experts_that_a_token_does_not_meet_are_not_active() -> None:
