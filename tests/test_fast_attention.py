@@ -162,6 +162,16 @@ def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window: int 
     assert found[sees].all()
 
 
+def test_few_tokens_are_padded_to_a_block_of_flex_attention() -> None:
+    of = tuple(tensor.detach() for tensor in inputs(2))
+    documents, numbers = documents_of(*PACKED)
+    assert ROWS * TOKENS < attention_flex.BLOCK
+    scoring = Scoring(0.3, 6, 0.7)
+    found = attend_flex(*(tensor.flatten(0, 1) for tensor in of), scoring, documents)
+    expected = written_out(*of, scoring, numbers)
+    assert (found.unflatten(0, (ROWS, TOKENS)) - expected).abs().max() <= SAME
+
+
 def test_a_step_makes_one_mask_for_all_layers_of_a_kind() -> None:
     documents, _ = documents_of(*PACKED)
     first = attention_flex._block_mask(documents, ROWS * TOKENS, None)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sft_play.models.fast import attention_interface
 from sft_play.models.fast.attention import UNMASKED, remove_mask
-from sft_play.models.fast.attention_interface import use_interface
+from sft_play.models.fast.attention_interface import keep_soft_caps, use_interface
 
 ROWS, TOKENS = 2, 24
 LENGTHS = (9, 15, 3, 17, 4)  # documents of two rows
@@ -155,6 +155,16 @@ def test_evaluation_keeps_the_soft_cap_that_sdpa_leaves_out() -> None:
     sdpa = tiny_model("gemma2", attention="sdpa").eval()(ids, attention_mask=mask).logits
     ours = fused(tiny_model("gemma2")).eval()(ids, attention_mask=mask).logits
     assert torch.allclose(ours, eager, atol=1e-5) and not torch.allclose(sdpa, eager, atol=1e-2)
+
+
+def test_soft_caps_are_kept_without_fused_kernels_too(caplog: pytest.LogCaptureFixture) -> None:
+    plain = step(tiny_model("gemma2", attention="eager"), padded())
+    model = tiny_model("gemma2", attention="sdpa")
+    with caplog.at_level("INFO"):
+        keep_soft_caps(model)
+        keep_soft_caps(tiny_model("gemma3", attention="sdpa"))
+    assert [record.args for record in caplog.records] == [(2.0,)]
+    assert gap(step(model, padded()), plain) < SAME
 
 
 def test_a_saved_config_does_not_name_our_attention() -> None:

@@ -246,3 +246,23 @@ def test_small_tensors_stay_where_they_are() -> None:
     assert offloading._pack(small) is small
     numbers = torch.zeros(2**20, dtype=torch.int64)
     assert offloading._pack(numbers) is numbers
+
+
+def test_host_memory_is_used_again_in_the_next_step(offloading: LayerOffloading) -> None:
+    model = tiny()
+    checkpoint_layers(model, LAYERS, offloads=True)
+    gradients(model)
+    first = {buffer.data_ptr() for buffer in offloading._free}
+    gradients(model)
+    assert len(first) == LAYERS
+    assert {buffer.data_ptr() for buffer in offloading._free} == first
+
+
+def test_a_longer_row_takes_the_place_of_a_buffer_that_is_too_small() -> None:
+    offloading = LayerOffloading(min_bytes=1)
+    for tokens in (100, 300, 200):
+        saved = offloading._pack(torch.zeros(tokens))
+        offloading._unpack(saved)
+        del saved
+        assert len(offloading._free) == 1
+    assert len(offloading._free[0]) == 2048  # bytes: 300 float32, in a power of two

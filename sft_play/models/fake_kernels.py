@@ -218,8 +218,8 @@ def is_autocast_enabled(device_type: str = "cpu") -> bool:
     return _is_autocast_enabled(device_type)
 
 
-def host_buffer(tensor: Tensor) -> Tensor:
-    """`offloading.host_buffer`, with its shape but without its bytes: they are not the GPU's."""
+def host_memory(offloading: Any, saved: Any, tensor: Tensor) -> Tensor:
+    """Memory of `LayerOffloading`, with its shape but without its bytes: they are not the GPU's."""
     return tensor.new_empty(1).expand(tensor.shape)
 
 
@@ -258,7 +258,7 @@ GPU_KERNELS = (
     Replacement(norms, "norm_forward", norm_forward),
     Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
-    Replacement(offloading, "host_buffer", host_buffer),
+    Replacement(offloading.LayerOffloading, "_host_memory", host_memory),
     Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
     Replacement(mixer_kernels, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
     Replacement(mixer_norms, "uses_fla", lambda tensor: mixer_kernels.has_fla()),

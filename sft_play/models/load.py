@@ -23,6 +23,7 @@ from sft_play.models import bnb, lora
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
+from sft_play.models.fast.attention_interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.packed import dtype_name, log_packed
 from sft_play.process import Process
@@ -82,6 +83,7 @@ def load_base(
     if quantization is not None:
         bnb.keep_differentiable(model)
         log_packed(model)
+    keep_soft_caps(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
     return model

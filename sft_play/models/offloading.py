@@ -9,8 +9,8 @@ The GPU holds IN_FLIGHT inputs in the forward pass. The last ones are still ther
 pass begins, and are not fetched. What is fetched are the same bits.
 
 Lifetimes: an input is freed after the compute stream has been told to wait for its copy, so its
-memory is reused by work that comes after the copy. Pinned memory is torch's, which keeps it for the
-next step, and does not reuse it before copies out of it are done.
+memory is reused by work that comes after the copy. Pinned memory is kept for the next step: to pin
+it anew would stop the GPU, and torch's own pool would double where the CPU is a step ahead.
 """
 
 import weakref
@@ -51,6 +51,7 @@ class LayerOffloading:
         self._waiting: deque[Offloaded] = deque()
         self._last: weakref.ref[Offloaded] | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._free: list[Tensor] = []  # bytes in host memory that nothing is saved in
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a layer so that it saves its arguments alone, the large ones on the host."""
@@ -63,7 +64,7 @@ class LayerOffloading:
             return tensor
         tensor = tensor.detach()
         saved = Offloaded(tensor, self._last() if self._last is not None else None)
-        saved.on_host = host_buffer(tensor)
+        saved.on_host = self._host_memory(saved, tensor)
         saved.arrived = self._copy(saved.on_host, tensor)
         self._last = weakref.ref(saved)
         self._waiting.append(saved)
@@ -85,6 +86,27 @@ class LayerOffloading:
         if saved.previous is not None:
             self._fetch(saved.previous)
         return tensor
+
+    def _host_memory(self, saved: Offloaded, tensor: Tensor) -> Tensor:
+        """Return memory for a tensor, the smallest free buffer that holds it or a new one.
+
+        It is free again when `saved` is gone. All copies are on one stream, so a later copy into it
+        waits for an earlier one out of it.
+        """
+        enough = [buffer for buffer in self._free if len(buffer) >= tensor.nbytes]
+        if enough:
+            buffer = min(enough, key=len)
+            self._free = [other for other in self._free if other is not buffer]
+        else:
+            if self._free:
+                self._free.pop()  # too small: its place is taken
+            size = 1 << (tensor.nbytes - 1).bit_length()  # torch pins powers of two
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        weakref.finalize(saved, self._release, buffer).atexit = False
+        return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _release(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
 
     def _fetch(self, saved: Offloaded) -> None:
         """Start the copy to the device, if it is not there."""
@@ -110,8 +132,3 @@ class LayerOffloading:
         if saved.arrived is not None:
             torch.cuda.current_stream(saved.device).wait_event(saved.arrived)
             saved.arrived = None
-
-
-def host_buffer(tensor: Tensor) -> Tensor:
-    """Return memory on the host for a tensor, pinned if the tensor is on a GPU."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -36,13 +37,16 @@ def attend_flex(
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
+    tokens = len(query)
     heads_first = []
     for tensor in (query, key, value):
+        if tokens < BLOCK:  # torch would take its kernel for decoding, which has no such blocks
+            tensor = functional.pad(tensor, (0, 0, 0, 0, 0, BLOCK - tokens))
         heads_first.append(tensor.transpose(0, 1)[None])
     has_sinks = scoring.sinks is not None
     options: dict[str, Any] = {
         "score_mod": None if cap is None else capped,
-        "block_mask": _block_mask(documents, len(query), scoring.window),
+        "block_mask": _block_mask(documents, max(tokens, BLOCK), scoring.window),
         "scale": scoring.scale,
         "enable_gqa": query.shape[1] != key.shape[1],
     }
@@ -53,7 +57,7 @@ def attend_flex(
     if has_sinks:
         out, aux = found
         found = _with_sinks(out, aux.lse, scoring.sinks)
-    return found[0].transpose(0, 1)
+    return found[0].transpose(0, 1)[:tokens]
 
 
 def _with_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
@@ -79,7 +83,7 @@ def _block_mask(documents: Documents, tokens: int, window: int | None) -> BlockM
 def make_block_mask(boundaries: Tensor, tokens: int, window: int | None) -> BlockMask:
     """Return the mask of causal attention within documents, and within a window of tokens.
 
-    boundaries (documents + 1,) begin at 0 and end at `tokens`.
+    boundaries (documents + 1,) begin at 0; tokens behind their end are a document of their own.
     """
     device = boundaries.device
     position = torch.arange(tokens, device=device)

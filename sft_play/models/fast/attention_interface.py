@@ -10,18 +10,22 @@ Legend: B rows, T tokens of a row, H query heads, K key and value heads, D featu
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from sft_play.models.fast.attention import documents_of, is_unmasked
 from sft_play.models.fast.attention_kernels import attend
 from sft_play.models.fast.attention_scoring import Scoring
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "sft_play_over_"
 IMPLEMENTATIONS = ("sdpa", "eager")  # that ours may replace
@@ -46,6 +50,23 @@ def use_interface(decoder: nn.Module) -> None:
         if own not in IMPLEMENTATIONS:
             raise ValueError(f"the model's attention is {own}")
         config._attn_implementation = _registered(own)
+
+
+def keep_soft_caps(model: PreTrainedModel) -> None:
+    """Let a model whose scores have a soft cap compute it: transformers' sdpa leaves it out.
+
+    Its own eager function does then, in training and evaluation, wherever no fused kernel does.
+    """
+    config = model.config.get_text_config()
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is None or config._attn_implementation != "sdpa":
+        return
+    use_interface(model.get_decoder())
+    logger.info(
+        "attention: sdpa of transformers leaves out the model's soft cap of %g; the model's own "
+        "eager attention computes it where no fused kernel does",
+        cap,
+    )
 
 
 @functools.cache
