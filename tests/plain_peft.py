@@ -28,6 +28,8 @@ def logits_of_saved(saved: Saved, ids: list[int]) -> list[list[float]]:
 
     assert not any(name.partition(".")[0] == "sft_play" for name in sys.modules)
     model = AutoModelForCausalLM.from_pretrained(saved.base, dtype=torch.float32)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa leaves the cap out, without a word
     if saved.adapter is not None:
         model = PeftModel.from_pretrained(model, saved.adapter)
     with torch.no_grad():
