@@ -29,16 +29,7 @@ from sft_play.training.cross_document import check_cross_document
 NEVER_PACKED = ("bloom",)
 
 
-def cases() -> list[Any]:
-    unfinished = pytest.mark.xfail(reason="opt: its positions; jamba: adapters of dt_proj")
-    made: list[Any] = []
-    for model_type in MODEL_TYPES:
-        marks = [unfinished] if model_type in ("opt", "jamba") else []
-        made.append(pytest.param(model_type, marks=marks))
-    return made
-
-
-@pytest.mark.parametrize("model_type", cases())
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_packed_step_is_that_of_plain_peft_on_each_document_alone(model_type: str) -> None:
     config = settings("lora")
     plain = adapted(tiny_model(model_type), config)

@@ -9,7 +9,7 @@ from torch import nn
 
 from sft_play.models.fast import attention
 from sft_play.models.fast.attention_interface import use_interface
-from sft_play.models.fast.capture import PACKED, Call
+from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
     calls_attention_interface,
@@ -39,9 +39,36 @@ def install_attention(setup: TrainingSetup) -> int:
         _use_interface(setup, others)
     for module in whole:
         module.forward = _attention_forward_of(module)
+    hook = setup.decoder.register_forward_pre_hook(attention.remove_mask, with_kwargs=True)
+    reason = _why_mask_is_read(setup)
+    if reason is not None:
+        hook.remove()
+        for module in whole:
+            del module.forward
+        raise Unsupported(reason)
+    for module in whole:
         setup.taken.update(child for child in module.children() if is_linear(child))
-    setup.decoder.register_forward_pre_hook(attention.remove_mask, with_kwargs=True)
     return len(modules)
+
+
+def _why_mask_is_read(setup: TrainingSetup) -> str | None:
+    """Return what a decoder does with a mask besides attention, None if nothing.
+
+    OPT counts the positions of padded rows from it, which UNMASKED has no tokens for.
+    """
+    if not setup.has_values:
+        return None
+    decoder = setup.decoder
+    inputs = setup.proof_inputs
+    call = inputs.samples[inputs.kinds[decoder]].calls[PLAIN]
+    padding = torch.ones_like(call.kwargs["input_ids"])
+    with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch.enable_grad():
+        decoder.train()
+        try:
+            decoder(*call.args, **{**call.kwargs, "attention_mask": padding})
+        except (RuntimeError, ValueError, IndexError):
+            return f"{type(decoder).__name__} reads the mask itself"
+    return None
 
 
 def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.Module]:
