@@ -187,6 +187,13 @@ def test_rotary_is_known_by_its_numbers(model_type: str, expected: list[bool | N
     )
 
 
+def test_a_layer_without_a_window_has_not_the_windows_of_its_config() -> None:
+    model = model_of("qwen2_moe")
+    assert model.config.sliding_window is not None
+    layers = model.get_base_model().model.layers
+    assert [attention._window(layer.self_attn) for layer in layers] == [None, None]
+
+
 @pytest.mark.parametrize("model_type", ["cohere2", "nemotron", "stablelm"])
 def test_a_layer_norm_is_no_rms_norm(model_type: str) -> None:
     assert norm_kind_of(tiny_model(model_type).model.norm) is None

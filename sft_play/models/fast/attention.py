@@ -11,6 +11,7 @@ Legend: B rows, T tokens of a row, N documents, H query heads, K key and value h
 a head.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -145,4 +146,7 @@ def _window(module: nn.Module) -> int | None:
     """Return how many tokens a token attends to, itself included; None for all before it."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window
+    code = inspect.unwrap(type(module).forward).__code__
+    if "sliding_window" not in code.co_consts + code.co_names:
+        return None  # a class that gives windows to some layers, and not to this one
     return getattr(module.config, "sliding_window", None)
