@@ -85,6 +85,15 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Te
     return FakeFlashAttention.apply(*padded, None)[..., :features]
 
 
+def attend_whole_rows(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Any, documents: Any
+) -> Tensor:
+    """`attention_kernels._attend_by_document` of a traced step, whose rows are whole documents."""
+    whole, rest = divmod(len(query), documents.longest)
+    lengths = [documents.longest] * whole + [rest] * bool(rest)
+    return attention_kernels.attend_lengths(query, key, value, scoring, lengths)
+
+
 class FakeRmsNorm(torch.autograd.Function):
     """Liger's RMSNorm. Saves its input and a float32 per token; backward may overwrite `grad`."""
 
@@ -238,11 +247,12 @@ VALUE_READERS = (
     Replacement(functional, "grouped_mm", grouped_mm),
     # tests check this for every model of plan.fast
     Replacement(linear_cross_entropy, "_logits_come_from_head", lambda model, head: True),
-    Replacement(attention_kernels, "_attend_by_document", attend_by_document),
+    Replacement(attention_kernels, "_attend_by_document", attend_whole_rows),
     # the step passes its own mask for packed rows
     Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
 )
 GPU_KERNELS = (
+    Replacement(attention_kernels, "_attend_by_document", attend_by_document),
     Replacement(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
     Replacement(torch, "is_autocast_enabled", is_autocast_enabled),
     Replacement(attention, "apply_rotary", FakeRotary.apply),

@@ -101,6 +101,13 @@ def _attend_by_document(
     query (N, H, D), key (N, K, D), value (N, K, V); the output is (N, H, V).
     """
     lengths = documents.boundaries.diff().tolist()
+    return attend_lengths(query, key, value, scoring, lengths)
+
+
+def attend_lengths(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, lengths: list[int]
+) -> Tensor:
+    """Attend within documents of these lengths, as `_attend_by_document` does."""
     parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     outputs = []
     for q, k, v in parts:
