@@ -18,6 +18,7 @@ from architecture_steps import (
     trained_step,
     without_gradient,
 )
+from architecture_table import PAGE
 from tiny_models import MODEL_TYPES, TINY, tiny_model
 
 from sft_play.data.collate import PackCollator
@@ -142,3 +143,8 @@ def test_the_comparison_sees_a_mutant(model_type: str, break_it: Any) -> None:
     assert max(found.logits, found.gradients) > 1e-2, found
     if break_it is first_expert_dead:
         assert any("experts" in name and "[0]" in name for name in without_gradient(made))
+
+
+def test_the_page_has_a_row_for_every_model_type() -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    assert [name for name in MODEL_TYPES if f"| `{name}` |" not in written] == []

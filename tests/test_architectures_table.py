@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from architecture_steps import (
+    CPU,
+    MAX_SEQ_LEN,
     Gap,
     adapted,
     fused,
@@ -24,13 +26,14 @@ from architecture_table import FAILS, MODES, REFUSED, YES, Row, recorded
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from plain_peft import Saved, logits_of_saved, start_loader
-from tiny_models import MODEL_TYPES, tiny_model
+from tiny_models import MODEL_TYPES, TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
+from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.experts import packed_weight
-from sft_play.models.fast.install import base_model_of, fused_kernels_of
+from sft_play.models.fast.install import base_model_of, fused_kernels_of, uses_varlen_attention
 from sft_play.plan import counting
 from sft_play.plan.tracing import TRACER
 from sft_play.training.cross_document import check_cross_document
@@ -115,8 +118,7 @@ def try_to_train(workshop: Workshop, row: Row, mode: str) -> str:
     trainer, _ = workshop.build_trainer(folder)
     if trainer.order.layout.is_packed:
         vocabulary = trainer.model.config.get_text_config().vocab_size
-        device = torch.device("cpu")
-        check_cross_document(trainer.model, trainer.data_collator, vocabulary, device)
+        check_cross_document(trainer.model, trainer.data_collator, vocabulary, CPU)
     before = trained_weights(trainer.model)
     trainer.train()
     still = [
@@ -168,7 +170,8 @@ def dequantised(model: torch.nn.Module, base: Path, folder: Path) -> Path:
             weight = plain.get_submodule(name.replace(".base_layer", "")).get_parameter(
                 parameter_name
             )
-            weight.copy_(dequantize_4bit(packed.data, packed.quant_state))
+            values = dequantize_4bit(packed.data, packed.quant_state)
+            weight.copy_(values if values.shape == weight.shape else values.T)  # GPT-2's Conv1D
     plain.save_pretrained(folder)
     return folder
 
@@ -189,6 +192,8 @@ def try_to_pack(row: Row) -> str:
         plain = adapted(tiny_model(row.model_type), config)
         reference = reference_step(plain)
         made = fused(plain, config)
+        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(made))
+        check_cross_document(made, collator, TINY.vocabulary, CPU)
         compare("padded", mode, gap(reference, trained_step(made, is_packed=False)))
         compare("packed", mode, gap(reference, trained_step(made, is_packed=True)))
         checkpoint_layers(made, 1)
