@@ -170,6 +170,16 @@ def test_a_config_that_relies_on_its_class_is_completed_by_it() -> None:
     assert (gpt2.vocab, gpt2.intermediate, gpt2.is_tied) == (50257, 256, True)
 
 
+def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    layers = ["linear_attention", "moe", "full_attention", "mlp"]
+    written = AutoConfig.for_model("nemotron_h", layers_block_type=layers)
+    written.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text(encoding="utf-8")
+    assert load_shape(str(tmp_path), None, {}).layers == len(layers)
+
+
 @pytest.mark.parametrize(
     "config", [{}, {"model_type": "no-such-type"}, {"hidden_size": 8, "vocab_size": None}]
 )

@@ -265,7 +265,7 @@ def _similar_names(name: str) -> str:
 
 def _read(path: Path, name: str) -> ModelConfigJson:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain_number)
     except FileNotFoundError:
         raise EnvironmentFault(
             f"model.name={name}: the folder has no config.json, so it is no transformers model; "
@@ -280,6 +280,11 @@ def _read(path: Path, name: str) -> ModelConfigJson:
             f"{path}: holds {type(config).__name__} rather than an object; download the model again"
         )
     return config
+
+
+def _plain_number(item: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, or the item."""
+    return float(item["__float__"]) if item.keys() == {"__float__"} else item
 
 
 def find_file(
