@@ -28,6 +28,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from plain_peft import Saved, logits_of_saved, start_loader
 from tiny_models import MODEL_TYPES, TINY, tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
@@ -167,11 +168,11 @@ def dequantised(model: torch.nn.Module, base: Path, folder: Path) -> Path:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for name, module in base_model_of(model).named_modules():
         for parameter_name, packed in packed_weights(module).items():
-            weight = plain.get_submodule(name.replace(".base_layer", "")).get_parameter(
-                parameter_name
-            )
+            target = plain.get_submodule(name.replace(".base_layer", ""))
             values = dequantize_4bit(packed.data, packed.quant_state)
-            weight.copy_(values if values.shape == weight.shape else values.T)  # GPT-2's Conv1D
+            if isinstance(target, Conv1D):  # GPT-2's, which holds its weight transposed
+                values = values.T
+            target.get_parameter(parameter_name).copy_(values)
     plain.save_pretrained(folder)
     return folder
 
