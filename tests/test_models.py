@@ -130,6 +130,13 @@ def test_full_trains_every_weight_in_float32_whatever_the_compute_type(config_of
     assert trainable == total == model.num_parameters()
 
 
+def test_full_leaves_frozen_what_the_class_of_the_model_freezes(config_of, base_of):
+    model = load_model(config_of("full", base_of("ernie4_5_moe")), CPU)
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert frozen
+    assert all(name.endswith("e_score_correction_bias") for name in frozen)
+
+
 @pytest.mark.parametrize(
     ("mode", "dtype", "expected"),
     [

@@ -44,10 +44,25 @@ def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrai
 
         return unsloth.load(config, process)
     model = load_base(config, process, zero_stage)
-    if config.tuning.mode != "full":
+    if config.tuning.mode == "full":
+        _freeze_what_its_class_freezes(model)
+    else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
     install_fused_kernels(model, config, process, zero_stage)
     return model
+
+
+def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
+    """Freeze what no gradient reaches, such as a router's balancing bias.
+
+    transformers makes every parameter anew when it loads weights, and all of them trainable.
+    """
+    with torch.device("meta"):
+        made = type(model)(model.config)
+    frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
 
 
 def load_base(
