@@ -77,6 +77,7 @@ ELSEWHERE = {
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "activation_offloading": "plan.inputs, models.offloading",
+    "router_aux_loss_coef": "training.router_loss",
     "fast_path": "models.load",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "callbacks.StopAfter",

@@ -76,9 +76,9 @@ class LoraSection(Section):
     )
     experts: Auto | Literal["per_expert", "none"] = Field(
         "auto",
-        description="Adapters of the experts of a mixture of experts, one for each expert. auto is "
-        "wherever target_modules is all-linear or names their parameters, per_expert adds them to "
-        "any targets, none leaves the experts alone. They have no dropout and no DoRA.",
+        description="Adapters of a mixture's experts, one each, without dropout or DoRA. auto: "
+        "where target_modules is all-linear or names their parameters; per_expert: beside any "
+        "targets; none: on no expert.",
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilised LoRA)."

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from sft_play.models.fast.norms import is_training
 from sft_play.plan.fast import DORA, DROPOUT
 
 # For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
@@ -105,21 +106,21 @@ def why_hooked(module: nn.Module) -> str | None:
 
 
 class FusedLoraLinear(PeftLinear):
-    """PEFT's LoRA linear, fused whenever possible."""
+    """PEFT's LoRA linear, fused in training."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return y (..., out) of x (..., in)."""
-        if args or kwargs or why_not_fusable(self):
+        if args or kwargs or not is_training(self) or why_not_fusable(self):
             return super().forward(x, *args, **kwargs)
         return _apply(x, (self,))[0]
 
 
 class FusedLoraLinear4bit(PeftLinear4bit):
-    """PEFT's LoRA linear over 4-bit weights, fused whenever possible."""
+    """PEFT's LoRA linear over 4-bit weights, fused in training."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return y (..., out) of x (..., in)."""
-        if args or kwargs or why_not_fusable(self) or is_decoding(x):
+        if args or kwargs or not is_training(self) or why_not_fusable(self):
             return super().forward(x, *args, **kwargs)
         return _apply(x, (self,))[0]
 
