@@ -106,8 +106,8 @@ class TrainSection(Section):
     router_aux_loss_coef: NonNegativeFloat | Auto = Field(
         "auto",
         description="Coefficient of the load-balancing loss of a mixture of experts, logged as "
-        "router_aux_loss; 0 is none, auto is that of the model's config if its output_router_logits "
-        "is true, else none.",
+        "router_aux_loss; 0 is none, auto is that of the model's config if its "
+        "output_router_logits is true, else none.",
     )
     epochs: PositiveFloat | Auto = Field(
         "auto",
@@ -140,9 +140,9 @@ class TrainSection(Section):
     )
     packing: bool | Auto = Field(
         "auto",
-        description="Train several rows in one sequence, kept apart: only the speed changes. auto is on "
-        "but for a few architectures that cannot keep them apart; every packed run checks it "
-        "before its first step.",
+        description="Train several rows in one sequence, kept apart: only the speed changes. auto "
+        "is on but for a few architectures that cannot keep them apart; every packed run checks "
+        "it before its first step.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto",
@@ -151,9 +151,9 @@ class TrainSection(Section):
     )
     activation_offloading: bool | Auto = Field(
         "auto",
-        description="Keep the inputs of checkpointed layers in host memory until the backward pass, "
-        "for long rows on a GPU. auto: where a step does not fit otherwise and the host has room "
-        "(backend unsloth: ignored).",
+        description="Keep the inputs of checkpointed layers in host memory until the backward "
+        "pass, for long rows on a GPU. auto: where a step does not fit otherwise and the host has "
+        "room (backend unsloth: ignored).",
     )
     fast_path: bool | Auto = Field(
         "auto",
