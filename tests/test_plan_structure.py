@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,10 @@ def test_a_process_of_its_own_counts(tmp_path) -> None:
     config = config_of(tmp_path / "one", tiny_config("qwen3_moe").to_dict(), tmp_path)
     shape = load_counted_shape(config, {})
     assert shape.structure == counter.structure_of(on_meta("qwen3_moe"))
+
+
+def test_the_process_that_counts_finds_packages_of_the_users_python_path(tmp_path):
+    """`-m counts_here` is found by PYTHONPATH alone."""
+    (tmp_path / "counts_here.py").write_text("""print('{"answer": 1}')""")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert counting._ask("counts_here", {}, environ) == {"answer": 1}

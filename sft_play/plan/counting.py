@@ -6,6 +6,7 @@ The answers are kept in the cache folder under a digest of all that they depend 
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -63,11 +64,15 @@ def answer(
 
 def _ask(module: str, request: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Return {"answer": ...} or {"refused": reason} of a process that sees no GPU."""
+    paths = [str(PACKAGE.parent)]
+    if environ.get("PYTHONPATH"):  # packages may be installed there alone
+        paths.append(environ["PYTHONPATH"])
+    env = {**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],
             input=json.dumps(request),
-            env={**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PACKAGE.parent)},
+            env=env,
             capture_output=True,
             text=True,
             timeout=SECONDS,
