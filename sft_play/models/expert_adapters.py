@@ -29,7 +29,13 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import LoraSection
 from sft_play.errors import ConfigError
 from sft_play.models.expert_quantization import unpack_with_adapter
-from sft_play.models.experts import ExpertWeight, expert_weights, is_linear, routing_linears
+from sft_play.models.experts import (
+    ExpertWeight,
+    expert_weights,
+    is_named,
+    linear_names,
+    routing_linears,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +89,7 @@ def adapter_config(
     # a linear layer whose name PEFT would take for that of experts is named by its weight
     parameters += [f"{name}.weight" for name in targets.linears if name in renamed]
     every_parameter = [weight.name for weight in expert_weights(model)]
-    every_parameter += [f"{name}.weight" for name in _linear_names(model)]
+    every_parameter += [f"{name}.weight" for name in linear_names(model)]
     every_module = [name for name, _ in model.named_modules()]
     last_words = sorted({name.rpartition(".")[2] for name in modules})
     if not _names_exactly(last_words, modules, every_module):
@@ -105,8 +111,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     wanted = config.target_parameters
     if not wanted:
         return get_peft_model(model, config)
-    experts = [weight for weight in expert_weights(model) if _is_named(weight.name, wanted)]
-    linears = [name for name in _linear_names(model) if _is_named(f"{name}.weight", wanted)]
+    experts = [weight for weight in expert_weights(model) if is_named(weight.name, wanted)]
+    linears = [name for name in linear_names(model) if is_named(f"{name}.weight", wanted)]
     modules = config.target_modules or DUMMY_TARGET_MODULES
     adapted = get_peft_model(model, replace(config, target_modules=modules, target_parameters=None))
     for name in linears:
@@ -134,9 +140,9 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
-    names = _linear_names(model)
+    names = linear_names(model)
     if isinstance(lora.target_modules, list):
-        return [name for name in names if _is_named(name, lora.target_modules)]
+        return [name for name in names if is_named(name, lora.target_modules)]
     refused = _without_effect(model)
     if refused:
         words = ", ".join(sorted({name.rpartition(".")[2] for name in refused}))
@@ -154,7 +160,7 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
     PEFT refuses those that it knows. The others multiply by `self.<name>.weight`.
     """
     refused: set[str] = set()
-    for name in _linear_names(model):
+    for name in linear_names(model):
         parent_name, _, word = name.rpartition(".")
         if f"self.{word}.weight @" in _source(type(model.get_submodule(parent_name))):
             refused.add(name)
@@ -187,7 +193,7 @@ def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
     if lora.experts == "per_expert" or not isinstance(lora.target_modules, list):
         return weights
     wanted = [*lora.target_modules, *_fused_names(lora.target_modules)]
-    return [weight for weight in weights if _is_named(weight.name, wanted)]
+    return [weight for weight in weights if is_named(weight.name, wanted)]
 
 
 def _fused_names(targets: list[str]) -> list[str]:
@@ -202,15 +208,15 @@ def _fused_names(targets: list[str]) -> list[str]:
 def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> None:
     fused_parts: set[str] = set()
     for fused in _fused_names(targets):
-        if any(_is_named(name, [fused]) for name in chosen):
+        if any(is_named(name, [fused]) for name in chosen):
             fused_parts.update(*FUSED[fused])
     unknown = [
         target
         for target in targets
-        if target not in fused_parts and not any(_is_named(name, [target]) for name in chosen)
+        if target not in fused_parts and not any(is_named(name, [target]) for name in chosen)
     ]
     if unknown:
-        names = [*_linear_names(model), *(weight.name for weight in expert_weights(model))]
+        names = [*linear_names(model), *(weight.name for weight in expert_weights(model))]
         known = sorted({name.rpartition(".")[2] for name in names})
         raise ConfigError(
             "tuning.lora.target_modules: the model has no linear layer and no experts' parameter "
@@ -268,7 +274,7 @@ def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
 
 def _names_exactly(targets: list[str], names: list[str], every_name: list[str]) -> bool:
     """Return whether PEFT finds exactly `names` by the targets."""
-    return {name for name in every_name if _is_named(name, targets)} == set(names)
+    return {name for name in every_name if is_named(name, targets)} == set(names)
 
 
 def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> None:
@@ -287,15 +293,6 @@ def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> Non
         current_key=key,
         parameter_name=parameter_name,
     )
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if is_linear(module)]
-
-
-def _is_named(name: str, targets: Iterable[str]) -> bool:
-    """Return whether a target names a module or parameter, by PEFT's rule."""
-    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def _layer_of(name: str) -> int | None:

@@ -82,6 +82,7 @@ class _PackWeights(Bnb4bitQuantize):
     def convert(
         self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
+        """Return the tensors by name, packed where they are weights of linears or experts."""
         packed: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value

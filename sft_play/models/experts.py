@@ -5,6 +5,7 @@ parameters of one module, (experts, out, in), or (experts, in, out) where `is_tr
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,11 +42,11 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if is_expert_weight(module, parameter):
-                found.append(ExpertWeight(module_name, name, _true_shape(parameter)))
+                found.append(ExpertWeight(module_name, name, true_shape(parameter)))
         for name in getattr(module, "parametrizations", ()):
             packed = packed_weight(module, name)
             if packed is not None:
-                found.append(ExpertWeight(module_name, name, _true_shape(packed)))
+                found.append(ExpertWeight(module_name, name, true_shape(packed)))
     return found
 
 
@@ -53,7 +54,7 @@ def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
     """Return whether a parameter of a module holds one projection of all experts."""
     if parameter is None or isinstance(module, _ConvNd | ParametrizationList):
         return False
-    shape = _true_shape(parameter)
+    shape = true_shape(parameter)
     return len(shape) == 3 and shape[0] > 1
 
 
@@ -95,6 +96,16 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers of a model that adapters can wrap."""
+    return [name for name, module in model.named_modules() if is_linear(module)]
+
+
+def is_named(name: str, targets: Iterable[str]) -> bool:
+    """Return whether a target names a module or parameter, by PEFT's rule."""
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
 def _outputs(linear: nn.Module) -> int:
     return linear.nf if isinstance(linear, Conv1D) else linear.out_features
 
@@ -116,7 +127,7 @@ def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
     return len(classes) == 1 and any(is_linear(part) for part in modules[0].modules())
 
 
-def _true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of a parameter, also where it is partitioned (ZeRO-3) or packed."""
     state = getattr(parameter, "quant_state", None)
     shape = parameter.shape if state is None else state.shape

@@ -8,12 +8,12 @@ from peft import LoraConfig, PeftModel, TaskType
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import Config, LoraSection
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters
+from sft_play.models.experts import is_named, linear_names
 
 
 def add_adapters(
@@ -92,27 +92,17 @@ def _check_dense_targets(model: nn.Module, lora: LoraSection) -> None:
 
 
 def _check_targets(model: nn.Module, targets: list[str]) -> None:
-    linears = _linear_names(model)
-    unknown = [target for target in targets if not _matches_any(target, linears)]
+    linears = linear_names(model)
+    unknown = []
+    for target in targets:
+        if not any(is_named(name, [target]) for name in linears):
+            unknown.append(target)
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in linears})
         raise ConfigError(
             f"tuning.lora.target_modules: the model has no linear layer {', '.join(unknown)}; "
             f"it has {', '.join(known)}"
         )
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    names: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            names.append(name)
-    return names
-
-
-def _matches_any(target: str, names: list[str]) -> bool:
-    """Return whether a target names one of the modules, by PEFT's rule."""
-    return any(f".{name}".endswith(f".{target}") for name in names)
 
 
 def _check_layers(model: PreTrainedModel, layers: list[int]) -> None:
@@ -131,7 +121,7 @@ def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
         return lora.target_modules
     head = model.get_output_embeddings()
     names: set[str] = set()
-    for name in _linear_names(model):
+    for name in linear_names(model):
         if model.get_submodule(name) is not head:
             names.add(name.rpartition(".")[2])
     return sorted(names)
@@ -147,7 +137,7 @@ def _modules_named(model: nn.Module, wanted: list[str]) -> list[str]:
     found: list[str] = []
     names = [name for name, _ in model.named_modules() if name]
     for target in wanted:
-        named = [name for name in names if f".{name}".endswith(f".{target}")]
+        named = [name for name in names if is_named(name, [target])]
         if not named:
             last_words = sorted({name.rpartition(".")[2] for name in names})
             known = [word for word in last_words if not word.isdecimal()]

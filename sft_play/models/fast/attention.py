@@ -12,6 +12,7 @@ a head.
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,7 +147,13 @@ def _window(module: nn.Module) -> int | None:
     """Return how many tokens a token attends to, itself included; None for all before it."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window
-    code = inspect.unwrap(type(module).forward).__code__
-    if "sliding_window" not in code.co_consts + code.co_names:
+    if not _reads_window(type(module)):
         return None  # a class that gives windows to some layers, and not to this one
     return getattr(module.config, "sliding_window", None)
+
+
+@cache
+def _reads_window(module_class: type[nn.Module]) -> bool:
+    """Return whether the code of a class names a window."""
+    code = inspect.unwrap(module_class.forward).__code__
+    return "sliding_window" in code.co_consts + code.co_names

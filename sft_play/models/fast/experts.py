@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from sft_play.models.experts import packed_weight, true_shape
 from sft_play.models.fast.experts_function import FrozenExperts, LoraExpertsFunction
 from sft_play.models.fast.experts_gates import gate_of
 from sft_play.models.fast.experts_products import ROW_BYTES, ExpertLinear
@@ -86,7 +87,7 @@ def is_experts(module: nn.Module) -> bool:
     if not all(hasattr(module, flag) for flag in FLAGS):
         return False
     weights = (weight_of(module, inner_name(module)), weight_of(module, "down_proj"))
-    return all(weight is not None and len(_shape(weight)) == 3 for weight in weights)
+    return all(weight is not None and len(true_shape(weight)) == 3 for weight in weights)
 
 
 def inner_name(experts: nn.Module) -> str:
@@ -98,9 +99,7 @@ def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
     """Return a parameter as it is stored, packed if it is in 4 bits (`models.experts`)."""
     if name in experts._parameters:
         return experts._parameters[name]
-    if "parametrizations" not in experts._modules or name not in experts.parametrizations:
-        return None
-    return experts.parametrizations[name].original
+    return packed_weight(experts, name)
 
 
 def why_experts_not_fusable(module: nn.Module) -> str | None:
@@ -148,19 +147,13 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
         weight = weight_of(experts, name)
         if isinstance(weight, Params4bit) and weight.quant_state is None:
             return "4-bit weights in no form to train on"
-        count, *features = _shape(weight)
+        count, *features = true_shape(weight)
         if count > MOST_EXPERTS:
             return f"{count} experts"
         for size in features:
             if size * SMALLEST_ITEM % ROW_BYTES:
                 return f"{size} features, which is no multiple of {ROW_BYTES // SMALLEST_ITEM}"
     return None
-
-
-def _shape(weight: Tensor) -> tuple[int, ...]:
-    """Return the shape of a weight, also of one that is packed in 4 bits or partitioned."""
-    holder = getattr(weight, "quant_state", None) or weight
-    return tuple(getattr(weight, "ds_shape", holder.shape))
 
 
 def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
@@ -195,7 +188,7 @@ def _split(
 ) -> tuple[ExpertLinear, tuple[Tensor | None, Tensor | None]]:
     """Return the frozen part of a linear of all experts, and its lora_A and lora_B."""
     weight = weight_of(experts, name)
-    count = _shape(weight)[0]
+    count = true_shape(weight)[0]
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     for wrapper in wrappers:
         active = [key for key in wrapper.active_adapters if key in wrapper.lora_A]

@@ -149,6 +149,7 @@ def _convolution(own: Kernel) -> Kernel:
         activation: str | None = None,
         **_: Any,
     ) -> Tensor:
+        """Return the convolution (1, C, T) of hidden states (1, C, T)."""
         batch = _documents.get()
         if uses_fla(hidden_states) and activation in FLA_ACTIVATIONS:
             x = hidden_states.transpose(1, 2)
@@ -182,6 +183,7 @@ def _delta_rule(name: str) -> Callable[[Kernel], Kernel]:
     """Return a factory for a delta rule: `name` is that of flash-linear-attention's operator."""
 
     def of(own: Kernel) -> Kernel:
+        """Return the delta rule that starts anew at each document."""
         in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
 
         def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
@@ -203,6 +205,7 @@ def _mamba2_scan(own: Kernel) -> Kernel:
     in_groups = _in_groups(own, ("hidden_states", "dt", "B", "C"), dim=1)
 
     def scan(*args: Any, **kwargs: Any) -> Any:
+        """Return the scan (1, T, H, P)."""
         hidden, _, _, key, *_ = args
         is_plain = kwargs.get("z") is None and not kwargs.get("return_final_states")
         if uses_fla(hidden) and is_plain and key.shape[-1] >= MIN_FLA_STATE:
@@ -274,6 +277,7 @@ def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
     signature = inspect.signature(own)
 
     def scan(*args: Any, **kwargs: Any) -> Any:
+        """Return what `own` does, of documents that are rows of a batch."""
         batch = _documents.get()
         if batch is None:
             return own(*args, **kwargs)

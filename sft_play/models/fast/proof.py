@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was
 from sft_play.models.fast.mixers import forward_by_document
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
-from sft_play.models.fast.shape_proof import agreeing_in_shape
+from sft_play.models.fast.shape_proof import why_not_alike
 
 Forward = Callable[..., Any]
 
@@ -46,19 +46,21 @@ def prove(
     `fused` returns the fused forward method of a module without installing it. `fused_call` returns
     the arguments of the fused forward for those of the module's own, where the two differ; it is
     also given the batch, PACKED or PLAIN. Why modules were left out is added to `setup.left_out`.
-    Without values (in a trace, and under ZeRO-3) see `agreeing_in_shape`.
+    A trace has no values: there see `why_not_alike`. Under ZeRO-3 no forward pass is possible yet,
+    and all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """
-    if not setup.has_values:
-        return agreeing_in_shape(modules, fused, setup, fused_call)
+    if not setup.has_values and not setup.is_traced:
+        return list(modules)
+    why_not = _why_not_proved if setup.has_values else why_not_alike
     verdicts: dict[Kind, str | None] = {}
     counts: dict[str, int] = {}
     agreed: list[nn.Module] = []
     for module in modules:
         kind = setup.proof_inputs.kinds[module]
         if kind not in verdicts:
-            verdicts[kind] = _why_not_proved(kind, fused, setup, fused_call)
+            verdicts[kind] = why_not(kind, fused, setup, fused_call)
         reason = verdicts[kind]
         if reason is None:
             agreed.append(module)

@@ -4,56 +4,27 @@ A module that its structure has recognised may still be called in another way. A
 its proof; a trace finds it here, so that it counts the bytes of the code that the run will use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sft_play.models.fast.capture import Call, Kind, as_it_was
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.setup import TrainingSetup
 
 
-def agreeing_in_shape(
-    modules: Sequence[nn.Module],
-    fused: Callable[[nn.Module], Callable[..., Any]],
-    setup: TrainingSetup,
-    fused_call: Callable[[Call, str], Call] | None = None,
-) -> list[nn.Module]:
-    """Return the modules whose fused forward runs, with outputs of the shapes of their own.
-
-    The arguments are those of `proof.prove`. Without fake tensors (under ZeRO-3, where no forward
-    pass is possible yet) all modules are returned.
-
-    Raises: Unsupported if no module agrees.
-    """
-    if not setup.is_traced:
-        return list(modules)
-    verdicts: dict[Kind, str | None] = {}
-    agreed: list[nn.Module] = []
-    reason = None
-    for module in modules:
-        kind = setup.proof_inputs.kinds[module]
-        if kind not in verdicts:
-            verdicts[kind] = _why_not_alike(kind, fused, setup, fused_call)
-        if verdicts[kind] is None:
-            agreed.append(module)
-        else:
-            reason = verdicts[kind]
-    if modules and not agreed:
-        raise Unsupported(str(reason))
-    if reason is not None:
-        setup.left_out.append(f"{len(modules) - len(agreed)} of {len(modules)}: {reason}")
-    return agreed
-
-
-def _why_not_alike(
+def why_not_alike(
     kind: Kind,
     fused: Callable[[nn.Module], Callable[..., Any]],
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None,
 ) -> str | None:
-    """Return why the fused code of a kind of modules is not used, None where it is."""
+    """Return why the fused code of a kind of modules is not used, None where it is.
+
+    It is where it runs, with outputs of the shapes of the module's own. The arguments are those of
+    `proof.prove`.
+    """
     sample = setup.proof_inputs.samples.get(kind)
     if sample is None:
         return "no token of the proof reached it"
