@@ -36,15 +36,11 @@ from sft_play.models.experts import (
     linear_names,
     routing_linears,
 )
+from sft_play.plan.structure import FUSED, with_fused
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "default"  # PEFT's name of the one adapter
-# What earlier layouts named apart is one fused parameter now
-FUSED = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("w2",),),
-}
 
 
 @dataclass(frozen=True)
@@ -192,24 +188,15 @@ def _chosen_experts(model: nn.Module, lora: LoraSection) -> list[ExpertWeight]:
         return []
     if lora.experts == "per_expert" or not isinstance(lora.target_modules, list):
         return weights
-    wanted = [*lora.target_modules, *_fused_names(lora.target_modules)]
+    wanted = with_fused(lora.target_modules)
     return [weight for weight in weights if is_named(weight.name, wanted)]
-
-
-def _fused_names(targets: list[str]) -> list[str]:
-    """Return the fused parameters whose parts are all among the targets."""
-    names: list[str] = []
-    for fused, layouts in FUSED.items():
-        if any(set(parts) <= set(targets) for parts in layouts):
-            names.append(fused)
-    return names
 
 
 def _refuse_unknown(model: nn.Module, targets: list[str], chosen: list[str]) -> None:
     fused_parts: set[str] = set()
-    for fused in _fused_names(targets):
-        if any(is_named(name, [fused]) for name in chosen):
-            fused_parts.update(*FUSED[fused])
+    for fused, parts in FUSED:
+        if set(parts) <= set(targets) and any(is_named(name, [fused]) for name in chosen):
+            fused_parts.update(parts)
     unknown = [
         target
         for target in targets

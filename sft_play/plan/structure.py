@@ -129,13 +129,13 @@ def adapted_matrices(
         elif targets == "all-linear":
             is_chosen = kind.is_adapted
         else:
-            is_chosen = any(kind.has_name(name) for name in _with_fused(targets))
+            is_chosen = any(kind.has_name(name) for name in with_fused(targets))
         if is_chosen:
             chosen.append(kind)
     return tuple(chosen)
 
 
-def _with_fused(targets: str | Sequence[str]) -> list[str]:
+def with_fused(targets: str | Sequence[str]) -> list[str]:
     """Return targets, and the fused parameters whose parts are all among them."""
     names = [targets] if isinstance(targets, str) else list(targets)
     for fused, parts in FUSED:
