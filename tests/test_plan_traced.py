@@ -1,6 +1,7 @@
 """Bytes of any layout from a few traced steps: by hand, beside whole traces, and in a plan."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,17 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
 
 def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path) -> None:
     experts = plan_of(folder_of("qwen3_moe", tmp_path)).plan
-    assert speed_words(experts).startswith("by operations alone, as no run of a model with experts")
+    words = speed_words(experts)
+    assert words.startswith("by operations alone, as no run of a model with experts")
+    rate = re.search(r"about ([\d,]+) tokens/s", words)[1].replace(",", "")
+    assert len(rate.rstrip("0")) <= 2, "a number that nobody measured has two digits"
+
+
+def test_the_plan_says_whether_experts_get_adapters(answers, tmp_path) -> None:
+    folder = folder_of("qwen3_moe", tmp_path)
+    assert "on all linear layers and experts" in report._what(plan_of(folder))
+    without = plan_of(folder, "tuning.lora.experts=none")
+    assert "on all linear layers," in report._what(without)
 
 
 def test_a_model_that_cannot_be_traced_is_a_guess(answers, tmp_path, monkeypatch) -> None:

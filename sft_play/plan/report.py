@@ -17,6 +17,7 @@ from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed_words import run_words, speed_words
+from sft_play.plan.structure import adapted_matrices
 from sft_play.plan.workload import Workload
 
 LINE_WIDTH = 110
@@ -206,16 +207,19 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
 
 def _what(planned: PlannedRun) -> str:
     tuning = planned.config.tuning
+    model = planned.plan.step.model
     method = "full fine-tuning"
     if tuning.mode != "full":
         targets = tuning.lora.target_modules
         layers = "all linear layers" if targets == "all-linear" else ", ".join(targets)
+        adapted = adapted_matrices(model.matrices, targets, tuning.lora.experts)
+        if targets == "all-linear" and any(kind.is_stacked for kind in adapted):
+            layers += " and experts"
         method = f"{tuning.mode} of rank {tuning.lora.r} on {layers}{adapter_words(tuning.lora)}"
     kernels = planned.kernels.words()
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title
-    model = planned.plan.step.model
     return f"{planned.config.model.name} ({weights_in_words(model)}), {method}, {kernels}"
 
 

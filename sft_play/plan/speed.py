@@ -186,7 +186,9 @@ def _host_seconds(step: StepSpec, layout: Layout) -> float:
     """
     adapted = 0.0
     if not step.is_full:
-        kinds = adapted_matrices(step.model.matrices, step.lora_targets)
+        kinds = adapted_matrices(
+            step.model.matrices, step.lora_targets, step.adapter_options.experts
+        )
         adapted = sum(kind.count for kind in kinds) / step.model.layers
     modules = MODULES
     if not step.is_fast:

@@ -24,9 +24,13 @@ def speed_words(plan: RunPlan) -> str:
     waiting = speed.collective_seconds / speed.step_seconds
     waits = f", {waiting:.0%} of it waiting for other GPUs" if waiting > 0.005 else ""
     unmeasured = _unmeasured(plan.step)
-    about = f"by operations alone, as {unmeasured}: about " if unmeasured else ""
+    about = ""
+    rate = speed.tokens_per_second
+    if unmeasured:
+        about = f"by operations alone, as {unmeasured}: about "
+        rate = float(f"{rate:.2g}")
     return (
-        f"{about}{speed.tokens_per_second:,.0f} tokens/s{share} where rows are full, "
+        f"{about}{rate:,.0f} tokens/s{share} where rows are full, "
         f"MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{waits}"
     )
 

@@ -74,7 +74,7 @@ class LoraSection(Section):
         description="Names of the linear layers that get adapters, and of experts' parameters "
         "(gate_up_proj, down_proj); all-linear is every one but the output head and routers.",
     )
-    experts: Auto | Literal["per_expert", "none"] = Field(
+    experts: Literal["auto", "per_expert", "none"] = Field(
         "auto",
         description="Adapters of a mixture's experts, one each, without dropout or DoRA. auto: "
         "where target_modules is all-linear or names their parameters; per_expert: beside any "
