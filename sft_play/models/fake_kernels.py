@@ -246,7 +246,7 @@ VALUE_READERS = (
     Replacement(experts_products, "dequantize", dequantize),
     Replacement(functional, "grouped_mm", grouped_mm),
     # tests check this for every model of plan.fast
-    Replacement(linear_cross_entropy, "_logits_come_from_head", lambda model, head: True),
+    Replacement(linear_cross_entropy, "_logits_come_from_head", lambda *_: True),
     Replacement(attention_kernels, "_attend_by_document", attend_whole_rows),
     # the step passes its own mask for packed rows
     Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),

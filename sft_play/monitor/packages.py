@@ -84,7 +84,7 @@ def gpu_kernel_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
         return []
     install = f"python -m tools.install add {requirements.name}"
     differing, agreeing = _compare(requirements, install)
-    cost = "; without it models like Qwen3.5, Mamba 2 and their hybrids train some ten times slower"
+    cost = "; without it models like Qwen3.5, Mamba 2 and their hybrids train many times slower"
     if not differing:
         return [Finding("ok", "kernels", f"{agreeing} installed as {requirements.name} pins them")]
     return [Finding("warn", each.subject, each.found + cost, each.fix) for each in differing]

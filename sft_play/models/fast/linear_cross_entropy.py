@@ -220,7 +220,9 @@ def fuse_loss(model: nn.Module) -> None:
     Check `why_loss_not_fusable` first, and call this before the model is wrapped.
     """
     head = _output_head(model)
-    head.forward = FusedHead(head, _formula_of(model))
+    formula = _formula_of(model)
+    assert formula is not None, "why_loss_not_fusable comes first"
+    head.forward = FusedHead(head, formula)
 
 
 def is_loss_fused(model: nn.Module) -> bool:
@@ -272,14 +274,15 @@ def why_loss_not_fusable(model: nn.Module, zero_stage: int) -> str | None:
         return f"the output head is {type(head).__name__}{with_bias}, not a plain Linear"
     if "forward" in vars(head):
         return "the output head is patched already"
-    if not _is_formula_known(model) or not _logits_come_from_head(model, head):
+    formula = _formula_of(model)
+    if formula is None or not _logits_come_from_head(model, head, formula):
         return "the logits are not those of the output head (scaled or changed behind it)"
     return None
 
 
 @torch.no_grad()
-def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
-    """Return whether the model's logits follow from its head's scores as its code says.
+def _logits_come_from_head(model: nn.Module, head: nn.Linear, formula: HeadFormula) -> bool:
+    """Return whether the model's logits follow from its head's scores by a formula.
 
     The model is run to find out, with its weights.
     """
@@ -295,27 +298,16 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear) -> bool:
     expected_shape = (1, CHECK_TOKENS, len(head.weight))
     if len(outputs) != 1 or outputs[0].shape != expected_shape or logits.shape != expected_shape:
         return False
-    expected = _formula_of(model).logits(outputs[0].float())
+    expected = formula.logits(outputs[0].float())
     difference = (logits.float() - expected).abs().max().item()
     # The cap rounds to 2^-8 of a logit in bfloat16; a scale that matters changes more. Weights that
     # produce NaN pass here: the evaluation refuses them.
     return not difference > 2**-7 * expected.abs().max().item()
 
 
-def _is_formula_known(model: nn.Module) -> bool:
-    wrapper = model.get_output_embeddings()
-    return head_formula_of(base_model_of(model), wrapper) is not None
-
-
-def _formula_of(model: nn.Module) -> HeadFormula:
-    """Return how a model's logits follow from its head's scores.
-
-    Raises: ValueError if that is not known; `why_loss_not_fusable` says so before.
-    """
-    formula = head_formula_of(base_model_of(model), model.get_output_embeddings())
-    if formula is None:
-        raise ValueError("the logits are not those of the output head")
-    return formula
+def _formula_of(model: nn.Module) -> HeadFormula | None:
+    """Return how a model's logits follow from its head's scores, None if in no known way."""
+    return head_formula_of(base_model_of(model), model.get_output_embeddings())
 
 
 def _forward_of_head(model: nn.Module) -> Any:

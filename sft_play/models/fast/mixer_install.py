@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 WITHOUT_FLA = (
     "flash-linear-attention is not installed: transformers computes linear attention and state "
-    "spaces in plain torch, some ten times slower; "
+    "spaces in plain torch, many times slower; "
     "python -m tools.install add requirements-gpu.txt"
 )
 MAX_PASSES = 3  # a module around a mixer may keep a state of its own
