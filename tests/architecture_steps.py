@@ -22,7 +22,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.install import install_fused_kernels, uses_varlen_attention
-from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.lora import add_adapters
 from sft_play.process import Process
 from sft_play.training.trainer import (

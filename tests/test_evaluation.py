@@ -22,7 +22,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import Answer
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
-from sft_play.models.fast.linear_cross_entropy import fuse_loss
+from sft_play.models.fast.loss.install import fuse_loss
 from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process

@@ -7,17 +7,18 @@ import torch
 from torch import nn
 from torch.nn.attention import flex_attention as torch_flex
 
-from sft_play.models.fast import (
-    attention,
-    attention_flex,
-    attention_kernels,
-    attention_sinks,
+from sft_play.models.fast.attention import flex as attention_flex
+from sft_play.models.fast.attention import forward as attention
+from sft_play.models.fast.attention import kernels as attention_kernels
+from sft_play.models.fast.attention import (
     rope,
 )
-from sft_play.models.fast.attention import UNMASKED, is_unmasked, remove_mask, unmasked
-from sft_play.models.fast.attention_flex import attend_flex
-from sft_play.models.fast.attention_kernels import attend
-from sft_play.models.fast.attention_scoring import Documents, Scoring
+from sft_play.models.fast.attention import sinks as attention_sinks
+from sft_play.models.fast.attention.flex import attend_flex
+from sft_play.models.fast.attention.kernels import attend
+from sft_play.models.fast.attention.masks import UNMASKED, is_unmasked, remove_mask, unmasked
+from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.documents import Documents
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
 SAME = 1e-6  # tolerance of float32 sums in another order

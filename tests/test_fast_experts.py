@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from sft_play.models.fast import experts as experts_module
-from sft_play.models.fast import experts_function, experts_gates, experts_products
-from sft_play.models.fast.experts import (
+from sft_play.models.fast.experts import function as experts_function
+from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts import install as experts_module
+from sft_play.models.fast.experts import products as experts_products
+from sft_play.models.fast.experts.gates import ClampedGlu, FusedGlu, OwnGate
+from sft_play.models.fast.experts.install import (
     find_experts,
     fused_forward,
     inner_name,
@@ -23,7 +26,6 @@ from sft_play.models.fast.experts import (
     unwrap,
     why_experts_not_fusable,
 )
-from sft_play.models.fast.experts_gates import ClampedGlu, FusedGlu, OwnGate
 
 MODEL_TYPES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "granitemoe"),

@@ -15,7 +15,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.attention import UNMASKED
+from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,

@@ -16,16 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast import linear_cross_entropy
-from sft_play.models.fast.head import HeadFormula
-from sft_play.models.fast.linear_cross_entropy import (
+from sft_play.models.fast.loss import linear_cross_entropy
+from sft_play.models.fast.loss.formula import HeadFormula
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
+from sft_play.models.fast.loss.install import fuse_loss, why_loss_not_fusable
+from sft_play.models.fast.loss.linear_cross_entropy import (
     chunk_tokens,
-    fuse_loss,
     fused_linear_cross_entropy,
-    fused_nll,
-    is_loss_fused,
     nll_and_gradient_,
-    why_loss_not_fusable,
 )
 from sft_play.models.losses import summed_nll
 
@@ -474,14 +472,14 @@ def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
 
 INTERPRETED = """
 import torch
-from sft_play.models.fast import cross_entropy_kernel, linear_cross_entropy
-cross_entropy_kernel.BLOCK = 64  # several blocks a row, the last one not full
+from sft_play.models.fast.loss import kernel, linear_cross_entropy
+kernel.BLOCK = 64  # several blocks a row, the last one not full
 torch.manual_seed(0)
 for softcap, scale in ((None, 256.0), (3.0, 1.0)):
     logits = (4 * torch.randn(5, 301)).to(torch.{dtype})
     targets = torch.tensor([0, 63, 64, 300, 7])
     ours, reference = logits.clone(), logits.clone()
-    nll = cross_entropy_kernel.nll_and_gradient_(ours, targets, softcap, scale)
+    nll = kernel.nll_and_gradient_(ours, targets, softcap, scale)
     expected = linear_cross_entropy.nll_and_gradient_(reference, targets, softcap, scale)
     torch.testing.assert_close(nll, expected, rtol=1e-5, atol=0)
     # float32: exponentials of two libraries; bfloat16: the last of 8 bits

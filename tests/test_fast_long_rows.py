@@ -8,16 +8,17 @@ import torch
 from tiny_models import tiny_model
 
 from sft_play.models import fast
-from sft_play.models.fast import attention_kernels
-from sft_play.models.fast.attention_flex import BLOCK, make_block_mask
-from sft_play.models.fast.attention_kernels import MAX_ELEMENTS, attend
-from sft_play.models.fast.attention_scoring import Scoring
+from sft_play.models.fast.attention import kernels as attention_kernels
+from sft_play.models.fast.attention.flex import BLOCK, make_block_mask
+from sft_play.models.fast.attention.kernels import MAX_ELEMENTS, attend
+from sft_play.models.fast.attention.scoring import Scoring
 
-KERNELS = sorted(Path(fast.__path__[0]).glob("*kernel*.py"))
+FAST = Path(fast.__path__[0])
+KERNELS = sorted(FAST.rglob("*kernel*.py"))
 LONG = 131_072  # tokens of the longest row that one GPU trains an 8B model on, without offloading
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: str(path.relative_to(FAST)))
 def test_rows_are_numbered_with_64_bits(path: Path) -> None:
     """131,072 tokens of 28,672 features are 3.8e9 elements, and 32 bits count to 2.1e9."""
     text = path.read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast import lora
-from sft_play.models.fast.lora import fuse_lora_linear, lora_linears, why_not_fusable
+from sft_play.models.fast.linears import lora
+from sft_play.models.fast.linears.lora import fuse_lora_linear, lora_linears, why_not_fusable
 
 IN, OUT, TOKENS = 64, 96, 10
 # float32: sums of up to 96 terms in another order; each is off by 6e-8 of its largest term

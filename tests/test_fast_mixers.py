@@ -16,12 +16,13 @@ from torch.nn import functional
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast import mixer_install, mixer_kernels, mixers
-from sft_play.models.fast.attention import UNMASKED
-from sft_play.models.fast.attention_scoring import Documents
-from sft_play.models.fast.documents import DocumentBatch
-from sft_play.models.fast.mixer_install import install_mixers
-from sft_play.models.fast.mixing import LENGTHS, find_mixers, likely_mixers
+from sft_play.models.fast.attention.masks import UNMASKED
+from sft_play.models.fast.documents import DocumentBatch, Documents
+from sft_play.models.fast.mixers import forward as mixers
+from sft_play.models.fast.mixers import install as mixer_install
+from sft_play.models.fast.mixers import kernels as mixer_kernels
+from sft_play.models.fast.mixers.find import LENGTHS, find_mixers, likely_mixers
+from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.process import Process
 

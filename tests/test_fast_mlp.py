@@ -17,11 +17,11 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from sft_play.models.fast import glu as glu_module
-from sft_play.models.fast import mlp as mlp_module
-from sft_play.models.fast.activations import activation_of
-from sft_play.models.fast.glu import glu, glu_backward
-from sft_play.models.fast.mlp import lora_mlp
+from sft_play.models.fast.linears import glu as glu_module
+from sft_play.models.fast.linears import mlp as mlp_module
+from sft_play.models.fast.linears.activations import activation_of
+from sft_play.models.fast.linears.glu import glu, glu_backward
+from sft_play.models.fast.linears.mlp import lora_mlp
 
 HIDDEN, INNER, TOKENS = 64, 160, 12
 # float32: sums of up to 320 terms in another order, three products deep
@@ -285,7 +285,7 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_the_gpu_kernels_compute_the_formula(activation: str, dtype: torch.dtype) -> None:
-    from sft_play.models.fast import glu_kernels
+    from sft_play.models.fast.linears import glu_kernels
 
     torch.manual_seed(0)
     rows, features = 33, 1500  # no multiple of a block

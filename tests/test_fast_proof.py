@@ -10,9 +10,11 @@ from tiny_models import tiny_model
 from torch import nn
 
 from sft_play.config.schema import Config
-from sft_play.models.fast import attention, linear_install, residual
-from sft_play.models.fast.attention_install import _unmasked
+from sft_play.models.fast.attention import forward as attention
+from sft_play.models.fast.attention.install import _unmasked
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
+from sft_play.models.fast.linears import install as linear_install
+from sft_play.models.fast.norms import residual
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import gated_mlp_of, layer_roles_of, norm_kind_of, rotates
 from sft_play.models.fast.setup import TrainingSetup, Unsupported

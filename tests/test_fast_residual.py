@@ -6,9 +6,9 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from sft_play.models.fast import residual
-from sft_play.models.fast.norms import GEMMA, LLAMA
-from sft_play.models.fast.residual import add_norm
+from sft_play.models.fast.norms import residual
+from sft_play.models.fast.norms.residual import add_norm
+from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 
 KINDS = {"llama": (LlamaRMSNorm, LLAMA), "gemma": (GemmaRMSNorm, GEMMA)}
 FEATURES = 40  # not a power of two

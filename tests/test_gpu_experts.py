@@ -6,9 +6,9 @@ from test_fast_experts import EXPERTS, hidden_size, largest_difference, own, run
 from tiny_models import GPU_SIZES
 from torch import Tensor
 
-from sft_play.models.fast import experts_gates
-from sft_play.models.fast.experts import fused_forward
-from sft_play.models.fast.experts_routing import Routing, sort_by_expert, sum_choices, take_tokens
+from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts.install import fused_forward
+from sft_play.models.fast.experts.routing import Routing, sort_by_expert, sum_choices, take_tokens
 
 pytestmark = [
     pytest.mark.gpu,

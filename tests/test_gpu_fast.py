@@ -18,9 +18,9 @@ from test_fast_install import (
 
 from sft_play.data.collate import PackCollator, labelled
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels, uses_varlen_attention
-from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
-from sft_play.models.fast.norms import GEMMA, LLAMA, NormKind
-from sft_play.models.fast.residual import Reference
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
+from sft_play.models.fast.norms.residual import Reference
+from sft_play.models.fast.norms.rms import GEMMA, LLAMA, NormKind
 from sft_play.models.losses import summed_nll
 from sft_play.process import Process
 from sft_play.training.cross_document import measure_cross_document
@@ -38,7 +38,7 @@ MODES = ["lora", "full"]
 
 
 def residual_kernels() -> Any:
-    from sft_play.models.fast import residual_kernels
+    from sft_play.models.fast.norms import residual_kernels
 
     return residual_kernels
 

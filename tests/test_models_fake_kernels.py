@@ -9,8 +9,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from sft_play.models import fake_kernels
-from sft_play.models.fast import attention, glu, residual
-from sft_play.models.fast.norms import LLAMA
+from sft_play.models.fast.attention import forward
+from sft_play.models.fast.linears import glu
+from sft_play.models.fast.norms import residual
+from sft_play.models.fast.norms.rms import LLAMA
 from sft_play.models.memory_tracker import storage_bytes
 
 
@@ -70,16 +72,16 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do() -> None:
 
 def test_fakes_are_gone_afterwards() -> None:
     before = (
-        attention.apply_rotary,
+        forward.apply_rotary,
         glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     )
     with pytest.raises(KeyError), fake_kernels.fake_kernels(is_gpu=True):
-        assert attention.apply_rotary != before[0]
+        assert forward.apply_rotary != before[0]
         raise KeyError
     assert (
-        attention.apply_rotary,
+        forward.apply_rotary,
         glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,

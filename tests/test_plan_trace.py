@@ -24,7 +24,7 @@ from sft_play.models import checkpointing, fake_kernels, offloading
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_model import build_on_meta, materialize
 from sft_play.models.fast.install import install_fused_kernels
-from sft_play.models.fast.linear_cross_entropy import fused_nll
+from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.memory_tracker import storage_bytes
 from sft_play.models.offloading import LayerOffloading

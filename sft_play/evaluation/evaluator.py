@@ -22,7 +22,7 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import Answer, Generator
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.evaluation.scores import GenerationScores, Question, RowLoss, Scores
-from sft_play.models.fast.linear_cross_entropy import fused_nll_of_rows, is_loss_fused
+from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.process import Process
 from sft_play.progress import Stage, watched

@@ -17,22 +17,18 @@ from torch.nn import functional
 from transformers import masking_utils
 
 from sft_play.models import fake_mixer_kernels, offloading
-from sft_play.models.fast import (
-    attention,
-    attention_kernels,
-    experts_function,
-    experts_gates,
-    experts_products,
-    glu,
-    linear_cross_entropy,
-    lora,
-    mixer_kernels,
-    mixer_norms,
-    mlp,
-    norms,
-    residual,
-)
-from sft_play.models.fast.norms import is_training
+from sft_play.models.fast.attention import forward as attention_forward
+from sft_play.models.fast.attention import kernels as attention_kernels
+from sft_play.models.fast.experts import function as experts_function
+from sft_play.models.fast.experts import gates as experts_gates
+from sft_play.models.fast.experts import products as experts_products
+from sft_play.models.fast.linears import glu, lora, mlp
+from sft_play.models.fast.loss import install as loss_install
+from sft_play.models.fast.loss import linear_cross_entropy
+from sft_play.models.fast.mixers import gated_norms
+from sft_play.models.fast.mixers import kernels as mixer_kernels
+from sft_play.models.fast.norms import residual, rms
+from sft_play.models.fast.setup import is_training
 from sft_play.plan.fast import MIN_CAPABILITY
 
 
@@ -88,7 +84,7 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Te
 def attend_whole_rows(
     query: Tensor, key: Tensor, value: Tensor, scoring: Any, documents: Any
 ) -> Tensor:
-    """`attention_kernels._attend_by_document` of a traced step, whose rows are whole documents."""
+    """`attention.kernels._attend_by_document` of a traced step, whose rows are whole documents."""
     whole, rest = divmod(len(query), documents.longest)
     lengths = [documents.longest] * whole + [rest] * bool(rest)
     return attention_kernels.attend_lengths(query, key, value, scoring, lengths)
@@ -114,7 +110,7 @@ class FakeRmsNorm(torch.autograd.Function):
 
 
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """`norms.norm_forward`."""
+    """`norms.rms.norm_forward`."""
     if not is_training(self):
         return type(self).forward(self, hidden_states)
     return FakeRmsNorm.apply(hidden_states, self.weight, self.norm_kind.in_place)
@@ -138,7 +134,7 @@ class FakeRotary(torch.autograd.Function):
 
 
 class FakeResidualKernels:
-    """`residual_kernels`: a residual add and the norm after it in one pass."""
+    """`norms.residual_kernels`: a residual add and the norm after it in one pass."""
 
     @staticmethod
     def forward(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,12 +150,12 @@ class FakeResidualKernels:
 
 
 def glu_forward(gate: Tensor, *_: Any) -> Tensor:
-    """`glu_kernels.forward`: allocates only its output."""
+    """`linears.glu_kernels.forward`: allocates only its output."""
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 def glu_backward(*_: Any, **__: Any) -> None:
-    """`glu_kernels.backward`: writes into its arguments and allocates nothing."""
+    """`linears.glu_kernels.backward`: writes into its arguments and allocates nothing."""
 
 
 class FakeGroupedProduct(torch.autograd.Function):
@@ -189,12 +185,12 @@ def grouped_mm(x: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
 
 
 def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`experts_routing.sum_choices`: allocates only its output (N, H)."""
+    """`experts.routing.sum_choices`: allocates only its output (N, H)."""
     return parts[0].new_empty(len(rows), parts[0].shape[1])
 
 
 def gate_forward(y: Tensor, *_: Any) -> Tensor:
-    """`experts_gates.clamped_glu_forward`: allocates only its output."""
+    """`experts.gates.clamped_glu_forward`: allocates only its output."""
     return y.new_empty(len(y), y.shape[1] // 2)
 
 
@@ -204,12 +200,12 @@ def gate_backward(dh: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tenso
 
 
 def nll_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
-    """`cross_entropy_kernel.nll_and_gradient_`: allocates a float32 per token."""
+    """`loss.kernel.nll_and_gradient_`: allocates a float32 per token."""
     return logits.new_empty(len(logits), dtype=torch.float32).sum()
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`lora.dequantize`, which recognizes 4-bit weights by a class that fake tensors lack."""
+    """`linears.lora.dequantize`, which knows 4-bit weights by a class that fake tensors lack."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.to(dtype)
@@ -246,7 +242,7 @@ VALUE_READERS = (
     Replacement(experts_products, "dequantize", dequantize),
     Replacement(functional, "grouped_mm", grouped_mm),
     # tests check this for every model of plan.fast
-    Replacement(linear_cross_entropy, "_logits_come_from_head", lambda *_: True),
+    Replacement(loss_install, "_logits_come_from_head", lambda *_: True),
     Replacement(attention_kernels, "_attend_by_document", attend_whole_rows),
     # the step passes its own mask for packed rows
     Replacement(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
@@ -255,7 +251,7 @@ GPU_KERNELS = (
     Replacement(attention_kernels, "_attend_by_document", attend_by_document),
     Replacement(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
     Replacement(torch, "is_autocast_enabled", is_autocast_enabled),
-    Replacement(attention, "apply_rotary", FakeRotary.apply),
+    Replacement(attention_forward, "apply_rotary", FakeRotary.apply),
     Replacement(glu, "glu_forward", glu_forward),
     Replacement(glu, "glu_backward", glu_backward),
     Replacement(mlp, "glu_forward", glu_forward),
@@ -265,17 +261,17 @@ GPU_KERNELS = (
     Replacement(experts_gates, "fused_glu_backward", gate_backward),
     Replacement(experts_gates, "clamped_glu_forward", gate_forward),
     Replacement(experts_gates, "clamped_glu_backward", gate_backward),
-    Replacement(norms, "norm_forward", norm_forward),
+    Replacement(rms, "norm_forward", norm_forward),
     Replacement(residual, "_kernels", lambda x: FakeResidualKernels),
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
     Replacement(offloading.LayerOffloading, "_host_memory", host_memory),
     Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
     Replacement(mixer_kernels, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
-    Replacement(mixer_norms, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
+    Replacement(gated_norms, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
     Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),
     Replacement(mixer_kernels, "fla_delta_rule", fake_mixer_kernels.fla_delta_rule),
     Replacement(mixer_kernels, "fla_linear_attention", fake_mixer_kernels.fla_linear_attention),
-    Replacement(mixer_norms, "norm_then_silu", fake_mixer_kernels.gated_norm),
+    Replacement(gated_norms, "norm_then_silu", fake_mixer_kernels.gated_norm),
     Replacement(torch.cuda, "get_device_capability", lambda device=None: MIN_CAPABILITY),
 )
 

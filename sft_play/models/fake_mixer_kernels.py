@@ -38,7 +38,7 @@ class FakeConvolution(torch.autograd.Function):
 
 
 def fla_convolution(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    """`mixer_kernels.fla_convolution`."""
+    """`mixers.kernels.fla_convolution`."""
     return FakeConvolution.apply(x, weight)
 
 
@@ -76,7 +76,7 @@ class FakeDeltaRule(torch.autograd.Function):
 
 
 def fla_delta_rule(name: str, *inputs: Tensor, **_: Any) -> Tensor:
-    """`mixer_kernels.fla_delta_rule`."""
+    """`mixers.kernels.fla_delta_rule`."""
     return FakeDeltaRule.apply(*inputs)
 
 
@@ -106,7 +106,7 @@ class FakeLinearAttention(torch.autograd.Function):
 def fla_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **_: Any
 ) -> Tensor:
-    """`mixer_kernels.fla_linear_attention`."""
+    """`mixers.kernels.fla_linear_attention`."""
     return FakeLinearAttention.apply(query, key, value, decay)
 
 
@@ -134,5 +134,5 @@ class FakeGatedNorm(torch.autograd.Function):
 
 
 def gated_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
-    """`mixer_norms.norm_then_silu`."""
+    """`mixers.gated_norms.norm_then_silu`."""
     return FakeGatedNorm.apply(x, gate)

@@ -23,7 +23,7 @@ from sft_play.models import bnb, lora
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
-from sft_play.models.fast.attention_interface import keep_soft_caps
+from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.packed import dtype_name, log_packed
 from sft_play.process import Process

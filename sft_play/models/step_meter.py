@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.models.memory_tracker import MemoryTracker, storage_bytes
 from sft_play.models.parameters import adapter_parameters, base_tensors

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sft_play.models.expert_adapters import ADAPTER
 from sft_play.models.experts import expert_weights
-from sft_play.models.fast.norms import is_training
+from sft_play.models.fast.setup import is_training
 from sft_play.process import Process
 from sft_play.runs.report import ExpertsReport
 

@@ -22,7 +22,7 @@ from sft_play.data.collate import Batch, TokenSequence, labelled
 from sft_play.data.order import StepSampler
 from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator, Scores
-from sft_play.models.fast.linear_cross_entropy import fused_nll, is_loss_fused
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.plan.layout import Layout
 from sft_play.runs import stamp

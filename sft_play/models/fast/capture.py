@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sft_play.models.fast.attention_scoring import Documents
+from sft_play.models.fast.documents import Documents
 from sft_play.process import Process
 
 Kind = int  # the number of a kind of modules

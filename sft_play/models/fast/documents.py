@@ -16,9 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.attention_scoring import Documents
-
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch's flattened rows begin."""
+
+    boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
+    longest: int  # tokens of the longest document
 
 
 class Groups(NamedTuple):

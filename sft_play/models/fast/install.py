@@ -16,17 +16,17 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models.fast.attention_install import install_attention
-from sft_play.models.fast.attention_interface import keep_soft_caps
-from sft_play.models.fast.experts import install_experts
-from sft_play.models.fast.linear_cross_entropy import fuse_loss, why_loss_not_fusable
-from sft_play.models.fast.linear_install import (
+from sft_play.models.fast.attention.install import install_attention
+from sft_play.models.fast.attention.interface import keep_soft_caps
+from sft_play.models.fast.experts.install import install_experts
+from sft_play.models.fast.linears.install import (
     install_linears,
     install_mlp,
     why_mlp_linears_not_fusable,
 )
-from sft_play.models.fast.mixer_install import install_mixers
-from sft_play.models.fast.norm_install import install_norms
+from sft_play.models.fast.loss.install import install_loss
+from sft_play.models.fast.mixers.install import install_mixers
+from sft_play.models.fast.norms.install import install_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.plan.fast import LINEARS_OF_MLP, PARTS
 from sft_play.process import Process
@@ -131,15 +131,6 @@ def _with_mixers(setup: TrainingSetup, kernels: FusedKernels) -> FusedKernels:
     return replace(kernels, on={**kernels.on, "mixers": mixers.count})
 
 
-def _install_loss(setup: TrainingSetup) -> int:
-    """Fuse the output head and the loss, which then compute labelled tokens only."""
-    reason = why_loss_not_fusable(setup.model, setup.zero_stage)
-    if reason:
-        raise Unsupported(reason)
-    fuse_loss(setup.model)
-    return 1
-
-
 # The order matters: linears are those that no part before them computes itself. An installer
 # returns the number of modules that it has fused: 0 where a model has none of its kind.
 INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
@@ -148,5 +139,5 @@ INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "experts": install_experts,
     "linears": install_linears,
     "norms": install_norms,
-    "loss": _install_loss,
+    "loss": install_loss,
 }

@@ -19,10 +19,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from sft_play.models.fast.activations import Activation, activation_of, sigmoid_argument
-from sft_play.models.fast.norms import NormKind, epsilon
-from sft_play.models.fast.residual import LayerRoles, Reference
-from sft_play.models.fast.rope import rotate_reference
+from sft_play.models.fast.attention.rope import rotate_reference
+from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
+from sft_play.models.fast.norms.residual import LayerRoles, Reference
+from sft_play.models.fast.norms.rms import NormKind, epsilon
 
 # What a class's own code may raise when it is called on children that it does not expect
 MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -76,6 +77,11 @@ class TrainingSetup:
 def base_model_of(model: nn.Module) -> nn.Module:
     """Return transformers' model without the adapters around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def is_training(module: nn.Module) -> bool:
+    """Return whether a forward pass belongs to a training step; fused code runs only there."""
+    return module.training and torch.is_grad_enabled()
 
 
 def is_fused(module: nn.Module, function: Callable[..., Any]) -> bool:

@@ -1,0 +1,1 @@
+"""Attention without masks, of whole rows and of packed documents."""

@@ -1,0 +1,142 @@
+"""Find the attention modules of a decoder, and install attention without masks on them."""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_play.models.fast.attention.forward import attention_forward
+from sft_play.models.fast.attention.interface import use_interface
+from sft_play.models.fast.attention.masks import remove_mask, unmasked
+from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.recognise import (
+    calls_attention_interface,
+    is_linear,
+    rotates,
+    why_not_like_llama,
+)
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.plan.fast import MIN_CAPABILITY, has_liger
+
+
+def install_attention(setup: TrainingSetup) -> int:
+    """Install attention without masks; where it is like Llama's, with rotary and projections.
+
+    Other modules keep their own code around the attention function. A module that needs a mask
+    would not get one, so either all modules are fused or none.
+    """
+    _check_attention_kernels(setup)
+    modules = [module for module in setup.decoder.modules() if calls_attention_interface(module)]
+    if not modules:
+        raise Unsupported("no module calls an attention function of transformers")
+    for module in modules:
+        _check_attention(module)
+    whole = _whole_attentions(setup, modules)
+    others = [module for module in modules if module not in whole]
+    if others:
+        _use_interface(setup, others)
+    for module in whole:
+        module.forward = _attention_forward_of(module)
+    hook = setup.decoder.register_forward_pre_hook(remove_mask, with_kwargs=True)
+    reason = _why_mask_is_read(setup)
+    if reason is not None:
+        hook.remove()
+        for module in whole:
+            del module.forward
+        raise Unsupported(reason)
+    for module in whole:
+        setup.taken.update(child for child in module.children() if is_linear(child))
+    return len(modules)
+
+
+def _why_mask_is_read(setup: TrainingSetup) -> str | None:
+    """Return what a decoder does with a mask besides attention, None if nothing.
+
+    OPT counts the positions of padded rows from it, which UNMASKED has no tokens for.
+    """
+    if not setup.has_values:
+        return None
+    decoder = setup.decoder
+    inputs = setup.proof_inputs
+    call = inputs.samples[inputs.kinds[decoder]].calls[PLAIN]
+    padding = torch.ones_like(call.kwargs["input_ids"])
+    with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch.enable_grad():
+        decoder.train()
+        try:
+            decoder(*call.args, **{**call.kwargs, "attention_mask": padding})
+        except (RuntimeError, ValueError, IndexError):
+            return f"{type(decoder).__name__} reads the mask itself"
+    return None
+
+
+def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.Module]:
+    """Return the modules that `attention_forward` computes as a whole."""
+    alike = [module for module in modules if why_not_like_llama(module) is None]
+    for module in alike:
+        module.has_rotary = rotates(module)
+    try:
+        return set(prove(alike, _attention_forward_of, setup, _unmasked(setup)))
+    except Unsupported:
+        return set()
+    finally:
+        setup.left_out.clear()  # the others are proved next
+
+
+def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
+    """Let modules call our attention function where transformers would call another.
+
+    Raises: Unsupported unless each then computes the same without its mask.
+    """
+    if setup.zero_stage == 3:
+        name = type(modules[0]).__name__
+        raise Unsupported(f"{name} is not like Llama's, and ZeRO-3 partitions what would prove it")
+    try:
+        use_interface(setup.decoder)
+    except ValueError as reason:
+        raise Unsupported(str(reason)) from None
+    agreed = prove(modules, lambda module: module.forward, setup, _unmasked(setup))
+    if len(agreed) < len(modules):
+        raise Unsupported(setup.left_out.pop())
+
+
+def _attention_forward_of(module: nn.Module) -> Callable[..., Any]:
+    return MethodType(attention_forward, module)
+
+
+def _check_attention(module: nn.Module) -> None:
+    """Raise Unsupported if no fused attention computes what a module asks for."""
+    dropouts = [child.p for child in module.children() if isinstance(child, nn.Dropout)]
+    dropout = max(getattr(module, "attention_dropout", 0.0), *dropouts, 0.0)
+    if dropout:
+        raise Unsupported(f"the model's attention has a dropout of {dropout}")
+    if not getattr(module, "is_causal", True):
+        raise Unsupported("the model's attention looks ahead")
+
+
+def _unmasked(setup: TrainingSetup) -> Callable[[Call, str], Call]:
+    """Return how fused attention is called where own code gets a mask."""
+
+    def fused_call(call: Call, batch: str) -> Call:
+        documents = setup.proof_inputs.documents if batch == PACKED else None
+        mask = unmasked(documents)
+        return Call(call.args, {**call.kwargs, "attention_mask": mask})
+
+    return fused_call
+
+
+def _check_attention_kernels(setup: TrainingSetup) -> None:
+    """Raise Unsupported unless the attention kernels can run on this rank's device."""
+    implementation = setup.config.model.attn_implementation
+    if implementation not in ("auto", "sdpa"):
+        raise Unsupported(f"model.attn_implementation={implementation}")
+    if not setup.on_gpu:
+        return
+    if setup.process.compute_dtype.itemsize != 2:
+        raise Unsupported("its kernels compute in 16 bits")
+    if torch.cuda.get_device_capability(setup.process.device) < MIN_CAPABILITY:
+        raise Unsupported("its kernels need a GPU of capability 8.0")
+    if not has_liger():
+        raise Unsupported("liger-kernel is not installed")

@@ -1,0 +1,229 @@
+"""Causal attention without a mask: which kernel computes it. Plain torch elsewhere than on a GPU.
+
+    softmax(cap(scale * q k^T)) v,  where a token attends to its own document up to itself
+
+On a GPU:
+- whole rows: torch's scaled_dot_product_attention
+- documents, windows: torch's variable-length flash attention; sinks are added to its softmax
+- values of another size than keys: flash attention, padded with zeros
+- heads above 256 features: torch's memory-efficient kernel
+- soft caps, and windows or sinks of heads above 256 features: flex_attention, compiled
+
+Legend: B rows, T tokens of a row, N = B * T, H query heads, K key and value heads, D features of a
+head of queries and keys, V of values.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+from sft_play.models.fast.attention.flex import attend_flex
+from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.sinks import attend_with_sinks
+from sft_play.models.fast.documents import Documents
+
+LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
+FLASH_HEAD_STEP = 8  # and their number is a multiple of this
+MAX_ELEMENTS = 2**31  # of a batch's queries: the kernels index with 32 bits
+CAUSAL = 1  # custom_mask_type of torch's memory-efficient kernel
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Scoring, Documents], Tensor]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Return attention (B, T, H, V), causal within each document.
+
+    query (B, T, H, D), key (B, T, K, D) and value (B, T, K, V). Without `documents` each row is one
+    document.
+    """
+    rows, tokens = query.shape[:2]
+    if documents is not None:
+        boundaries, longest = documents
+        if len(boundaries) == rows + 1 and longest == tokens:
+            documents = None  # each row is one document
+    longest = tokens if documents is None else documents.longest
+    scoring = scoring.within(longest)
+    if documents is None and _are_whole_rows_enough(query, value, scoring):
+        return _attend_rows(query, key, value, scoring.scale)
+    if documents is None:
+        starts = torch.arange(
+            0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=query.device
+        )
+        documents = Documents(starts, tokens)
+    kernel = _gpu_kernel(query, scoring) if query.is_cuda else _attend_by_document
+    flat = kernel(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), scoring, documents)
+    return flat.unflatten(0, (rows, tokens))
+
+
+def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Return whether scaled_dot_product_attention has a fast kernel for this."""
+    if not scoring.is_plain:
+        return False
+    if not query.is_cuda:
+        return True
+    return query.shape[-1] == value.shape[-1] <= LARGEST_FLASH_HEAD
+
+
+def _gpu_kernel(query: Tensor, scoring: Scoring) -> Kernel:
+    if scoring.softcap is not None:
+        return _attend_flex
+    if query.shape[-1] > LARGEST_FLASH_HEAD:
+        return _attend_efficient if scoring.is_plain else _attend_flex
+    return _attend_varlen
+
+
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend within rows, without mask and boundaries, as the fastest kernels require."""
+    heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    is_grouped = key.shape[2] != query.shape[2]
+    mixed = functional.scaled_dot_product_attention(
+        *heads_first, is_causal=True, scale=scale, enable_gqa=is_grouped
+    )
+    return mixed.transpose(1, 2)
+
+
+def _attend_by_document(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
+) -> Tensor:
+    """Attend document by document: the reference for the kernels, with their shapes.
+
+    query (N, H, D), key (N, K, D), value (N, K, V); the output is (N, H, V).
+    """
+    lengths = documents.boundaries.diff().tolist()
+    return attend_lengths(query, key, value, scoring, lengths)
+
+
+def attend_lengths(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, lengths: list[int]
+) -> Tensor:
+    """Attend within documents of these lengths, as `_attend_by_document` does."""
+    parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    outputs = []
+    for q, k, v in parts:
+        output = _attend_document(q[None], k[None], v[None], scoring.within(len(q)))
+        outputs.append(output[0])
+    return torch.cat(outputs)
+
+
+def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attend within one document: query (1, T, H, D), key (1, T, K, D), value (1, T, K, V)."""
+    if scoring.is_plain:
+        return _attend_rows(query, key, value, scoring.scale)
+    tokens, heads = query.shape[1:3]
+    groups = heads // key.shape[2]
+    key = key.repeat_interleave(groups, dim=2)
+    value = value.repeat_interleave(groups, dim=2)
+    # (1, H, T, T)
+    scores = torch.matmul(query.transpose(1, 2), key.permute(0, 2, 3, 1)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    sees = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    if scoring.window is not None:
+        sees = sees.triu(1 - scoring.window)
+    scores = scores.masked_fill(~sees, -torch.inf).float()
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.float().view(1, heads, 1, 1).expand(1, heads, tokens, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., :tokens].to(value.dtype)
+    return torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2)
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
+) -> Tensor:
+    """Attend with torch's variable-length flash attention, in 16 bits."""
+    query, key, value = _in_16_bits(query, key, value)
+    features = value.shape[-1]
+    query, key, value = padded_to_one_size(query, key, value)
+    if scoring.sinks is not None:
+        out = attend_with_sinks(query, key, value, scoring, documents)
+        return out[..., :features]
+    window = scoring.window
+    known = _varlen_parameters()
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in known:  # a torch without the option groups query heads by itself
+        options["enable_gqa"] = key.shape[1] != query.shape[1]
+    if "scale" in known:
+        options["scale"] = scoring.scale
+    else:  # the kernel's own scale is 1 / sqrt(D)
+        query = query * (scoring.scale * query.shape[-1] ** 0.5)
+    starts, longest = documents
+    out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    return out[..., :features]
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad features with zeros to one size that flash attention takes.
+
+    Zeros change no score, and give zeros where values are padded.
+    """
+    widest = max(query.shape[-1], value.shape[-1])
+    features = -(-widest // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
+    padded = []
+    for tensor in (query, key, value):
+        missing = features - tensor.shape[-1]
+        padded.append(functional.pad(tensor, (0, missing)) if missing else tensor)
+    return padded[0], padded[1], padded[2]
+
+
+def _attend_efficient(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
+) -> Tensor:
+    """Attend with torch's memory-efficient kernel, which takes heads of any size."""
+    query, key, value = _in_16_bits(query, key, value)
+    groups = query.shape[1] // key.shape[1]
+    starts, longest = documents
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        query[None],
+        key.repeat_interleave(groups, dim=1)[None],
+        value.repeat_interleave(groups, dim=1)[None],
+        None,  # bias
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,  # dropout
+        CAUSAL,
+        True,  # compute_log_sumexp
+        scale=scoring.scale,
+    )
+    return out[0]
+
+
+def _attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
+) -> Tensor:
+    query, key, value = _in_16_bits(query, key, value)
+    return attend_flex(query, key, value, scoring, documents)
+
+
+def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to the dtype of autocast, which does not know these kernels.
+
+    Norms of queries and keys with float32 weights return float32, and so does DoRA.
+    """
+    assert query.numel() < MAX_ELEMENTS, (
+        f"{query.shape[0]} packed tokens of {query.shape[1:].numel()} features; "
+        "set a smaller TRAIN_BATCH_SIZE or a smaller MODEL_MAX_SEQ_LEN"
+    )
+    if not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)

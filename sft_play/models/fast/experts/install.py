@@ -1,0 +1,199 @@
+"""Recognise modules of experts, and fuse them with their adapters.
+
+Experts are recognised by what transformers' `use_experts_implementation` leaves on a module: the
+matrices of all experts in one parameter, and flags that say how they lie in memory. PEFT wraps such
+a module once for each adapted parameter; the outermost wrapper gets the fused forward method.
+Evaluation and generation run the module's own code, with PEFT's wrappers.
+"""
+
+from types import MethodType
+
+import torch
+from bitsandbytes.nn import Params4bit
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from sft_play.models.experts import packed_weight, true_shape
+from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction
+from sft_play.models.fast.experts.gates import gate_of
+from sft_play.models.fast.experts.products import ROW_BYTES, ExpertLinear
+from sft_play.models.fast.experts.routing import sort_by_expert, without_sentinels
+from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_training
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+MOST_EXPERTS = 1023  # of torch's grouped product on a GPU
+SMALLEST_ITEM = 2  # bytes of bfloat16
+
+
+def install_experts(setup: TrainingSetup) -> int:
+    """Fuse the experts of a model with their adapters; return the number of modules.
+
+    Raises: Unsupported if the model has experts, and none of them can be fused.
+    """
+    modules = find_experts(setup.decoder)
+    if not modules:
+        return 0
+    if setup.config.tuning.mode == "full":
+        raise Unsupported("mode full trains the experts themselves")
+    if setup.on_gpu and setup.process.compute_dtype != torch.bfloat16:
+        raise Unsupported("its kernels compute in bfloat16")
+    candidates: list[nn.Module] = []
+    reasons: list[str] = []
+    for module in modules:
+        reason = why_experts_not_fusable(module)
+        if reason is None:
+            candidates.append(module)
+        else:
+            reasons.append(reason)
+    if not candidates:
+        raise Unsupported(reasons[0])
+    for reason in dict.fromkeys(reasons):
+        setup.left_out.append(f"{reasons.count(reason)} of {len(modules)}: {reason}")
+    agreed = prove(candidates, lambda module: fused_forward(module, setup.has_values), setup)
+    for module in agreed:
+        module.forward = fused_forward(module, setup.has_values)
+    return len(agreed)
+
+
+def find_experts(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules of experts: the outermost wrapper where PEFT has wrapped one."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # a wrapper comes before what it wraps
+        if module in inside:
+            continue
+        wrappers, experts = unwrap(module)
+        if is_experts(experts):
+            found.append(module)
+            inside.update(wrappers, [experts])
+    return found
+
+
+def unwrap(module: nn.Module) -> tuple[list[ParamWrapper], nn.Module]:
+    """Return PEFT's wrappers around a module, outermost first, and the module."""
+    wrappers: list[ParamWrapper] = []
+    while isinstance(module, ParamWrapper):
+        wrappers.append(module)
+        module = module.base_layer
+    return wrappers, module
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module holds experts in transformers' form."""
+    if not all(hasattr(module, flag) for flag in FLAGS):
+        return False
+    weights = (weight_of(module, inner_name(module)), weight_of(module, "down_proj"))
+    return all(weight is not None and len(true_shape(weight)) == 3 for weight in weights)
+
+
+def inner_name(experts: nn.Module) -> str:
+    """Return the name of the parameter that reads the hidden states."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter as it is stored, packed if it is in 4 bits (`models.experts`)."""
+    if name in experts._parameters:
+        return experts._parameters[name]
+    return packed_weight(experts, name)
+
+
+def why_experts_not_fusable(module: nn.Module) -> str | None:
+    """Return why experts, with or without adapters, cannot be fused; None if they can.
+
+    The hooks of 4-bit experts keep what their own code unpacks, and nothing else.
+    """
+    wrappers, experts = unwrap(module)
+    names = [wrapper.parameter_name for wrapper in wrappers]
+    for index, wrapper in enumerate(wrappers):
+        if wrapper.parameter_name not in (inner_name(experts), "down_proj"):
+            return f"adapters on {wrapper.parameter_name}"
+        reason = _why_adapter_not_fusable(wrapper)
+        if reason is None and index > 0:  # hooks of the outermost module are still called
+            reason = why_hooked(wrapper)
+        if reason:
+            return reason
+    if len(set(names)) < len(names):
+        return "two adapters on one parameter"
+    reason = why_hooked(experts) if wrappers and not is_parametrized(experts) else None
+    return reason or _why_base_not_fusable(experts)
+
+
+def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:
+    if wrapper.disable_adapters or wrapper.merged:
+        return "adapters disabled or merged"
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(active) > 1:
+        return f"{len(active)} active adapters"
+    if wrapper.num_experts == 1:
+        return "a single expert, which PEFT adapts as one linear"
+    for name in active:
+        if hasattr(wrapper.lora_A[name].weight, "ds_id"):
+            return "weights partitioned by ZeRO-3"
+    return None
+
+
+def _why_base_not_fusable(experts: nn.Module) -> str | None:
+    for parameter in experts.parameters():
+        if parameter.requires_grad:
+            return "base weights that are trained"
+        if hasattr(parameter, "ds_id"):
+            return "weights partitioned by ZeRO-3"
+    for name in (inner_name(experts), "down_proj"):
+        weight = weight_of(experts, name)
+        if isinstance(weight, Params4bit) and weight.quant_state is None:
+            return "4-bit weights in no form to train on"
+        count, *features = true_shape(weight)
+        if count > MOST_EXPERTS:
+            return f"{count} experts"
+        for size in features:
+            if size * SMALLEST_ITEM % ROW_BYTES:
+                return f"{size} features, which is no multiple of {ROW_BYTES // SMALLEST_ITEM}"
+    return None
+
+
+def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
+    """Return the fused forward method of experts, or of the outermost wrapper around them."""
+    module.fused_gate = gate_of(unwrap(module)[1], has_values)
+    return MethodType(experts_forward, module)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Forward method of experts: fused in training, its class's own otherwise.
+
+    Shapes: hidden states (N, H), experts of each token and their weights (N, k), to (N, H).
+    """
+    if not is_training(self) or why_experts_not_fusable(self):
+        return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+    x = to_compute_dtype(hidden_states)
+    wrappers, module = unwrap(self)
+    inner, inner_adapter = _split(module, inner_name(module), wrappers)
+    down, down_adapter = _split(module, "down_proj", wrappers)
+    experts = FrozenExperts(inner, self.fused_gate, down)
+    choices, weights = without_sentinels(top_k_index, top_k_weights, inner.experts)
+    routing = sort_by_expert(choices, inner.experts)
+    adapters = (*inner_adapter, *down_adapter)
+    out = LoraExpertsFunction.apply(x, weights, routing, experts, *adapters)
+    return out.to(hidden_states.dtype)
+
+
+def _split(
+    experts: nn.Module, name: str, wrappers: list[ParamWrapper]
+) -> tuple[ExpertLinear, tuple[Tensor | None, Tensor | None]]:
+    """Return the frozen part of a linear of all experts, and its lora_A and lora_B."""
+    weight = weight_of(experts, name)
+    count = true_shape(weight)[0]
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    for wrapper in wrappers:
+        active = [key for key in wrapper.active_adapters if key in wrapper.lora_A]
+        if wrapper.parameter_name != name or not active:
+            continue
+        scale = wrapper.scaling[active[0]]
+        adapter = (wrapper.lora_A[active[0]].weight, wrapper.lora_B[active[0]].weight)
+        return ExpertLinear(weight, bias, experts.is_transposed, count, scale), adapter
+    return ExpertLinear(weight, bias, experts.is_transposed, count, 0.0), (None, None)

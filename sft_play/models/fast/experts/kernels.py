@@ -1,0 +1,180 @@
+"""Triton kernels of `routing` and `gates`. Imported only on a GPU.
+
+Legend: N tokens, k experts of a token, S = N k rows, H hidden, I intermediate features.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.fast.linears.activations import Activation
+from sft_play.models.fast.linears.glu_kernels import BLOCK, _sigmoid_argument
+
+
+@triton.jit
+def _take_tokens(x, order, out, features, choices: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    token = tl.load(order + row) // choices
+    value = tl.load(x + token * features + columns, inside, 0)
+    tl.store(out + row * features + columns, value, inside)
+
+
+@triton.jit
+def _sum_choices(
+    first,
+    second,
+    rows,
+    weights,
+    out,
+    features,
+    choices: tl.constexpr,
+    has_second: tl.constexpr,
+    has_weights: tl.constexpr,
+    block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    total = tl.zeros((block,), tl.float32)
+    for choice in tl.static_range(choices):
+        at = tl.load(rows + token * choices + choice) * features + columns
+        value = tl.load(first + at, inside, 0).to(tl.float32)
+        if has_second:
+            value += tl.load(second + at, inside, 0).to(tl.float32)
+        if has_weights:
+            value *= tl.load(weights + token * choices + choice).to(tl.float32)
+        total += value
+    tl.store(out + token * features + columns, total, inside)
+
+
+@triton.jit
+def _glu_backward(
+    dh, y, weights, dy, h, dweights, features, is_gelu: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row)
+    products = tl.zeros((block,), tl.float32)
+    for start in range(0, features, block):
+        columns = start + tl.arange(0, block)
+        inside = columns < features
+        at_gate = row * 2 * features + columns
+        at_up = at_gate + features
+        d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
+        g = tl.load(y + at_gate, inside, 0).to(tl.float32)
+        u = tl.load(y + at_up, inside, 0).to(tl.float32)
+        p, slope = _sigmoid_argument(g, is_gelu)
+        s = tl.sigmoid(p)
+        act = g * s
+        products += d * act * u
+        d *= weight
+        tl.store(dy + at_gate, d * (s + act * (1 - s) * slope) * u, inside)
+        tl.store(dy + at_up, d * act, inside)
+        tl.store(h + row * features + columns, act * u, inside)  # h may be dh, which has been read
+    tl.store(dweights + row, tl.sum(products, 0))
+
+
+@triton.jit
+def _clamped_glu_forward(y, h, features, alpha, limit, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    at_gate = 2 * (row * features + columns)
+    g = tl.minimum(tl.load(y + at_gate, inside, 0).to(tl.float32), limit)
+    u = tl.load(y + at_gate + 1, inside, 0).to(tl.float32)
+    u = tl.minimum(tl.maximum(u, -limit), limit)
+    tl.store(h + row * features + columns, (u + 1) * g * tl.sigmoid(alpha * g), inside)
+
+
+@triton.jit
+def _clamped_glu_backward(
+    dh, y, weights, dy, h, dweights, features, alpha, limit, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row)
+    products = tl.zeros((block,), tl.float32)
+    for start in range(0, features, block):
+        columns = start + tl.arange(0, block)
+        inside = columns < features
+        at_gate = 2 * (row * features + columns)
+        d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
+        gate = tl.load(y + at_gate, inside, 0).to(tl.float32)
+        up = tl.load(y + at_gate + 1, inside, 0).to(tl.float32)
+        g = tl.minimum(gate, limit)
+        u = tl.minimum(tl.maximum(up, -limit), limit)
+        s = tl.sigmoid(alpha * g)
+        value = (u + 1) * g * s
+        products += d * value
+        d *= weight
+        dgate = d * (u + 1) * (s + alpha * g * s * (1 - s))
+        tl.store(dy + at_gate, tl.where(gate <= limit, dgate, 0), inside)
+        tl.store(dy + at_gate + 1, tl.where(tl.abs(up) <= limit, d * g * s, 0), inside)
+        tl.store(h + row * features + columns, value, inside)
+    tl.store(dweights + row, tl.sum(products, 0))
+
+
+def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    """Return the rows (S, H) of tokens x (N, H); see `experts_routing.Routing.order`."""
+    x = x.contiguous()
+    features = x.shape[1]
+    out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
+    with torch.cuda.device(x.device):
+        grid = (len(order), triton.cdiv(features, BLOCK))
+        _take_tokens[grid](x, order, out, features, choices, BLOCK)
+    return out
+
+
+def sum_choices(parts: tuple[Tensor, ...], rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sums over choices (N, H); see `routing.sum_choices`."""
+    tokens, choices = rows.shape
+    features = parts[0].shape[1]
+    assert all(part.is_contiguous() for part in parts), "features lie side by side"
+    out = torch.empty(tokens, features, dtype=parts[0].dtype, device=rows.device)
+    has_weights = weights is not None
+    factors = weights.contiguous() if has_weights else out  # not read without weights
+    with torch.cuda.device(rows.device):
+        tensors = (parts[0], parts[-1], rows.contiguous(), factors, out)
+        flags = (choices, len(parts) == 2, has_weights)
+        _sum_choices[(tokens, triton.cdiv(features, BLOCK))](*tensors, features, *flags, BLOCK)
+    return out
+
+
+def glu_backward(
+    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
+    dy, dweights = _gradients(dh, y)
+    with torch.cuda.device(dh.device):
+        tensors = (dh, y, weights, dy, dh, dweights)
+        _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
+    return dy, dweights, dh
+
+
+def clamped_glu_forward(y: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return h (S, I) of y (S, 2 I)."""
+    assert y.is_contiguous(), "features lie side by side"
+    rows, features = len(y), y.shape[1] // 2
+    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
+    with torch.cuda.device(y.device):
+        grid = (rows, triton.cdiv(features, BLOCK))
+        _clamped_glu_forward[grid](y, h, features, alpha, limit, BLOCK)
+    return h
+
+
+def clamped_glu_backward(
+    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
+    dy, dweights = _gradients(dh, y)
+    with torch.cuda.device(dh.device):
+        tensors = (dh, y, weights, dy, dh, dweights)
+        _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
+    return dy, dweights, dh
+
+
+def _gradients(dh: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the memory for the gradients of y (S, 2 I) and of the weights (S,)."""
+    assert dh.is_contiguous() and y.is_contiguous(), "features lie side by side"
+    return torch.empty_like(y), torch.empty(len(dh), dtype=torch.float32, device=dh.device)

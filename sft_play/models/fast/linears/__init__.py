@@ -1,0 +1,1 @@
+"""Linears with LoRA, and the gated MLPs over them."""

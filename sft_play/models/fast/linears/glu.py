@@ -1,0 +1,95 @@
+"""SwiGLU and GeGLU, the elementwise half of a gated MLP: h = act(g) * u, and its gradient.
+
+With act(g) = g * s, s = sigmoid(p(g)) of `activations`:
+    act'(g) = s + g s (1 - s) p'(g),  dg = dh act'(g) u,  du = dh act(g)
+Computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it multiplies.
+On a GPU the kernels of `glu_kernels` run, elsewhere the reference below.
+
+Legend: N tokens, I intermediate features.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
+
+
+def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return act(gate) * up, (..., I). Saves only gate and up for backward."""
+    return GluFunction.apply(gate, up, activation)
+
+
+class GluFunction(torch.autograd.Function):
+    """act(gate) * up."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """Return h (..., I) of gate and up (..., I)."""
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        h = glu_forward(_flatten(gate), _flatten(up), activation)
+        return h.view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of gate and up."""
+        gate, up = (_flatten(tensor) for tensor in ctx.saved_tensors)
+        dgate = torch.empty_like(gate)
+        dup = torch.empty_like(up)
+        glu_backward(dh.reshape(gate.shape), gate, up, ctx.activation, dgate, dup)
+        return dgate.view(dh.shape), dup.view(dh.shape), None
+
+
+def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return h (N, I) of gate and up (N, I), whose rows need not be adjacent in memory."""
+    if gate.is_cuda:
+        from sft_play.models.fast.linears import (
+            glu_kernels,  # Triton needs a GPU when it is imported
+        )
+
+        return glu_kernels.forward(gate, up, activation)
+    g = _widen(gate)
+    u = _widen(up)
+    p, _ = sigmoid_argument(g, activation)
+    return (g * torch.sigmoid(p) * u).to(gate.dtype)
+
+
+def glu_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    h: Tensor | None = None,
+) -> None:
+    """Write the gradients of gate and up to dgate and dup (N, I).
+
+    If `h` is given, act(gate) * up is written to it; it may be dh itself.
+    """
+    if gate.is_cuda:
+        from sft_play.models.fast.linears import glu_kernels
+
+        return glu_kernels.backward(dh, gate, up, activation, dgate, dup, h)
+    g = _widen(gate)
+    u = _widen(up)
+    d = _widen(dh)
+    p, slope = sigmoid_argument(g, activation)
+    s = torch.sigmoid(p)
+    act = g * s
+    dgate.copy_(d * (s + act * (1 - s) * slope) * u)
+    dup.copy_(d * act)
+    if h is not None:
+        h.copy_(act * u)
+
+
+def _flatten(x: Tensor) -> Tensor:
+    """Return x (..., I) as (N, I)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Return x in float32, or unchanged if its dtype is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,368 @@
+"""LoRA linears as one autograd function: one linear, or several that read the same input.
+
+    forward    y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T
+    backward   dU_i = s_i dy_i B_i,  dB_i = s_i dy_i^T (x A_i^T),  dA_i = dU_i^T x,
+               dx = sum_i dU_i A_i + dy_i W_i
+
+The reference is PEFT's own forward. Here the adapter's part is written first and the base product
+is added to it: the addition then happens in the float32 accumulator of the large product, not in
+another pass over the output. Saved for backward: x, which other modules save too, and x A^T. PEFT
+also saves x as float32, and the adapter's output.
+
+Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
+an input.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.bnb import Linear4bit as PeftLinear4bit
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sft_play.models.fast.setup import is_training
+from sft_play.plan.fast import DORA, DROPOUT
+
+# For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
+# faster than dequantising them.
+FEW_TOKENS = 64
+
+
+class FrozenLinear(NamedTuple):
+    """The frozen part of a LoRA linear, or of a linear without an adapter."""
+
+    weight: Tensor  # (out, in), or packed 4-bit
+    bias: Tensor | None  # (out,)
+    scale: float  # of the adapter, 0 without one
+    rank: int  # of the adapter, 0 without one
+
+
+class Adapters(NamedTuple):
+    """The adapters of linears that share an input, in the dtype of the products."""
+
+    a: Tensor | None  # (R, in): all A, stacked
+    b: tuple[Tensor | None, ...]  # (out, r) each; None for a linear without an adapter
+
+
+def why_not_fusable(module: nn.Module) -> str | None:
+    """Return why a linear, with or without adapters, cannot be fused; None if it can."""
+    if isinstance(module, LoraLayer):
+        return _why_adapter_not_fusable(module) or _why_base_not_fusable(module.base_layer)
+    return _why_base_not_fusable(module)
+
+
+def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
+    if not isinstance(module, PeftLinear | PeftLinear4bit):
+        return f"adapters on a {type(module.base_layer).__name__}"
+    if module.disable_adapters or module.merged:
+        return "adapters disabled or merged"
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if len(active) > 1:
+        return f"{len(active)} active adapters"
+    for name in active:
+        if name in module.lora_variant:
+            return DORA if module.use_dora[name] else "a variant of LoRA"
+        if module.lora_bias[name]:
+            return "adapters with a bias"
+        if getattr(module.lora_dropout[name], "p", 0.0):
+            return DROPOUT
+        if hasattr(module.lora_A[name].weight, "ds_id"):
+            return "weights partitioned by ZeRO-3"
+    return why_hooked(module)
+
+
+def _why_base_not_fusable(base: nn.Module) -> str | None:
+    if type(base) not in (nn.Linear, Linear4bit):
+        return f"a base layer of type {type(base).__name__}"
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return "base weights that are trained"
+    if hasattr(base.weight, "ds_id"):
+        return "weights partitioned by ZeRO-3"
+    if type(base) is Linear4bit:
+        state = base.weight.quant_state
+        if state is None or getattr(state, "packing_format_for_cpu", False):
+            return "4-bit weights in no form to train on"
+    return why_hooked(base)
+
+
+def why_hooked(module: nn.Module) -> str | None:
+    """Return why a module's hooks forbid fusing: a fused function would skip them."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(hooks) or "forward" in module.__dict__:
+        return "hooks, or a forward of its own, on the linear"
+    return None
+
+
+class FusedLoraLinear(PeftLinear):
+    """PEFT's LoRA linear, fused in training."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        if args or kwargs or not is_training(self) or why_not_fusable(self):
+            return super().forward(x, *args, **kwargs)
+        return _apply(x, (self,))[0]
+
+
+class FusedLoraLinear4bit(PeftLinear4bit):
+    """PEFT's LoRA linear over 4-bit weights, fused in training."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        if args or kwargs or not is_training(self) or why_not_fusable(self):
+            return super().forward(x, *args, **kwargs)
+        return _apply(x, (self,))[0]
+
+
+FUSED_CLASSES = {PeftLinear: FusedLoraLinear, PeftLinear4bit: FusedLoraLinear4bit}
+
+
+def fuse_lora_linear(module: LoraLayer) -> None:
+    """Make a LoRA linear use the fused function.
+
+    Only its class changes; names, weights, saving and merging do not.
+
+    Raises: ValueError with the reason of `why_not_fusable`.
+    """
+    reason = why_not_fusable(module)
+    if reason:
+        raise ValueError(f"a linear that cannot be fused: {reason}")
+    module.__class__ = FUSED_CLASSES.get(type(module), type(module))
+
+
+def lora_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Return y_i (..., out_i) of linears that all read x (..., in).
+
+    If one of them cannot be fused, each runs its own forward.
+    """
+    if must_run_unfused(x, modules):
+        return tuple(module(x) for module in modules)
+    return _apply(x, modules)
+
+
+def must_run_unfused(x: Tensor, modules: Sequence[nn.Module]) -> bool:
+    """Return whether linears that read x (..., in) must run their own forward."""
+    if any(why_not_fusable(module) for module in modules):
+        return True
+    return is_decoding(x) and any(is_4bit(module) for module in modules)
+
+
+def is_decoding(x: Tensor) -> bool:
+    """Return whether x (..., in) has no gradient and too few tokens to dequantise weights for."""
+    return not torch.is_grad_enabled() and x.numel() < FEW_TOKENS * x.shape[-1]
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Return whether a linear, with or without adapters, has 4-bit weights."""
+    return isinstance(getattr(module, "base_layer", module), Linear4bit)
+
+
+def _apply(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    linears, adapters = split_linears(modules)
+    return LoraLinearsFunction.apply(to_compute_dtype(x), linears, *adapters)
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """Return x in the dtype of products: that of autocast if it is on, else its own."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def split_linears(
+    modules: Sequence[nn.Module],
+) -> tuple[tuple[FrozenLinear, ...], list[Tensor | None]]:
+    """Return the frozen parts of linears, and their adapters A_1, B_1, A_2, ... (None: no adapter).
+
+    `why_not_fusable` has checked that each has one active adapter at most.
+    """
+    linears: list[FrozenLinear] = []
+    adapters: list[Tensor | None] = []
+    for module in modules:
+        if not isinstance(module, LoraLayer):
+            linears.append(FrozenLinear(module.weight, module.bias, 0.0, 0))
+            adapters += [None, None]
+            continue
+        base = module.base_layer
+        name = next((name for name in module.active_adapters if name in module.lora_A), None)
+        if name is None:
+            linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0))
+            adapters += [None, None]
+            continue
+        a = module.lora_A[name].weight
+        linears.append(FrozenLinear(base.weight, base.bias, module.scaling[name], len(a)))
+        adapters += [a, module.lora_B[name].weight]
+    return tuple(linears), adapters
+
+
+class LoraLinearsFunction(torch.autograd.Function):
+    """y_i of linears that share x. Saves x, x A^T and the adapters in the dtype of the products."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, linears: tuple[FrozenLinear, ...], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return y_i (..., out_i).
+
+        `parameters` are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
+        """
+        adapters = cast_adapters(parameters, x.dtype)
+        outputs, xa = project(x, linears, adapters)
+        ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
+        ctx.linears = linears
+        ctx.adapter_dtype = adapter_dtype(parameters)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of A_1, B_1, A_2, ..."""
+        x, xa, a, *b = ctx.saved_tensors
+        adapters = Adapters(a, tuple(b))
+        dy = [flatten_tokens(grad) for grad in grads]
+        du = rank_gradient(dy, ctx.linears, adapters)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
+        x = flatten_tokens(x)
+        return dx, None, *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype)
+
+
+def flatten_tokens(x: Tensor) -> Tensor:
+    """Return x (..., features) as (N, features)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
+    """Return A_1, B_1, A_2, ... in `dtype`; one kernel casts them all.
+
+    The A are stacked to one matrix, so that x is read once for all of them.
+    """
+    a = [tensor for tensor in parameters[0::2] if tensor is not None]
+    b = [tensor for tensor in parameters[1::2] if tensor is not None]
+    if not a:
+        return Adapters(None, (None,) * (len(parameters) // 2))
+    ranks = [len(tensor) for tensor in a]
+    stacked = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
+    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
+    remaining = iter(copies)
+    cast_b: list[Tensor | None] = []
+    for tensor in parameters[1::2]:
+        cast_b.append(None if tensor is None else next(remaining))
+    return Adapters(stacked, tuple(cast_b))
+
+
+def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
+    """Return the dtype of the adapters and of their gradients; None without adapters."""
+    for parameter in parameters:
+        if parameter is not None:
+            return parameter.dtype
+    return None
+
+
+def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
+    """Return the columns of x A^T (N, R) that belong to each linear."""
+    ends = [0]
+    for linear in linears:
+        ends.append(ends[-1] + linear.rank)
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight (out, in) in `dtype`; a 4-bit weight becomes a new, full-size tensor."""
+    if isinstance(weight, Params4bit):
+        return dequantize_4bit(weight.view(-1, 1), weight.quant_state).to(dtype)
+    return weight.to(dtype)
+
+
+def project(
+    x: Tensor, linears: Sequence[FrozenLinear], adapters: Adapters
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R)."""
+    flat = flatten_tokens(x)
+    xa = None if adapters.a is None else flat @ adapters.a.t()
+    outputs = []
+    for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
+        bias = None if linear.bias is None else linear.bias.to(x.dtype)
+        if b is None:
+            outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
+            continue
+        # Allocate the output before the dequantised weight: otherwise freeing the weight fragments
+        # the allocator, by 2.4 GiB for an 8B model.
+        y = x.new_empty(*x.shape[:-1], len(b))
+        flat_y = flatten_tokens(y)
+        if bias is None:
+            flat_y.addmm_(xa[:, part], b.t(), beta=0, alpha=linear.scale)
+        else:
+            torch.addmm(bias, xa[:, part], b.t(), alpha=linear.scale, out=flat_y)
+        flat_y.addmm_(flat, dequantize(linear.weight, x.dtype).t())
+        outputs.append(y)
+    return tuple(outputs), xa
+
+
+def rank_gradient(
+    dy: Sequence[Tensor], linears: Sequence[FrozenLinear], adapters: Adapters
+) -> Tensor | None:
+    """Return dU (N, R), the gradient of x A^T, from dy_i (N, out_i)."""
+    if adapters.a is None:
+        return None
+    du = dy[0].new_empty(len(dy[0]), len(adapters.a))
+    for grad, linear, b, part in zip(dy, linears, adapters.b, rank_slices(linears), strict=True):
+        if b is not None:
+            du[:, part].addmm_(grad, b, beta=0, alpha=linear.scale)
+    return du
+
+
+def input_gradient(
+    dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[FrozenLinear], adapters: Adapters
+) -> Tensor:
+    """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
+    dx = None if du is None else du @ adapters.a
+    for grad, linear in zip(dy, linears, strict=True):
+        weight = dequantize(linear.weight, grad.dtype)
+        dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
+        del weight  # before the next one is dequantised
+    return dx
+
+
+def adapter_gradients(
+    x: Tensor,
+    xa: Tensor | None,
+    dy: Sequence[Tensor],
+    du: Tensor | None,
+    linears: Sequence[FrozenLinear],
+    dtype: torch.dtype | None,
+) -> list[Tensor | None]:
+    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`, views of one buffer.
+
+    x (N, in), dy_i (N, out_i), xa and du (N, R).
+    """
+    if du is None:
+        return [None, None] * len(linears)
+    ranks = [linear.rank for linear in linears]
+    b_sizes = [grad.shape[1] * rank for grad, rank in zip(dy, ranks, strict=True)]
+    sizes = [du.shape[1] * x.shape[1], *b_sizes]
+    buffer = x.new_empty(sum(sizes))
+    all_da, *all_db = buffer.split(sizes)
+    torch.mm(du.t(), x, out=all_da.view(du.shape[1], -1))
+    for grad, linear, db, part in zip(dy, linears, all_db, rank_slices(linears), strict=True):
+        if linear.rank:
+            db.view(-1, linear.rank).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
+    all_da, *all_db = buffer.to(dtype).split(sizes)  # one kernel casts them all
+    gradients: list[Tensor | None] = []
+    for rank, da, db in zip(ranks, all_da.view(du.shape[1], -1).split(ranks), all_db, strict=True):
+        gradients += [da, db.view(-1, rank)] if rank else [None, None]
+    return gradients

@@ -1,0 +1,140 @@
+"""A gated MLP over LoRA linears as one autograd function (Unsloth: LoRA_MLP).
+
+    y = down(h),  h = act(gate(x)) * up(x)
+
+Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the adapters. The product
+h is recomputed: it is elementwise, and saving it would cost I features per token (28 KiB at 8B).
+The reference is the module's own forward over the references of `lora` and `glu`.
+
+Legend: N tokens, I intermediate features.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sft_play.models.fast.linears.activations import Activation
+from sft_play.models.fast.linears.glu import glu, glu_backward, glu_forward
+from sft_play.models.fast.linears.lora import (
+    Adapters,
+    FrozenLinear,
+    adapter_dtype,
+    adapter_gradients,
+    cast_adapters,
+    flatten_tokens,
+    input_gradient,
+    lora_linears,
+    must_run_unfused,
+    project,
+    rank_gradient,
+    split_linears,
+    to_compute_dtype,
+)
+
+
+def lora_mlp(
+    x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module, activation: Activation
+) -> Tensor:
+    """Return down(act(gate(x)) * up(x)), (..., out) of x (..., in).
+
+    Without `up`, `gate` computes both outputs, gate's features before up's (Phi 3). If a linear
+    cannot be fused, for instance because its weight is trained, all linears run their own forward
+    and only the elementwise part is fused.
+    """
+    inner = (gate,) if up is None else (gate, up)
+    modules = (*inner, down)
+    if must_run_unfused(x, modules):
+        gate_output, up_output = split_halves(lora_linears(x, inner))
+        return down(glu(gate_output, up_output, activation))
+    linears, adapters = split_linears(modules)
+    return LoraMlpFunction.apply(to_compute_dtype(x), linears, activation, *adapters)
+
+
+def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the outputs (..., I) of gate and up, of two linears or of one that computes both."""
+    return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+
+
+class LoraMlpFunction(torch.autograd.Function):
+    """down(act(gate(x)) * up(x)).
+
+    `linears` and their adapters are gate's, up's (unless gate computes both) and down's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        linears: tuple[FrozenLinear, ...],
+        activation: Activation,
+        *parameters: Tensor | None,
+    ) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        *inner, down = linears
+        inner_parameters = parameters[:-2]
+        down_parameters = parameters[-2:]
+        inner_adapters = cast_adapters(inner_parameters, x.dtype)
+        down_adapter = cast_adapters(down_parameters, x.dtype)
+        outputs, xa = project(flatten_tokens(x), inner, inner_adapters)
+        h = glu_forward(*split_halves(outputs), activation)
+        (y,), ha = project(h, (down,), down_adapter)
+        ctx.save_for_backward(
+            x,
+            xa,
+            ha,
+            inner_adapters.a,
+            *inner_adapters.b,
+            *(down_adapter.a, *down_adapter.b),
+            *outputs,
+        )
+        ctx.linears = linears
+        ctx.activation = activation
+        ctx.inner_dtype = adapter_dtype(inner_parameters)
+        ctx.down_dtype = adapter_dtype(down_parameters)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the adapters."""
+        *inner, down = ctx.linears
+        count = len(inner)
+        x, xa, ha, inner_a, *saved = ctx.saved_tensors
+        inner_adapters = Adapters(inner_a, tuple(saved[:count]))
+        down_a, down_b, *outputs = saved[count:]
+        down_adapter = Adapters(down_a, (down_b,))
+        grads, down_gradients = down_backward(
+            flatten_tokens(dy), ha, outputs, down, down_adapter, ctx.activation, ctx.down_dtype
+        )
+        du = rank_gradient(grads, inner, inner_adapters)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(grads, du, inner, inner_adapters).view(x.shape)
+        inner_gradients = adapter_gradients(
+            flatten_tokens(x), xa, grads, du, inner, ctx.inner_dtype
+        )
+        return dx, None, None, *inner_gradients, *down_gradients
+
+
+def down_backward(
+    dy: Tensor,
+    ha: Tensor | None,
+    outputs: list[Tensor],
+    down: FrozenLinear,
+    adapters: Adapters,
+    activation: Activation,
+    dtype: torch.dtype | None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the gradients of `outputs` and of down's adapter; dy (N, out).
+
+    `outputs` are gate's and up's (N, I), or both as one (N, 2 I).
+    """
+    du = rank_gradient([dy], [down], adapters)
+    dh = input_gradient([dy], du, [down], adapters)
+    grads = [torch.empty_like(output) for output in outputs]
+    gate, up = split_halves(tuple(outputs))
+    dgate, dup = split_halves(tuple(grads))
+    # h overwrites dh. The outputs of gate and up are not overwritten: a second backward pass may
+    # need them.
+    glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
+    return grads, adapter_gradients(dh, ha, [dy], du, [down], dtype)

@@ -1,0 +1,133 @@
+"""An output head that computes the loss of labelled tokens in place of logits.
+
+Legend: B rows, T tokens, H hidden features, V vocabulary, N labelled tokens.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from sft_play.models.fast.loss.formula import HeadFormula
+from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_entropy
+
+
+class FusedHead:
+    """The forward method of an output head: logits, or the loss if labels were set before.
+
+    It is set on the instance of a Linear, so that parameters, names and saved files do not change.
+    The loss is computed here, inside the model's forward pass, because only there DDP sees that the
+    head's weight is used, and autocast is active.
+    """
+
+    def __init__(self, head: nn.Linear, formula: HeadFormula):
+        self.head = head
+        self.formula = formula
+        self._labels: tuple[Tensor, Tensor] | None = None
+        self._tokens_of_rows: Sequence[int] | None = None
+        self._nll: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self._labels is None:
+            return type(self.head).forward(self.head, hidden)
+        positions, targets = self._labels
+        hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
+        if self.formula.scale != 1.0:
+            hidden = hidden * self.formula.scale
+        weight = self.head.weight  # (V, H)
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden = hidden.to(dtype)
+            weight = weight.to(dtype)
+        if self._tokens_of_rows is not None:
+            self._nll = self._nll_of_rows(hidden, weight, targets)
+            return self._nll.sum().reshape(1, 1, 1)
+        self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
+        # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it;
+        # the value is not used.
+        return self._nll.reshape(1, 1, 1)
+
+    def _nll_of_rows(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed nll of each row, (B,), of the hidden states (N, H) of all rows."""
+        counts = list(self._tokens_of_rows)
+        rows = zip(hidden.split(counts), targets.split(counts), strict=True)
+        nll = [
+            fused_linear_cross_entropy(row, weight, of_row, self.formula.softcap)
+            for row, of_row in rows
+        ]
+        return torch.stack(nll)
+
+    @contextlib.contextmanager
+    def expecting(
+        self, positions: Tensor, targets: Tensor, tokens_of_rows: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Compute the loss in the one forward pass inside this context.
+
+        With `tokens_of_rows`, the labelled tokens of each row, that is the loss of each row.
+        """
+        self._labels = (positions, targets)
+        self._tokens_of_rows = tokens_of_rows
+        self._nll = None
+        try:
+            yield
+        finally:
+            self._labels = None
+            self._tokens_of_rows = None
+
+    def take_nll(self) -> Tensor:
+        """Return the loss of the last pass, and drop the reference to its graph."""
+        assert self._nll is not None, "the model has not called its head"
+        nll = self._nll
+        self._nll = None
+        return nll
+
+
+def is_loss_fused(model: nn.Module) -> bool:
+    """Return whether `fuse_loss` was called."""
+    return isinstance(_forward_of_head(model), FusedHead)
+
+
+def fused_nll(
+    model: nn.Module, wrapped: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor
+) -> Tensor:
+    """Return the summed nll in nats of a forward pass, a float32 scalar.
+
+    `wrapped` is called with `inputs`; it is the model itself, or DDP or DeepSpeed around it.
+    positions (N,) int64 index the hidden states that predict, in the flattened (B * T); targets
+    (N,) int64 are the tokens after them.
+    """
+    head = _forward_of_head(model)
+    assert isinstance(head, FusedHead), "fuse_loss comes first"
+    with head.expecting(positions, targets):
+        wrapped(**inputs)
+    return head.take_nll()
+
+
+def fused_nll_of_rows(
+    model: nn.Module, inputs: dict[str, Any], labels: tuple[Tensor, Tensor], counts: Sequence[int]
+) -> Tensor:
+    """Return the summed nll of each row of a forward pass, float32 (B,), for evaluations.
+
+    `labels` are the positions and targets of `fused_nll`; row r has counts[r] of them.
+    """
+    head = _forward_of_head(model)
+    assert isinstance(head, FusedHead), "fuse_loss comes first"
+    with head.expecting(*labels, counts):
+        model(**inputs)
+    return head.take_nll()
+
+
+def _forward_of_head(model: nn.Module) -> Any:
+    head = output_head(model)
+    return None if head is None else vars(head).get("forward")
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Return the module that computes the logits; a head that is trained whole is a copy."""
+    head = model.get_output_embeddings()
+    if isinstance(head, ModulesToSaveWrapper):
+        return head.modules_to_save[head.active_adapters[0]]
+    return head

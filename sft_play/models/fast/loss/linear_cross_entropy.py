@@ -1,0 +1,133 @@
+"""Fused linear cross entropy: the loss over labelled tokens, without ever holding all logits.
+
+Per token, with logits z = hidden @ weight.T, softmax p and target y:
+    nll = logsumexp(z) - z[y],  d nll / d z = p - onehot(y),
+and with a cap, z = cap * tanh(s / cap), also d z / d s = 1 - (z / cap)^2.
+
+An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat16, which the plain
+loss copies to float32 and differentiates there: 10 GiB for one number. Here the head runs on one
+chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens
+without a label (prompts and padding) are left out altogether. `nll_and_gradient_` has the reference
+for CPUs; the kernel for GPUs is in `kernel`.
+
+Legend: H hidden features, V vocabulary, N labelled tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits of a chunk: enough to keep the GPU's matrix units busy (1,024 tokens of the largest heads)
+CHUNK_BYTES = 256 * 2**20
+TILE_TOKENS = 128  # the tokens of a chunk are a multiple of this
+# The smallest number of float16 is 6e-8, and a probability among 100,000 tokens is near that. With
+# this factor gradients of hidden states are still below 512 |weight|.
+FLOAT16_SCALE = 256.0
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
+) -> Tensor:
+    """Return the sum of -log p(target) in nats, a float32 scalar.
+
+    hidden (N, H) and weight (V, H) have the same dtype, that of the products; softmax is in
+    float32; targets (N,) int64 in [0, V). Without tokens the sum is 0, with a gradient of zeros.
+    """
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
+    assert len(hidden) == len(targets), f"{len(hidden)} tokens, {len(targets)} targets"
+    return FusedLinearCrossEntropy.apply(hidden, weight, targets, softcap)
+
+
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients of the plain sum in the forward pass; backward scales them.
+
+    A factor such as 1 / tokens of a step, applied to gradients of logits in float16, would push
+    most of them below the smallest number of that dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None
+    ) -> Tensor:
+        """Return the summed nll."""
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        nll = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = _zeros_for_sums(weight) if needs_weight else None
+        scale = FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
+        rows = chunk_tokens(len(hidden), len(weight), weight.element_size())
+        buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))  # one for all chunks
+        with torch.autocast(hidden.device.type, enabled=False):  # the caller has cast already
+            for start in range(0, len(hidden), rows):
+                chunk = hidden[start : start + rows]
+                logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
+                nll += nll_and_gradient_(logits, targets[start : start + rows], softcap, scale)
+                if grad_hidden is not None:
+                    torch.mm(logits, weight, out=grad_hidden[start : start + rows])
+                if grad_weight is not None:
+                    dtype = grad_weight.dtype
+                    grad_weight.addmm_(logits.t().to(dtype), chunk.to(dtype))
+        ctx.gradients = (grad_hidden, grad_weight)
+        ctx.scale = scale
+        ctx.dtype = hidden.dtype
+        return nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden and weight."""
+        assert ctx.gradients is not None, (
+            "a second backward pass: the first one has scaled the gradients in place"
+        )
+        gradients = ctx.gradients
+        ctx.gradients = None  # released, so that they become .grad without a copy
+        # One dimension: a scalar would itself be rounded to 16 bits, and so would all gradients
+        factor = (grad_nll / ctx.scale)[None]
+        grad_hidden, grad_weight = gradients
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(factor).to(ctx.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _zeros_for_sums(weight: Tensor) -> Tensor:
+    """Return zeros like weight; float32 for float16, whose sums over tokens may overflow."""
+    dtype = torch.float32 if weight.dtype == torch.float16 else None
+    return torch.zeros_like(weight, dtype=dtype)
+
+
+def chunk_tokens(tokens: int, vocabulary: int, itemsize: int) -> int:
+    """Return the tokens of a chunk: whole tiles, equal chunks of about CHUNK_BYTES of logits."""
+    tiles = CHUNK_BYTES // (vocabulary * itemsize) // TILE_TOKENS
+    most = max(TILE_TOKENS, tiles * TILE_TOKENS)
+    chunks = max(1, -(-tokens // most))
+    if chunks == 1:
+        return max(1, tokens)
+    return -(-tokens // chunks // TILE_TOKENS) * TILE_TOKENS
+
+
+def nll_and_gradient_(
+    logits: Tensor, targets: Tensor, softcap: float | None = None, scale: float = 1.0
+) -> Tensor:
+    """Return the summed nll, a float32 scalar, of logits (N, V) before the cap.
+
+    The logits are overwritten with the sum's gradient times `scale`.
+    """
+    if logits.is_cuda:
+        from sft_play.models.fast.loss import kernel
+
+        return kernel.nll_and_gradient_(logits, targets, softcap, scale)
+    scores = logits.float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    log_total = torch.logsumexp(scores, dim=1, keepdim=True)
+    nll = (log_total - scores.gather(1, targets[:, None])).sum()
+    gradient = torch.exp(scores - log_total)
+    gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -1.0))
+    if softcap is not None:
+        gradient *= 1 - (scores / softcap) ** 2
+    logits.copy_(gradient * scale)
+    return nll

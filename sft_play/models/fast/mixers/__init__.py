@@ -1,0 +1,1 @@
+"""Token mixers that keep a state, which starts anew at each document."""

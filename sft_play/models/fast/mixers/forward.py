@@ -1,0 +1,171 @@
+"""Token mixers that keep a state: convolutions, linear attention, state spaces, packed exactly.
+
+Such a mixer reads the tokens before its own through a state, which must be empty where a document
+of a packed batch begins. `forward_by_document` runs the mixer's own code on each document: exact
+for any mixer, and the reference. Mixers that call known kernels run once over all documents, with
+those of `kernels`, after a proof that both are the same.
+
+Legend: B rows, T tokens of a row, N documents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from sft_play.models.fast.attention.masks import is_unmasked
+from sft_play.models.fast.documents import PackedDocuments
+from sft_play.models.fast.mixers.kernels import documents_of_call, rebound
+from sft_play.models.fast.setup import is_training
+
+Forward = Callable[..., Any]
+
+# What a layer tells attention about documents. A mixer's own code that reads them would reset
+# where it should not, or reset one of its two states.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass
+class MixerState:
+    """How one mixer runs: set on its module as `mixer_state`."""
+
+    packed: PackedDocuments
+    fast: Forward | None  # its own forward method with the functions of `kernels`
+
+
+def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = True) -> None:
+    """Make a mixer start anew at each document of the batches in `packed`."""
+    fast = rebound(type(module).forward) if is_fast else None
+    module.mixer_state = MixerState(packed, fast)
+    module.forward = MethodType(mixer_forward, module)
+
+
+def uninstall_mixer(module: nn.Module) -> None:
+    """Make a mixer run the code of its class again."""
+    del module.mixer_state
+    del module.forward
+
+
+def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward method of a mixer that keeps a state.
+
+    Evaluation and generation run the code of its class, with its masks and its cache.
+    """
+    state: MixerState = self.mixer_state
+    batch = state.packed.batch
+    own = type(self).forward
+    kwargs = {name: _mask(value) for name, value in kwargs.items()}
+    is_plain = batch is None and not is_training(self)
+    if is_plain or _has_cache(args, kwargs):
+        return own(self, *args, **kwargs)
+    if batch is None:
+        with documents_of_call(None):
+            return (state.fast or own)(self, *args, **kwargs)
+    return forward_packed(self, state.packed, state.fast, args, kwargs)
+
+
+def forward_packed(
+    module: nn.Module,
+    packed: PackedDocuments,
+    fast: Forward | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a mixer over the documents of a packed batch, and return what its own forward would.
+
+    All documents in one call of `fast`, or one after another where it is None.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    if fast is None:
+        lengths = packed.batch.lengths
+        with packed.hidden():  # from mixers within this one
+            return forward_by_document(module, lengths, args, kwargs)
+    rows, tokens = first_tensor(args, kwargs).shape[:2]
+    flat_args = tuple(_flatten(value, rows, tokens) for value in args)
+    flat_kwargs = {name: _flatten(value, rows, tokens) for name, value in kwargs.items()}
+    with documents_of_call(packed.batch):
+        output = fast(module, *flat_args, **flat_kwargs)
+    return _unflatten(output, rows, tokens)
+
+
+def forward_by_document(
+    module: nn.Module, lengths: list[int], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run a mixer's own forward method on each document, and join what it returns.
+
+    Exact for any mixer, and the reference for `forward_packed` in one call. A document's part of a
+    tensor of tokens is (1, its tokens, ...), of a mask (1, heads, its tokens, its tokens).
+    """
+    rows, tokens = first_tensor(args, kwargs).shape[:2]
+    outputs: list[Any] = []
+    begin = 0  # in the flattened rows
+    for length in lengths:
+        row, first = divmod(begin, tokens)
+        part = slice(first, first + length)
+        part_args = tuple(_part(value, row, part, tokens) for value in args)
+        part_kwargs = {name: _part(value, row, part, tokens) for name, value in kwargs.items()}
+        outputs.append(type(module).forward(module, *part_args, **part_kwargs))
+        begin += length
+    return _unflatten(_join(outputs, lengths), rows, tokens)
+
+
+def first_tensor(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states of a call: its first tensor."""
+    values = (*args, *kwargs.values())
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _mask(value: Any) -> Any:
+    """Return None for the mask of a batch that needs none."""
+    return None if is_unmasked(value) else value
+
+
+def _has_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+
+
+def _part(value: Any, row: int, part: slice, tokens: int) -> Any:
+    """Return what one document of a row needs of an argument for all of them."""
+    if isinstance(value, tuple):
+        return tuple(_part(element, row, part, tokens) for element in value)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    own_row = value[:1] if len(value) == 1 else value[row : row + 1]
+    if value.dim() == 4 and value.shape[-2:] == (tokens, tokens):  # a mask
+        return own_row[..., part, part]
+    return own_row[:, part] if value.shape[1] == tokens else value
+
+
+def _flatten(value: Any, rows: int, tokens: int) -> Any:
+    """Return tensors (B or 1, T, ...) as (1, B * T, ...), and anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_flatten(element, rows, tokens) for element in value)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
+        return value
+    return value.expand(rows, *value.shape[1:]).reshape(1, rows * tokens, *value.shape[2:])
+
+
+def _unflatten(value: Any, rows: int, tokens: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_unflatten(element, rows, tokens) for element in value)
+    if not _has_tokens(value, rows * tokens):
+        return value
+    return value.view(rows, tokens, *value.shape[2:])
+
+
+def _has_tokens(value: Any, tokens: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (1, tokens)
+
+
+def _join(outputs: list[Any], lengths: list[int]) -> Any:
+    """Return the outputs of all documents as one: tensors of tokens joined, states dropped."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_join(list(elements), lengths) for elements in zip(*outputs, strict=True))
+    if not _has_tokens(first, lengths[0]):
+        return None
+    return torch.cat(outputs, dim=1)

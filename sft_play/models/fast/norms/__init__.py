@@ -1,0 +1,1 @@
+"""RMSNorms, and the residual adds before them."""

@@ -1,0 +1,100 @@
+"""Find the RMSNorms of a decoder and its pre-norm layers, and install their fused functions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from sft_play.models.fast.attention.forward import attention_forward
+from sft_play.models.fast.norms import residual, rms
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.recognise import layer_roles_of, norm_kind_of
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
+from sft_play.plan.fast import has_liger
+
+
+def install_norms(setup: TrainingSetup) -> int:
+    """Fuse RMSNorms: with the residual adds before them, or with Liger's kernel on a GPU."""
+    if setup.zero_stage == 3:
+        raise Unsupported("ZeRO-3 partitions the weights")
+    kinds = {}
+    for module in setup.decoder.modules():
+        kind = norm_kind_of(module)
+        if kind is not None:
+            kinds[module] = kind
+    if not kinds:
+        raise Unsupported("no RMSNorm")
+    layers = {}
+    for layer in setup.decoder.modules():
+        roles = layer_roles_of(layer, kinds)
+        if roles is not None:
+            layers[layer] = roles
+    own_gradient = _norms_before_linears(setup, set(kinds), layers)
+    for module, kind in kinds.items():
+        module.norm_kind = replace(kind, in_place=module in own_gradient)
+    fused_with_add = _install_residual_adds(setup, layers)
+    others = [module for module in kinds if module not in fused_with_add]
+    reason = None
+    if not setup.on_gpu:
+        reason = "the kernels are for GPUs"
+    elif not has_liger():
+        reason = "liger-kernel is not installed"
+    if reason:
+        if not fused_with_add:
+            raise Unsupported(reason)
+        return len(fused_with_add)
+    agreed = prove(others, _norm_forward_of, setup)
+    for module in agreed:
+        module.forward = _norm_forward_of(module)
+    return len(fused_with_add) + len(agreed)
+
+
+def _norm_forward_of(module: nn.Module) -> Callable[..., Any]:
+    return MethodType(rms.norm_forward, module)
+
+
+def _norms_before_linears(
+    setup: TrainingSetup, norms: set[nn.Module], layers: dict[nn.Module, residual.LayerRoles]
+) -> set[nn.Module]:
+    """Return the norms whose output is not added to the residual stream.
+
+    The gradient of their output belongs to nobody else, and may be overwritten.
+    """
+    # the norm before the output head; where there are more, one may be added to embeddings
+    found = norms & set(setup.decoder.children())
+    if len(found) > 1:
+        found = set()
+    for layer, roles in layers.items():
+        found |= {getattr(layer, roles.norm1), getattr(layer, roles.norm2)}
+    for module in setup.decoder.modules():
+        if is_fused(module, attention_forward):
+            found.update(module.children())
+    return found
+
+
+def _install_residual_adds(
+    setup: TrainingSetup, layers: dict[nn.Module, residual.LayerRoles]
+) -> set[nn.Module]:
+    """Fuse the residual adds of pre-norm layers with the norms after them; return the norms."""
+    candidates = []
+    for layer, roles in layers.items():
+        pair = (getattr(layer, roles.norm1), getattr(layer, roles.norm2))
+        if not any(norm.weight.requires_grad for norm in pair):
+            layer.fused_roles = roles
+            candidates.append(layer)
+    try:
+        agreed = prove(candidates, _layer_forward_of, setup)
+    except Unsupported as reason:
+        setup.left_out.append(str(reason))
+        return set()
+    fused: set[nn.Module] = set()
+    for layer in agreed:
+        layer.forward = _layer_forward_of(layer)
+        fused |= {getattr(layer, layers[layer].norm1), getattr(layer, layers[layer].norm2)}
+    return fused
+
+
+def _layer_forward_of(layer: nn.Module) -> Callable[..., Any]:
+    return MethodType(residual.layer_forward, layer)

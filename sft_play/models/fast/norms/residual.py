@@ -1,0 +1,142 @@
+"""Residual add and RMSNorm in one pass forward and one pass backward (Liger: fused add RMSNorm).
+
+    forward    s = r + x,  n = s / rms(s),  y = n w
+    backward   m = dy w,  dr = dx = ds + (m - n mean(m n)) / rms(s)
+
+Every norm of a decoder layer reads the residual stream, and its gradient is added to the stream's:
+on a GPU the norm's kernels compute both sums. Only for frozen weights: the gradient of a trained
+weight needs sums over all tokens.
+
+Legend: N tokens, H features.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sft_play.models.fast.norms.rms import NormKind, epsilon
+from sft_play.models.fast.setup import is_training
+
+
+@dataclass(frozen=True)
+class LayerRoles:
+    """The names of a pre-norm layer's children.
+
+    The layer computes h += m block1(norm1(h)), and then h += m block2(norm2(h)).
+    """
+
+    norm1: str
+    block1: str  # attention or another mixer of tokens
+    norm2: str
+    block2: str  # MLP or experts
+    is_tuple1: bool  # whether block1 returns its output in a tuple
+    is_tuple2: bool
+    multiplier: float = 1.0  # m
+    arguments: tuple[tuple[str, str], ...] = ()  # of block1: its name, and the layer's name for it
+    passes_more: bool = False  # the layer passes arguments that it does not know to block1
+
+    def arguments_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what block1 is called with besides its input, of the arguments of the layer."""
+        chosen = {name: kwargs[given] for name, given in self.arguments if given in kwargs}
+        if self.passes_more:
+            known = {given for _, given in self.arguments}
+            chosen |= {name: value for name, value in kwargs.items() if name not in known}
+        return chosen
+
+
+def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Forward method of a pre-norm decoder layer: fused in training, its class's own otherwise.
+
+    Shapes: (B, T, H) to (B, T, H).
+    """
+    if args or not is_training(self):
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    roles: LayerRoles = self.fused_roles
+    norm1 = getattr(self, roles.norm1)
+    norm2 = getattr(self, roles.norm2)
+    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind)
+    mixed = getattr(self, roles.block1)(hidden_states=normed, **roles.arguments_of(kwargs))
+    mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
+    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind)
+    output = getattr(self, roles.block2)(normed)
+    return stream + _scaled(output[0] if roles.is_tuple2 else output, roles.multiplier)
+
+
+def _scaled(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1.0 else x * multiplier
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
+) -> tuple[Tensor, Tensor]:
+    """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
+
+    Use this s instead of x afterwards: its gradient and the norm's are then added in one pass.
+    """
+    return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
+
+
+class AddNormFunction(torch.autograd.Function):
+    """(norm(s), s) of s = residual + x. Saves s, which others save too, and 1 / rms per token."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
+    ) -> tuple[Tensor, Tensor]:
+        """Return y and s (..., H)."""
+        assert not weight.requires_grad, "a norm whose weight is trained"
+        y, s, inverse_rms = _kernels(x).forward(x, residual, weight, eps, kind)
+        ctx.save_for_backward(s, weight, inverse_rms)
+        ctx.kind = kind
+        ctx.has_residual = residual is not None
+        return y, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x, and the same one for the residual."""
+        s, weight, inverse_rms = ctx.saved_tensors
+        dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
+        return dx, dx if ctx.has_residual else None, None, None, None
+
+
+class Reference:
+    """The formulas in torch, for CPUs and tests. It rounds where transformers' norms round."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y and s (..., H), and 1 / rms(s) (..., 1) float32."""
+        s = x if residual is None else residual + x
+        wide = s.float()
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if kind.casting == "gemma":
+            y = (wide * inverse_rms * (kind.offset + weight.float())).to(x.dtype)
+        else:
+            y = (kind.offset + weight) * (wide * inverse_rms).to(x.dtype)
+        return y, s, inverse_rms
+
+    @staticmethod
+    def backward(
+        dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse_rms: Tensor, kind: NormKind
+    ) -> Tensor:
+        """Return dx (..., H)."""
+        n = s.float() * inverse_rms
+        m = dy.float() * (kind.offset + weight.float())
+        dx = ds.float() + inverse_rms * (m - n * (m * n).mean(-1, keepdim=True))
+        return dx.to(s.dtype)
+
+
+def _kernels(x: Tensor) -> Any:
+    """Return the implementation for the device of x: the Triton kernels or the reference."""
+    if not x.is_cuda:
+        return Reference
+    from sft_play.models.fast.norms import (
+        residual_kernels,  # Triton needs a GPU when it is imported
+    )
+
+    return residual_kernels

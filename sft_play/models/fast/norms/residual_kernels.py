@@ -1,0 +1,99 @@
+"""Triton kernels of `residual`, one program per token. Imported only on a GPU."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.fast.norms.rms import NormKind
+
+FEATURES_PER_WARP = 512  # 16 of a thread: two loads of 16 bytes of bfloat16
+
+
+@triton.jit
+def _forward(
+    x,
+    residual,
+    weight,
+    y,
+    s,
+    inverse,
+    features,
+    eps,
+    offset,
+    is_gemma: tl.constexpr,
+    has_residual: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    inside = columns < features
+    at = row * features + columns
+    stream = tl.load(x + at, inside, 0)
+    if has_residual:  # the norm reads the rounded sum, as a norm by itself does
+        added = tl.load(residual + at, inside, 0).to(tl.float32)
+        stream = (stream.to(tl.float32) + added).to(x.dtype.element_ty)
+        tl.store(s + at, stream, inside)
+    wide = stream.to(tl.float32)
+    factor = 1 / tl.sqrt(tl.sum(wide * wide, 0) / features + eps)
+    tl.store(inverse + row, factor)
+    normed = wide * factor
+    if not is_gemma:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
+    tl.store(y + at, normed * scale, inside)
+
+
+@triton.jit
+def _backward(dy, ds, s, weight, inverse, dx, features, offset, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    inside = columns < features
+    at = row * features + columns
+    factor = tl.load(inverse + row)
+    n = tl.load(s + at, inside, 0).to(tl.float32) * factor
+    scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
+    m = tl.load(dy + at, inside, 0).to(tl.float32) * scale
+    stream = tl.load(ds + at, inside, 0).to(tl.float32)
+    mean = tl.sum(m * n, 0) / features
+    tl.store(dx + at, stream + factor * (m - n * mean), inside)
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    s = x
+    if residual is not None:
+        residual = residual.to(x.dtype).contiguous()
+        s = torch.empty_like(x)
+    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    features, block, warps = _sizes(x)
+    with torch.cuda.device(x.device):
+        tensors = (x, residual, weight, y, s, inverse)
+        flags = (kind.casting == "gemma", residual is not None)
+        _forward[(inverse.numel(),)](
+            *tensors, features, eps, kind.offset, *flags, block, num_warps=warps
+        )
+    return y, s, inverse
+
+
+def backward(
+    dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
+) -> Tensor:
+    """Return dx (..., H)."""
+    dx = torch.empty_like(s)
+    features, block, warps = _sizes(s)
+    with torch.cuda.device(s.device):
+        tensors = (dy.contiguous(), ds.contiguous(), s, weight, inverse, dx)
+        _backward[(inverse.numel(),)](*tensors, features, kind.offset, block, num_warps=warps)
+    return dx
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Return the features of a token, the block that holds them, and its warps."""
+    features = x.shape[-1]
+    block = triton.next_power_of_2(features)
+    return features, block, min(32, max(1, block // FEATURES_PER_WARP))
