@@ -33,10 +33,11 @@ IGNORED_ATTRIBUTES = frozenset({"training", "layer_idx", "gradient_checkpointing
 
 
 class Call(NamedTuple):
-    """The arguments of one forward call."""
+    """The arguments of one forward call, and the shape of what the module's own code returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,22 +177,32 @@ def _recording(
     calls: dict[Kind, dict[str, Call]],
     batch: str,
 ) -> Iterator[None]:
-    """Keep the inputs of the first module of each kind that runs."""
+    """Keep the calls of the first module of each kind that runs."""
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         kind = kinds[module]
         if firsts.setdefault(kind, module) is module:
+            call = Call(args, dict(kwargs), shape_of(output))
             # a later call of the same pass would be one of another input
-            calls.setdefault(kind, {}).setdefault(batch, Call(args, dict(kwargs)))
+            calls.setdefault(kind, {}).setdefault(batch, call)
 
     hooks = []
     for module in decoder.modules():
-        hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
+        hooks.append(module.register_forward_hook(record, with_kwargs=True))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def shape_of(output: Any) -> tuple[int, ...]:
+    """Return the shape of a module's output, or of the first tensor of several."""
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    return tuple(output.shape) if isinstance(output, Tensor) else ()
 
 
 @contextlib.contextmanager
