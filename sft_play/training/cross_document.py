@@ -17,6 +17,7 @@ import torch
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
+from sft_play.models.experts import expert_weights
 
 LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
 # The limits are fractions of the change of a document's logits when it does attend to the one
@@ -33,7 +34,9 @@ class CrossDocumentEffect:
     """Largest absolute differences of a document's logits."""
 
     seen: float  # when the tokens of the other document change
-    apart: float  # between packed and by itself
+    # Between packed and by itself. Of a mixture of experts, the median over tokens: rounding sends
+    # some of them to another expert.
+    apart: float
     joined: float  # between continuing the other document and by itself: without any isolation
 
     @property
@@ -96,9 +99,10 @@ def measure_cross_document(
     behind_other = behind_other[begin : begin + length]
     before = before[:length]
     before_other = before_other[:length]
+    rounded = _median if expert_weights(model) else _difference
     return CrossDocumentEffect(
         seen=max(_difference(behind, behind_other), _difference(before, before_other)),
-        apart=max(_difference(behind, by_itself), _difference(before, by_itself)),
+        apart=max(rounded(behind, by_itself), rounded(before, by_itself)),
         joined=_difference(after_first[begin:], by_itself),
     )
 
@@ -113,6 +117,11 @@ def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
 def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
     """Return the largest absolute difference, or NaN where either tensor has one."""
     return (one - two).abs().max().item()
+
+
+def _median(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Return the median over tokens of the largest absolute difference, NaN as above."""
+    return (one - two).abs().amax(-1).median().item()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from sft_play.models.fast.experts.products import ROW_BYTES, ExpertLinear
 from sft_play.models.fast.experts.routing import sort_by_expert, without_sentinels
 from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_training
+from sft_play.models.fast.setup import TrainingSetup, Unsupported
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 MOST_EXPERTS = 1023  # of torch's grouped product on a GPU
@@ -164,13 +164,14 @@ def fused_forward(module: nn.Module, has_values: bool = True) -> MethodType:
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward method of experts: fused in training, its class's own otherwise.
+    """Forward method of experts: fused, or its class's own where adapters are switched off.
 
     Shapes: hidden states (N, H), experts of each token and their weights (N, k), to (N, H).
     """
-    if not is_training(self) or why_experts_not_fusable(self):
-        return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
     x = to_compute_dtype(hidden_states)
+    has_kernels = not x.is_cuda or x.dtype == torch.bfloat16  # generation may not be in 16 bits
+    if not has_kernels or why_experts_not_fusable(self):
+        return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
     wrappers, module = unwrap(self)
     inner, inner_adapter = _split(module, inner_name(module), wrappers)
     down, down_adapter = _split(module, "down_proj", wrappers)
