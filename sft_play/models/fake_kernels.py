@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import masking_utils
 
-from sft_play.models import fake_mixer_kernels, offloading
+from sft_play.models import fake_mixer_kernels, linear_attention, offloading
 from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.experts import function as experts_function
@@ -266,8 +266,8 @@ GPU_KERNELS = (
     Replacement(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_),
     Replacement(offloading.LayerOffloading, "_host_memory", host_memory),
     Replacement(offloading.LayerOffloading, "_copy", lambda self, target, source: None),
-    Replacement(mixer_kernels, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
-    Replacement(gated_norms, "uses_fla", lambda tensor: mixer_kernels.has_fla()),
+    Replacement(mixer_kernels, "uses_fla", linear_attention.will_use_fla),
+    Replacement(gated_norms, "uses_fla", linear_attention.will_use_fla),
     Replacement(mixer_kernels, "fla_convolution", fake_mixer_kernels.fla_convolution),
     Replacement(mixer_kernels, "fla_delta_rule", fake_mixer_kernels.fla_delta_rule),
     Replacement(mixer_kernels, "fla_linear_attention", fake_mixer_kernels.fla_linear_attention),

@@ -25,6 +25,7 @@ from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.packed import dtype_name, log_packed
 from sft_play.process import Process
 
@@ -99,6 +100,7 @@ def load_base(
         bnb.keep_differentiable(model)
         log_packed(model)
     keep_soft_caps(model)
+    bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
     return model

@@ -15,9 +15,9 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.mixers.kernels import uses_fla
 from sft_play.models.fast.norms.rms import epsilon
 from sft_play.models.fast.setup import is_training
+from sft_play.models.linear_attention import uses_fla
 
 GatedNorm = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

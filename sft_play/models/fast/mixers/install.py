@@ -25,15 +25,14 @@ from sft_play.models.fast.mixers.find import (
 )
 from sft_play.models.fast.mixers.forward import Forward, forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
-from sft_play.models.fast.mixers.kernels import has_fla, rebound
+from sft_play.models.fast.mixers.kernels import rebound
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.linear_attention import why_no_fla
 
 logger = logging.getLogger(__name__)
 
 WITHOUT_FLA = (
-    "flash-linear-attention is not installed: transformers computes linear attention and state "
-    "spaces in plain torch, many times slower; "
-    "python -m tools.install add requirements-gpu.txt"
+    "%s: transformers computes linear attention and state spaces in plain torch, many times slower"
 )
 MAX_PASSES = 3  # a module around a mixer may keep a state of its own
 # Largest relative difference, in the Euclidean norm, of outputs and of gradients
@@ -62,8 +61,9 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
     Raises: Unsupported with the module that keeps a state whatever is tried.
     """
     packed = watch_documents(setup.base, setup.decoder)
-    if setup.on_gpu and not has_fla() and likely_mixers(setup.decoder):
-        logger.warning("%s", WITHOUT_FLA)
+    reason = why_no_fla()
+    if setup.on_gpu and reason and likely_mixers(setup.decoder):
+        logger.warning(WITHOUT_FLA, reason)
     use_kernels = setup.config.train.fast_path is not False
     is_measurable = setup.has_values and setup.zero_stage != 3
     if use_kernels and setup.zero_stage != 3:

@@ -10,7 +10,6 @@ H heads, G groups of heads, P features of a head, S of its state.
 """
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sft_play.models.fast.documents import DocumentBatch
+from sft_play.models.linear_attention import uses_fla
 
 Kernel = Callable[..., Any]
 
@@ -31,12 +31,6 @@ MIN_FLA_STATE = 16  # features of a state: the least that a tensor core multipli
 
 # The documents of the call in progress. Not an argument: a mixer's own code passes none on.
 _documents: ContextVar[DocumentBatch | None] = ContextVar("documents", default=None)
-
-
-@functools.cache
-def has_fla() -> bool:
-    """Return whether the package with the GPU kernels for linear attention is installed."""
-    return importlib.util.find_spec("fla") is not None
 
 
 @contextmanager
@@ -61,7 +55,7 @@ def rebound(forward: Callable) -> Callable | None:
         return None
     replaced = dict(function.__globals__)
     for name in known:
-        replaced[name] = KERNELS[name](_for_device(function.__globals__[name]))
+        replaced[name] = KERNELS[name](function.__globals__[name])
     copied = FunctionType(
         function.__code__,
         replaced,
@@ -71,27 +65,6 @@ def rebound(forward: Callable) -> Callable | None:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
-
-
-def _for_device(own: Kernel) -> Kernel:
-    """Return a mixer's function in torch for tensors on a CPU, and as it is for others.
-
-    With flash-linear-attention installed transformers calls its GPU kernels on a CPU too.
-    """
-    in_torch = inspect.unwrap(own)
-
-    @functools.wraps(own)
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        chosen = own if first.is_cuda else in_torch
-        return chosen(*args, **kwargs)
-
-    return kernel
-
-
-def uses_fla(tensor: Tensor) -> bool:
-    """Return whether kernels of flash-linear-attention compute a tensor."""
-    return tensor.is_cuda and has_fla()
 
 
 def _boundaries(batch: DocumentBatch | None) -> dict[str, Tensor]:

@@ -1,0 +1,112 @@
+"""What computes linear attention and state spaces: packages' kernels or a model's own torch code.
+
+When transformers imports a model's code, it binds the functions of flash-linear-attention,
+causal-conv1d and mamba-ssm to the names of its own, wherever those packages are installed. They run
+on a GPU alone, and flash-linear-attention not with every Triton.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+
+# Names by which the code of transformers' models calls these kernels
+FLA_KERNELS = (
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
+OTHER_KERNELS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "mamba2_chunk_scan",
+    "mamba2_selective_state_update",
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_inner_fn",
+    "mamba_selective_scan",
+    "mamba_selective_state_update",
+)
+HOPPER = 9  # major compute capability
+# flash-linear-attention refuses these on Hopper: issue 640 of fla-org/flash-linear-attention
+FIRST_WRONG_TRITON = Version("3.4.0")
+FIRST_RIGHT_TRITON = Version("3.7.1")
+IS_BOUND = "_chooses_by_device"
+
+
+@functools.cache
+def why_no_fla() -> str | None:
+    """Return why this process cannot use flash-linear-attention's kernels; None if it can."""
+    if importlib.util.find_spec("fla") is None:
+        return (
+            "flash-linear-attention is not installed "
+            "(python -m tools.install add requirements-gpu.txt)"
+        )
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
+        return None
+    triton = Version(metadata.version("triton"))
+    if FIRST_WRONG_TRITON <= triton < FIRST_RIGHT_TRITON:
+        return (
+            f"Triton {triton} computes gradients of flash-linear-attention wrongly on this GPU "
+            f"(Triton {FIRST_RIGHT_TRITON}, which torch 2.13 brings, does not)"
+        )
+    return None
+
+
+def uses_fla(tensor: Tensor) -> bool:
+    """Return whether kernels of flash-linear-attention compute a tensor."""
+    return tensor.is_cuda and why_no_fla() is None
+
+
+def will_use_fla(tensor: Tensor) -> bool:
+    """Return what `uses_fla` will on the GPU that a trace is for.
+
+    Without an NVIDIA driver here that GPU is another machine's, where `make install` adds the
+    package.
+    """
+    return not _has_driver() or why_no_fla() is None
+
+
+@functools.cache
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def bind_by_device(model: nn.Module) -> None:
+    """Let the code of a model's modules call kernels of packages on GPUs alone.
+
+    What they call on a CPU, and where `why_no_fla` has a reason, is transformers' torch code.
+    """
+    for module in model.modules():
+        names = vars(sys.modules[type(module).__module__])
+        for name in (*FLA_KERNELS, *OTHER_KERNELS):
+            own = names.get(name)
+            if own is not None and not hasattr(own, IS_BOUND):
+                names[name] = by_device(own, name in FLA_KERNELS)
+
+
+def by_device(own: Callable, is_of_fla: bool) -> Callable:
+    """Return a kernel of a model's code that is its torch code where no package's kernel runs."""
+    in_torch = inspect.unwrap(own)
+
+    @functools.wraps(own)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        runs = uses_fla(first) if is_of_fla else first.is_cuda
+        chosen = own if runs else in_torch
+        return chosen(*args, **kwargs)
+
+    setattr(kernel, IS_BOUND, True)
+    return kernel

@@ -1,0 +1,81 @@
+"""Kernels of packages for linear attention: on GPUs alone, and not where they compute wrongly."""
+
+import functools
+import importlib.util
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from sft_play.models import linear_attention
+from sft_play.models.linear_attention import bind_by_device, why_no_fla, will_use_fla
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, triton: str) -> None:
+    why_no_fla.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(metadata, "version", lambda name: triton)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    yield
+    why_no_fla.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.6.0", "3.7.0"])
+def test_a_triton_that_computes_wrongly_is_not_used(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch, 9, version)
+    assert why_no_fla() == (
+        f"Triton {version} computes gradients of flash-linear-attention wrongly on this GPU "
+        "(Triton 3.7.1, which torch 2.13 brings, does not)"
+    )
+
+
+@pytest.mark.parametrize(("major", "version"), [(9, "3.3.1"), (9, "3.7.1"), (8, "3.6.0")])
+def test_others_are(major: int, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, major, version)
+    assert why_no_fla() is None
+
+
+def test_where_the_package_is_missing_the_reason_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why_no_fla.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "python -m tools.install add requirements-gpu.txt" in why_no_fla()
+
+
+def test_a_plan_for_another_machine_counts_on_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_attention, "why_no_fla", lambda: "not installed")
+    monkeypatch.setattr(linear_attention, "_has_driver", lambda: False)
+    assert will_use_fla(torch.ones(1))
+    monkeypatch.setattr(linear_attention, "_has_driver", lambda: True)
+    assert not will_use_fla(torch.ones(1))
+
+
+def test_on_a_cpu_a_model_runs_its_torch_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3_5").eval()
+    tokens = torch.arange(2, 20)[None]
+    expected = model(tokens).logits
+    code = sys.modules[type(model).__module__]
+    in_torch = code.torch_chunk_gated_delta_rule
+
+    @functools.wraps(in_torch)
+    def triton_kernel(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", triton_kernel)
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        model(tokens)
+    bind_by_device(model)
+    assert torch.equal(model(tokens).logits, expected)
+    bound = code.torch_chunk_gated_delta_rule
+    bind_by_device(model)
+    assert code.torch_chunk_gated_delta_rule is bound
