@@ -1,5 +1,6 @@
 """Fused code that computes something else is caught before it is installed."""
 
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import _unmasked
+from sft_play.models.fast.capture import Call
+from sft_play.models.fast.comparison import Result, Trial, difference, is_rounding
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import install as linear_install
 from sft_play.models.fast.norms import residual
@@ -20,6 +24,7 @@ from sft_play.models.fast.recognise import gated_mlp_of, layer_roles_of, norm_ki
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.process import Process
 
+ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})
 
 
@@ -224,3 +229,71 @@ def test_the_proof_leaves_a_model_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+class Picked(nn.Module):
+    """One matrix for each choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("nh,nhf->nf", x, self.weight[choice[:, 0]])
+
+
+class Routed(nn.Module):
+    """Tokens of which each goes to one matrix; `noise` is that of another way to round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.picked = Picked()
+        self.noise = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        return self.picked(x, (logits + self.noise * logits.flip(0)).topk(1).indices)
+
+
+def test_a_token_that_rounding_sends_to_another_expert_is_no_difference() -> None:
+    torch.manual_seed(0)
+    trial = Trial(
+        Routed(), Call((torch.randn(64, 8),), {}), Process.alone(torch.device("cpu")), False
+    )
+    choices: dict[str, list[torch.Tensor]] = {}
+    own = trial.run(lambda module: module.forward, choices)
+    assert [value.shape for value in choices["picked"]] == [(64, 1)]
+    trial.module.noise = 1.0
+    assert difference(own, trial.run(lambda module: module.forward, choices)) is None
+    assert difference(own, trial.run(lambda module: module.forward, {})) is not None
+
+
+def result_of(output: torch.Tensor, reach: bool = True) -> Result:
+    tensors = {"output": output, "reach of the last token": torch.tensor([reach])}
+    return Result(tensors, torch.bfloat16)
+
+
+def test_fused_code_may_round_as_much_as_its_own() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(64, 8)
+    own, other = torch.randn(2, 64, 8)
+    right = result_of(exact)
+    rounded = result_of(exact + 0.2 * own)
+    assert difference(rounded, result_of(exact + 0.2 * other)) is not None
+    assert is_rounding(rounded, result_of(exact + 0.2 * other), right)
+    assert not is_rounding(rounded, result_of(exact + 0.5 * other), right)
+    assert not is_rounding(rounded, result_of(exact, reach=False), right)
+    assert not is_rounding(right, result_of(exact + 0.2 * other), right)
+
+
+def test_the_model_that_ships_is_fused_in_16_bits() -> None:
+    """Its trained weights are large, and gradients of its queries are a sixth off in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "data" / "tiny_llama", dtype=torch.bfloat16)
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
+    model = peft.get_peft_model(model, adapters).train()
+    process = Process.alone(torch.device("cpu"), torch.bfloat16)
+    kernels = install_fused_kernels(model, CONFIG, process)
+    depth = model.config.num_hidden_layers
+    assert kernels.on["attention"] == depth
+    assert kernels.off == {}

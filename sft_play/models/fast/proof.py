@@ -1,36 +1,32 @@
 """Proof that a fused module computes what its own code computes, before it is installed.
 
 `prove` runs the fused code of a module and its own on the inputs that `capture` has kept, on this
-device and in this dtype, and compares outputs and gradients. One module of each kind is run. It
-leaves weights, gradients, training mode and random generators as they were.
+device and in this dtype, and compares outputs and gradients. One module of each kind is run. Where
+the two differ in 16 bits, the own code in float32 decides whether that is rounding. Weights,
+gradients, training mode and random generators are left as they were.
 
-Legend: B rows, T tokens of a row.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was
+from sft_play.models.fast.comparison import (
+    Choices,
+    Forward,
+    Trial,
+    difference,
+    is_rounding,
+)
 from sft_play.models.fast.mixers.forward import forward_by_document
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.fast.shape_proof import why_not_alike
 
-Forward = Callable[..., Any]
-
-# Largest difference of two rows of features (of a token, of a matrix), over the root mean square
-# of all rows of the own result. Float32: sums in another order. 16 bits: fused code rounds less
-# often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
-# (bfloat16) or 2^-10 (float16); gradients pass through some ten of them.
-TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
 ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible beside the base weight's
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
 
@@ -84,35 +80,63 @@ def _why_not_proved(
     if sample is None:
         return "no token of the proof reached it"
     module = sample.module
-    name = type(module).__name__
+    # where both are called in one way, a token's result does not depend on its document, but it may
+    # depend on its row, of which the packed batch has one
+    mixes_tokens = fused_call is not None
     for batch, call in sample.calls.items():
-        # where both are called in one way, a token's result does not depend on its document,
-        # but it may depend on its row, of which the packed batch has one
-        mixes_tokens = fused_call is not None
         if batch == PACKED and not mixes_tokens and PLAIN in sample.calls:
             continue
         given = fused_call(call, batch) if mixes_tokens else call
         with as_it_was(module, setup.process.device), comparable(module):
             module.train()
-            own = run(module.forward, call, module, setup, mixes_tokens)
-            try:
-                computed = run(fused(module), given, module, setup, mixes_tokens)
-            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-                # recognised by its structure, but called in another way
-                return f"{name} is called in another way ({type(error).__name__}: {error})"
-            where = difference(own, computed)
-            if where is not None and mixes_tokens and batch == PACKED:
-                # its own code sees across documents where the model gives it no mask of them
-                alone = _by_document(module, setup)
-                where = difference(run(alone, call, module, setup, mixes_tokens), computed)
+            trial = Trial(module, call, setup.process, mixes_tokens)
+            # its own code may see across documents, where the model gives it no mask of them
+            lengths = _document_lengths(setup) if mixes_tokens and batch == PACKED else None
+            where = _where_different(trial, fused, given, lengths)
         if where is not None:
-            return f"{name} computes something else ({where})"
+            return f"{type(module).__name__} {where}"
     return None
 
 
-def _by_document(module: nn.Module, setup: TrainingSetup) -> Forward:
-    """Return the own code of a module, run on each document of the packed batch alone."""
-    lengths = setup.proof_inputs.documents.boundaries.diff().tolist()
+def _where_different(
+    trial: Trial,
+    fused: Callable[[nn.Module], Forward],
+    given: Call,
+    documents: Sequence[int] | None,
+) -> str | None:
+    """Return where a module's fused code differs from its own, in words.
+
+    Its own code may also be run on each of `documents` alone, which are lengths.
+    """
+    choices: Choices = {}
+    own_code = _own_code
+    own = trial.run(own_code, choices)
+    try:
+        computed = trial.run(fused, choices, given)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        # recognised by its structure, but called in another way
+        return f"is called in another way ({type(error).__name__}: {error})"
+    where = difference(own, computed)
+    if where is not None and documents is not None:
+        own_code = functools.partial(_by_document, lengths=documents)
+        choices = {}
+        own = trial.run(own_code, choices)
+        where = difference(own, computed)
+    if where is None:
+        return None
+    if own.dtype.itemsize == 2:
+        exact = trial.run_in_float32(own_code, choices)
+        if exact is not None and is_rounding(own, computed, exact):
+            return None
+    return f"computes something else ({where})"
+
+
+def _own_code(module: nn.Module) -> Forward:
+    return module.forward
+
+
+def _by_document(module: nn.Module, lengths: Sequence[int]) -> Forward:
+    """Return the own code of a module, run on each document of one row alone."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return forward_by_document(module, lengths, args, kwargs)
@@ -120,99 +144,8 @@ def _by_document(module: nn.Module, setup: TrainingSetup) -> Forward:
     return forward
 
 
-class Result(NamedTuple):
-    """What one run of a module computed, by name: its output and gradients."""
-
-    tensors: dict[str, Tensor | None]
-    dtype: torch.dtype  # the coarsest of output and input: what the differences are judged by
-
-
-def run(
-    forward: Forward, call: Call, module: nn.Module, setup: TrainingSetup, mixes_tokens: bool
-) -> Result:
-    """Return output and gradients of a forward call, for one random gradient of its output.
-
-    The gradients are those of the input and of the trained parameters. Where a module mixes tokens,
-    those of the input for the last token of each row alone tell which tokens reach it: where they
-    are zero, to the bit, in any dtype.
-    """
-    call, inputs = _with_gradients(call)
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), setup.process.autocast():
-        output = _first_tensor(forward(*call.args, **call.kwargs))
-    generator = torch.Generator().manual_seed(SEED)
-    weights = torch.randn(output.shape, generator=generator).to(output)
-    tensors: dict[str, Tensor | None] = {"output": output.detach()}
-    if mixes_tokens:
-        last = torch.zeros_like(weights)
-        last[:, -1] = weights[:, -1]
-        (of_last,) = torch.autograd.grad(output, inputs[:1], last, retain_graph=True)
-        tensors["reach of the last token"] = of_last.ne(0).any(-1)
-    sources = (*inputs, *trained.values())
-    # kernels may overwrite the gradient of the output, so nothing reads it after this pass
-    gradients = torch.autograd.grad(output, sources, weights, allow_unused=True)
-    names = [f"input {number}" for number in range(len(inputs))]
-    for name, gradient in zip([*names, *trained], gradients, strict=True):
-        tensors[f"gradient of {name}"] = gradient
-    dtypes = (output.dtype, inputs[0].dtype, setup.process.compute_dtype)
-    return Result(tensors, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
-
-
-def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:
-    """Return a call whose inputs are copies that require a gradient, and those inputs.
-
-    They are the floating-point tensors among its positional arguments, or else the first one that
-    is passed by keyword.
-    """
-    args = [_leaf(value) for value in call.args]
-    leaves = [value for value in args if _is_floating(value)]
-    kwargs = dict(call.kwargs)
-    for name, value in kwargs.items():
-        if not leaves and _is_floating(value):
-            kwargs[name] = _leaf(value)
-            leaves.append(kwargs[name])
-    return Call(tuple(args), kwargs), leaves
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().clone().requires_grad_() if _is_floating(value) else value
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _first_tensor(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
-
-
-def difference(own: Result, fused: Result) -> str | None:
-    """Return the first tensor of two results that differs by more than the tolerance, in words."""
-    tolerance = TOLERANCES[own.dtype]
-    for name, expected in own.tensors.items():
-        computed = fused.tensors[name]
-        if expected is None and computed is None:
-            continue
-        if expected is None or computed is None or expected.shape != computed.shape:
-            return f"{name} is there in one and not in the other"
-        if expected.dtype == torch.bool:
-            if not torch.equal(expected, computed):
-                return name
-            continue
-        error = relative_error(expected, computed)
-        if not error <= tolerance:
-            return f"{name} by {error:.1e} of its size, {tolerance:.0e} is allowed"
-    return None
-
-
-def relative_error(expected: Tensor, computed: Tensor) -> float:
-    """Return the largest difference of two rows of features, over the root mean square of rows."""
-    wide = expected.double().reshape(-1, expected.shape[-1])
-    differences = (computed.double().reshape(wide.shape) - wide).norm(dim=-1)
-    size = wide.norm(dim=-1).square().mean().sqrt()
-    if size == 0:
-        return float(differences.max())
-    return float(differences.max() / size)
+def _document_lengths(setup: TrainingSetup) -> list[int]:
+    return setup.proof_inputs.documents.boundaries.diff().tolist()
 
 
 @contextlib.contextmanager
