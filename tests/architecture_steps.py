@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels, uses_varlen_attention
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
+from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
 from sft_play.process import Process
 from sft_play.training.trainer import (
@@ -129,6 +131,7 @@ def adapted(model: PreTrainedModel, config: Config) -> PreTrainedModel | PeftMod
 def fused(model: nn.Module, config: Config) -> nn.Module:
     """Return a copy of the model with all fused kernels that prove themselves."""
     made = copy.deepcopy(model)
+    keep_soft_caps(base_model_of(made))  # as where it is loaded
     install_fused_kernels(made, config, Process.alone(CPU))
     return made
 

@@ -17,6 +17,7 @@ from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.expert_quantization import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
+from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.load import weight_dtype
 from sft_play.plan.model_shape import known_config
@@ -45,6 +46,7 @@ def build_on_meta(
             **options,
         )
     bind_by_device(model)
+    keep_soft_caps(model)
     if config.tuning.mode == "qlora":
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage))
     if config.tuning.mode != "full":

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.fast.attention.install import install_attention
-from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.install import (
     install_linears,
@@ -56,7 +55,6 @@ def install_fused_kernels(
     Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
     setup = TrainingSetup(model, config, process, zero_stage)
-    keep_soft_caps(setup.base)
     kernels = _with_mixers(setup, _install(setup))
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
