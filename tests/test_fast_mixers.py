@@ -17,6 +17,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.attention.masks import UNMASKED
+from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.documents import DocumentBatch, Documents
 from sft_play.models.fast.mixers import forward as mixers
 from sft_play.models.fast.mixers import install as mixer_install
@@ -155,7 +156,8 @@ def test_where_nothing_can_be_measured_the_same_mixers_look_likely(model_type: s
 def test_a_model_of_attention_alone_has_no_mixer() -> None:
     model = tiny_model("llama")
     install(model)
-    assert find_mixers(model.get_decoder()) == []
+    decoder = model.get_decoder()
+    assert find_mixers(decoder, kinds_of(decoder, model.config)) == []
     assert model.training, "the search leaves the model as it was"
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sft_play.models.fast.capture import Kind
 from sft_play.models.fast.mixers.kernels import rebound
 
 LENGTHS = (19, 1, 3, 23)  # of the documents, some shorter than a convolution is wide
@@ -50,15 +51,20 @@ def packed_batch(device: torch.device, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def find_mixers(decoder: nn.Module) -> list[ModuleCall]:
+def find_mixers(decoder: nn.Module, kinds: dict[nn.Module, Kind]) -> list[ModuleCall]:
     """Return one call of each kind of module that keeps a state across documents.
 
-    The decoder is in evaluation mode: dropout would look like a leak.
+    `kinds` are those of `capture.kinds_of`. The decoder is in evaluation mode: dropout would look
+    like a leak.
     """
-    calls = _calls_of_each_kind(decoder)
-    leaking = [call for call in calls if leaks(call)]
-    kinds = {kind_of(call.module) for call in leaking}
-    return [call for call in leaking if not _contains(call.module, kinds)]
+    leaking = [call for call in _calls_of_each_kind(decoder, kinds) if leaks(call)]
+    leaking_kinds = {kinds[call.module] for call in leaking}
+    innermost: list[ModuleCall] = []
+    for call in leaking:
+        inner = {kinds[child] for child in call.module.modules() if child is not call.module}
+        if not inner & leaking_kinds:
+            innermost.append(call)
+    return innermost
 
 
 def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
@@ -72,12 +78,6 @@ def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
         if has_convolution or rebound(type(module).forward) is not None:
             found.append(module)
     return found
-
-
-def kind_of(module: nn.Module) -> tuple:
-    """Return what modules that compute alike have in common: class and shapes of weights."""
-    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-    return type(module), shapes
 
 
 @torch.no_grad()
@@ -124,13 +124,13 @@ def tokens_of(output: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def _calls_of_each_kind(decoder: nn.Module) -> list[ModuleCall]:
+def _calls_of_each_kind(decoder: nn.Module, kinds: dict[nn.Module, Kind]) -> list[ModuleCall]:
     """Run a decoder in evaluation mode on packed documents; return a call of each kind."""
-    calls: dict[tuple, ModuleCall] = {}
+    calls: dict[Kind, ModuleCall] = {}
 
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if any(is_hidden(value) for value in (*args, *kwargs.values())):
-            calls.setdefault(kind_of(module), ModuleCall(module, args, kwargs))
+            calls.setdefault(kinds[module], ModuleCall(module, args, kwargs))
 
     modules = [module for module in decoder.modules() if module is not decoder]
     handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
@@ -141,8 +141,3 @@ def _calls_of_each_kind(decoder: nn.Module) -> list[ModuleCall]:
         for handle in handles:
             handle.remove()
     return list(calls.values())
-
-
-def _contains(module: nn.Module, kinds: set[tuple]) -> bool:
-    """Return whether a module within `module` is of one of these kinds."""
-    return any(kind_of(child) in kinds for child in module.modules() if child is not module)

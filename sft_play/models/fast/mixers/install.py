@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.capture import as_it_was
+from sft_play.models.fast.capture import as_it_was, kinds_of
 from sft_play.models.fast.documents import PackedDocuments, watch_documents
 from sft_play.models.fast.mixers.find import (
     ModuleCall,
     find_mixers,
     is_hidden,
-    kind_of,
     leaks,
     likely_mixers,
     tokens_of,
@@ -74,26 +73,28 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
         return _counted(setup.decoder)
     with as_it_was(setup.decoder, setup.process.device), setup.process.autocast():
         setup.decoder.eval()
-        _install_what_leaks(setup.decoder, packed, use_kernels)
+        _install_what_leaks(setup, packed, use_kernels)
     return _counted(setup.decoder)
 
 
-def _install_what_leaks(decoder: nn.Module, packed: PackedDocuments, use_kernels: bool) -> None:
+def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
     """Reset mixers from the innermost outwards, until no module leaks."""
+    kinds = kinds_of(setup.decoder, setup.base.config.get_text_config())
     for _ in range(MAX_PASSES):
-        found = find_mixers(decoder)
+        found = find_mixers(setup.decoder, kinds)
         if not found:
             return
         for call in found:
-            _install_kind(decoder, call, packed, use_kernels)
+            alike = [module for module in kinds if kinds[module] == kinds[call.module]]
+            _install_kind(alike, call, packed, use_kernels)
     name = type(found[0].module).__name__
     raise Unsupported(f"{name} keeps a state across documents")
 
 
 def _install_kind(
-    decoder: nn.Module, call: ModuleCall, packed: PackedDocuments, use_kernels: bool
+    alike: list[nn.Module], call: ModuleCall, packed: PackedDocuments, use_kernels: bool
 ) -> None:
-    """Install the mixers that compute as the one of a call does."""
+    """Install mixers of one kind, by what the one of a call does."""
     name = type(call.module).__name__
     is_fast = use_kernels and rebound(type(call.module).forward) is not None
     if is_fast:
@@ -105,10 +106,8 @@ def _install_kind(
                 name,
                 difference,
             )
-    kind = kind_of(call.module)
-    for module in decoder.modules():
-        if kind_of(module) == kind:
-            install_mixer(module, packed, is_fast)
+    for module in alike:
+        install_mixer(module, packed, is_fast)
     try:
         does_leak = leaks(call)
     except RuntimeError as error:
