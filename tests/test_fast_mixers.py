@@ -20,11 +20,13 @@ from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.documents import DocumentBatch, Documents
 from sft_play.models.fast.mixers import forward as mixers
+from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.mixers.find import LENGTHS, find_mixers, likely_mixers
 from sft_play.models.fast.mixers.install import install_mixers
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.norms.rms import epsilon
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
 from sft_play.process import Process
 
 # A gated delta rule, a short convolution, Mamba 2 and Mamba
@@ -119,6 +121,62 @@ def test_mixers_without_known_kernels_run_document_by_document() -> None:
     assert install(model, use_kernels=False).by_document == 1
     found = gap(alone, packed_step(model, brings_lengths=True))
     assert found.is_rounding, found
+
+
+def _normed(norm: nn.Module, x: Tensor, groups: int = 1) -> Tensor:
+    grouped = x.unflatten(-1, (groups, -1))
+    inverse = (grouped.square().mean(-1, keepdim=True) + epsilon(norm)).rsqrt()
+    return norm.weight * (grouped * inverse).flatten(-2)
+
+
+def _silu_then_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
+    group = getattr(norm, "group_size", None) or x.shape[-1]
+    return _normed(norm, x * functional.silu(gate), x.shape[-1] // group)
+
+
+GATED_NORMS = {
+    "norm_then_silu": lambda norm, x, gate: _normed(norm, x) * functional.silu(gate),
+    "norm_then_sigmoid": lambda norm, x, gate: _normed(norm, x) * gate.sigmoid(),
+    "silu_then_norm": _silu_then_norm,
+}
+
+
+@pytest.fixture
+def norm_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the formulas of gated norms stand for their kernels, which need a GPU."""
+    monkeypatch.setattr(gated_norms, "uses_fla", lambda tensor: True)
+    for name, formula in GATED_NORMS.items():
+        monkeypatch.setattr(gated_norms, name, formula)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernel"),
+    [
+        ("qwen3_5", "norm_then_silu"),
+        ("bamba", "silu_then_norm"),
+        ("nemotron_h", "silu_then_norm"),
+    ],
+)
+def test_a_gated_norm_gets_the_kernel_that_computes_it(
+    model_type: str, kernel: str, norm_formulas: None
+) -> None:
+    model = lora_model(model_type)
+    alone = step_alone(model)
+    install(model)
+    fused = [module for module in model.modules() if "gated_norm" in vars(module)]
+    assert {module.gated_norm for module in fused} == {GATED_NORMS[kernel]}
+    assert all(is_fused(module, gated_norms.gated_norm_forward) for module in fused)
+    assert gap(alone, packed_step(model)).is_rounding
+
+
+def test_a_gated_norm_that_no_kernel_computes_keeps_its_code(
+    norm_formulas: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_norms, "norm_then_silu", GATED_NORMS["silu_then_norm"])
+    model = lora_model("qwen3_5")
+    install(model)
+    norms = gated_norms.gated_norms(model.get_base_model().get_decoder())
+    assert norms and not any("forward" in vars(module) for module in norms)
 
 
 @pytest.mark.parametrize("forgotten", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])

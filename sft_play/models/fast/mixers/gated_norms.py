@@ -2,27 +2,25 @@
 
     y = w x / rms(x) * act(z)    or    y = w u / rms(u),  u = x * silu(z)
 
-where rms is that of all features or of groups of them. Which one a module computes is tried: a
-kernel is used where its result and its gradients are those of the module's own code.
+where rms is that of all features or of groups of them. Which one a module computes is proved on its
+real inputs, kernel by kernel.
 
 Legend: N rows of D features.
 """
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 
-import torch
 from torch import Tensor, nn
 
 from sft_play.models.fast.norms.rms import epsilon
-from sft_play.models.fast.setup import is_training
+from sft_play.models.fast.proof import prove
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_training
 from sft_play.models.linear_attention import uses_fla
 
 GatedNorm = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-ROWS = 64  # of the proof
-MAX_DIFFERENCE = 2e-2  # relative, in the Euclidean norm: bfloat16 rounds to 4e-3
 
 
 def norm_then_silu(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
@@ -49,9 +47,6 @@ def silu_then_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     return rmsnorm_fn(x, norm.weight, None, z=gate, eps=epsilon(norm), **options)
 
 
-CANDIDATES: tuple[GatedNorm, ...] = (norm_then_silu, norm_then_sigmoid, silu_then_norm)
-
-
 def gated_norms(decoder: nn.Module) -> list[nn.Module]:
     """Return the modules with one vector of weights whose forward method takes a gate too."""
     found: list[nn.Module] = []
@@ -63,23 +58,23 @@ def gated_norms(decoder: nn.Module) -> list[nn.Module]:
     return found
 
 
-def install_gated_norms(decoder: nn.Module, is_proven: bool) -> int:
-    """Fuse the gated norms of a decoder in training; return how many.
+def install_gated_norms(setup: TrainingSetup) -> None:
+    """Fuse the gated norms of a decoder in training, each with the kernel that computes it."""
+    waiting = [module for module in gated_norms(setup.decoder) if uses_fla(module.weight)]
+    for kernel in (norm_then_silu, norm_then_sigmoid, silu_then_norm):
+        try:
+            agreed = prove(waiting, partial(_forward_with, kernel), setup)
+        except Unsupported:
+            continue
+        for module in agreed:
+            module.forward = _forward_with(kernel, module)
+        waiting = [module for module in waiting if module not in agreed]
+    setup.left_out.clear()  # norms that another kernel computes, or none
 
-    Without `is_proven`, as where weights have no values, the first kernel is taken.
-    """
-    modules = [module for module in gated_norms(decoder) if uses_fla(module.weight)]
-    chosen: dict[tuple, GatedNorm | None] = {}
-    count = 0
-    for module in modules:
-        kind = (type(module), module.weight.shape, module.weight.dtype)
-        if kind not in chosen:
-            chosen[kind] = fitting_kernel(module) if is_proven else norm_then_silu
-        if chosen[kind] is not None:
-            module.gated_norm = chosen[kind]
-            module.forward = MethodType(gated_norm_forward, module)
-            count += 1
-    return count
+
+def _forward_with(kernel: GatedNorm, module: nn.Module) -> Callable[..., Tensor]:
+    module.gated_norm = kernel
+    return MethodType(gated_norm_forward, module)
 
 
 def gated_norm_forward(
@@ -89,33 +84,3 @@ def gated_norm_forward(
     if gate is None or not is_training(self):
         return type(self).forward(self, hidden_states, gate)
     return self.gated_norm(self, hidden_states, gate)
-
-
-def fitting_kernel(module: nn.Module) -> GatedNorm | None:
-    """Return the kernel with the result and gradients of a norm's own code, None if none has."""
-    generator = torch.Generator(module.weight.device).manual_seed(0)
-    options = {"dtype": module.weight.dtype, "device": module.weight.device}
-    shape = (ROWS, len(module.weight))
-    x = torch.randn(shape, generator=generator, **options)
-    gate = torch.randn(shape, generator=generator, **options)
-    expected = _result(type(module).forward, module, x, gate)
-    for candidate in CANDIDATES:
-        found = _result(candidate, module, x, gate)
-        differences = [
-            (one.float() - two.float()).norm() / two.float().norm()
-            for one, two in zip(found, expected, strict=True)
-        ]
-        if max(differences) <= MAX_DIFFERENCE:
-            return candidate
-    return None
-
-
-def _result(norm: Callable, module: nn.Module, x: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-    """Return the output and the gradients of x, gate and the weight."""
-    with torch.enable_grad():
-        inputs = [x.clone().requires_grad_(), gate.clone().requires_grad_()]
-        output = norm(module, *inputs)
-        if module.weight.requires_grad:
-            inputs.append(module.weight)
-        gradients = torch.autograd.grad(output.float().square().sum(), inputs)
-    return (output.detach(), *gradients)

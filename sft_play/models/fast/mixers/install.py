@@ -66,7 +66,7 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
     use_kernels = setup.config.train.fast_path is not False
     is_measurable = setup.has_values and setup.zero_stage != 3
     if use_kernels and setup.zero_stage != 3:
-        install_gated_norms(setup.decoder, is_proven=is_measurable)
+        install_gated_norms(setup)
     if not is_measurable:
         for module in likely_mixers(setup.decoder):
             install_mixer(module, packed, use_kernels)
