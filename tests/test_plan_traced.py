@@ -22,7 +22,7 @@ from sft_play.plan.devices import parse
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.speed_words import speed_words
-from sft_play.plan.traced import SIZES, Growth, TracedStep
+from sft_play.plan.traced import SIZES, Growth, Trace, TracedStep
 from sft_play.process import Process
 
 LAYERS = EXAMPLE.step.model.layers
@@ -46,7 +46,7 @@ def point(rows: int, tokens: int, is_checkpointed: bool, kept: int) -> dict[str,
 def traced_step(kept: int = 1000) -> TracedStep:
     points = [point(*size, False, kept) for size in SIZES]
     points += [point(*size, True, kept // 10) for size in SIZES]
-    return TracedStep.of({"points": points, "on": [], "off": {}})
+    return TracedStep.of(Trace.from_json({"points": points, "on": [], "off": {}}))
 
 
 # By hand

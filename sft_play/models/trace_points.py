@@ -23,12 +23,12 @@ from sft_play.models.fake_model import build_on_meta, materialize
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.step_meter import StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.plan.traced import SIZES, TracedPoint
+from sft_play.plan.traced import SIZES, Trace, TracedPoint
 from sft_play.process import Process
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return {"answer": points and fused parts}, or {"refused": why the model cannot be traced}."""
+    """Return {"answer": the trace}, or {"refused": why the model cannot be traced}."""
     try:
         setup = StepSetup(
             config=Config.model_validate(request["settings"]),
@@ -37,12 +37,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             zero_stage=request["zero_stage"],
             accumulates=True,
         )
-        return {"answer": trace_points(setup)}
+        return {"answer": asdict(trace_points(setup))}
     except UNBUILDABLE as error:
         return {"refused": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def trace_points(setup: StepSetup) -> dict[str, Any]:
+def trace_points(setup: StepSetup) -> Trace:
     """Return the bytes of steps of all SIZES, with no layer checkpointed and with all of them.
 
     A deep model is cut to few layers, twice, as each period of layers adds equal bytes.
@@ -63,11 +63,7 @@ def trace_points(setup: StepSetup) -> dict[str, Any]:
             cut_layers(model, fewer)
             of_fewer = measured_points(model, setup)
             points = _extrapolated(points, of_fewer, (depth - cuts[0]) / (cuts[0] - fewer))
-    return {
-        "points": [asdict(point) for point in points],
-        "on": list(kernels.on),
-        "off": dict(kernels.off),
-    }
+    return Trace(tuple(points), tuple(kernels.on), kernels.off)
 
 
 def layer_signatures(model: PreTrainedModel) -> list[Any]:

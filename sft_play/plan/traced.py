@@ -34,6 +34,21 @@ class TracedPoint:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What `models.trace_points` found: a point of each size, plain and checkpointed."""
+
+    points: tuple[TracedPoint, ...]
+    on: tuple[str, ...]  # fused parts
+    off: Mapping[str, str]  # why others are not
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Self:
+        """Return a trace from its fields as plain data."""
+        points = tuple(TracedPoint(**point) for point in facts["points"])
+        return cls(points, tuple(facts["on"]), facts["off"])
+
+
+@dataclass(frozen=True)
 class Growth:
     """Bytes of a micro-batch: fixed + R (by_token T + by_pair T^2).
 
@@ -85,18 +100,17 @@ class TracedStep:
     off: Mapping[str, str] = field(default_factory=dict)  # why others are not
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the growth through the points of an answer of `models.trace_points`."""
-        points = [TracedPoint(**point) for point in facts["points"]]
-        plain = [point for point in points if not point.is_checkpointed]
-        checkpointed = [point for point in points if point.is_checkpointed]
+    def of(cls, trace: Trace) -> Self:
+        """Return the growth through the points of a trace."""
+        plain = [point for point in trace.points if not point.is_checkpointed]
+        checkpointed = [point for point in trace.points if point.is_checkpointed]
         return cls(
             plain=_layers_growth(plain),
             checkpointed=_layers_growth(checkpointed),
             logits=_growth(plain, "logits"),
             logits_kept=_growth(plain, "logits_kept"),
-            on=tuple(facts["on"]),
-            off=facts["off"],
+            on=trace.on,
+            off=trace.off,
         )
 
     @property

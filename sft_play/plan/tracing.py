@@ -9,7 +9,7 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan import counting
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, known_config, load_model_config
-from sft_play.plan.traced import TracedStep
+from sft_play.plan.traced import Trace, TracedStep
 from sft_play.runs.cache import cache_folder
 
 TRACER = "sft_play.models.trace_points"
@@ -59,7 +59,8 @@ class Tracer:
         told = (
             f"tracing a {config.tuning.mode} step of {config.model.name} without its weights, once"
         )
-        return TracedStep.of(counting.answer(TRACER, request, told, self.folder, self.environ))
+        facts = counting.answer(TRACER, request, told, self.folder, self.environ)
+        return TracedStep.of(Trace.from_json(facts))
 
 
 def _settings(config: Config, device: Device) -> dict[str, Any]:

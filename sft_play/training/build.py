@@ -1,7 +1,5 @@
 """Build a run's trainer, collator and evaluator from its config and plan."""
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
@@ -15,6 +13,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.fast.install import has_mixers, uses_varlen_attention
 from sft_play.plan.packing import needs_boundaries
+from sft_play.runs.stamp import Stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
 from sft_play.training.router_loss import router_loss_of
@@ -27,7 +26,7 @@ def build_trainer(
     tokenizer: PreTrainedTokenizerBase,
     data: RunData,
     model: torch.nn.Module,
-    run_stamp: dict[str, Any],
+    run_stamp: Stamp,
 ) -> SftTrainer:
     """Return the trainer of a run. The order of its rows does not depend on the world size."""
     config = context.config

@@ -76,7 +76,7 @@ class SftTrainer(Trainer):
         evaluator: Evaluator,
         speed: EvalSpeedCallback,
         throughput: Throughput,
-        stamp: dict[str, Any],
+        stamp: stamp.Stamp,
         memory: MemoryMeter | None = None,
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
