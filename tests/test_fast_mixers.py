@@ -16,10 +16,10 @@ from torch.nn import functional
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.models.fast import by_document
 from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.documents import DocumentBatch, Documents
-from sft_play.models.fast.mixers import forward as mixers
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
@@ -276,5 +276,5 @@ def test_groups_hold_every_token_once() -> None:
 
 def test_outputs_that_are_no_tokens_are_dropped() -> None:
     tokens = torch.ones(1, 2, 4)
-    joined = mixers._join([(tokens, torch.ones(1, 8)), (tokens, torch.ones(1, 8))], [2, 2])
+    joined = by_document._join([(tokens, torch.ones(1, 8)), (tokens, torch.ones(1, 8))], [2, 2])
     assert joined[0].shape == (1, 4, 4) and joined[1] is None

@@ -26,6 +26,14 @@ class Documents(NamedTuple):
     longest: int  # tokens of the longest document
 
 
+def named_documents(kwargs: dict[str, Any]) -> Documents | None:
+    """Return the documents that a batch names by transformers' keywords, None if it names none."""
+    boundaries = kwargs.get("cu_seq_lens_q")
+    if boundaries is None:
+        return None
+    return Documents(boundaries, kwargs["max_length_q"])
+
+
 class Groups(NamedTuple):
     """Documents of similar length as rows of one batch each."""
 
@@ -139,11 +147,8 @@ class PackedDocuments:
             return args, kwargs
         passed_on = dict(kwargs)
         lengths = passed_on.pop("document_lengths", None)
-        boundaries = passed_on.get("cu_seq_lens_q")
-        self.batch = None
-        if boundaries is not None:
-            documents = Documents(boundaries, passed_on.get("max_length_q", 0))
-            self.batch = DocumentBatch(documents, lengths)
+        documents = named_documents(passed_on)
+        self.batch = None if documents is None else DocumentBatch(documents, lengths)
         return args, passed_on
 
 

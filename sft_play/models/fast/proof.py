@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sft_play.models.fast.by_document import forward_by_document
 from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was
 from sft_play.models.fast.comparison import (
     Choices,
@@ -23,7 +24,6 @@ from sft_play.models.fast.comparison import (
     difference,
     is_rounding,
 )
-from sft_play.models.fast.mixers.forward import forward_by_document
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.fast.shape_proof import why_not_alike
 

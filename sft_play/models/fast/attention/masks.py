@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.documents import Documents, named_documents
 from sft_play.models.fast.setup import is_training
 
 # transformers passes a mask with four dimensions through; no other attention accepts these shapes
@@ -29,12 +29,13 @@ def remove_mask(
     Those are batches with document boundaries, and training batches of unpacked rows, whose padding
     is on the right.
     """
-    is_packed = kwargs.get("cu_seq_lens_q") is not None
+    documents = named_documents(kwargs)
+    is_packed = documents is not None
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
     if kwargs.get("past_key_values") is not None or not (is_packed or is_plain_step):
         return None
-    mask = unmasked(_named_documents(kwargs))
+    mask = unmasked(documents)
     return args, {**kwargs, "attention_mask": mask, "use_cache": False}
 
 
@@ -62,14 +63,7 @@ def documents_of(mask: Tensor, kwargs: dict[str, Any]) -> Documents | None:
     """
     documents = getattr(mask, "documents", None)
     if documents is None:
-        documents = _named_documents(kwargs)
+        documents = named_documents(kwargs)
     if documents is None and mask.shape == PACKED_SHAPE:
         raise ValueError("a layer has copied its mask, which told where documents begin")
     return documents
-
-
-def _named_documents(kwargs: dict[str, Any]) -> Documents | None:
-    boundaries = kwargs.get("cu_seq_lens_q")
-    if boundaries is None:
-        return None
-    return Documents(boundaries, kwargs["max_length_q"])

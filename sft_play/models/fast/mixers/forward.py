@@ -1,11 +1,11 @@
 """Token mixers that keep a state: convolutions, linear attention, state spaces, packed exactly.
 
 Such a mixer reads the tokens before its own through a state, which must be empty where a document
-of a packed batch begins. `forward_by_document` runs the mixer's own code on each document: exact
-for any mixer, and the reference. Mixers that call known kernels run once over all documents, with
-those of `kernels`, after a proof that both are the same.
+of a packed batch begins. `forward_by_document` runs the mixer's own code on each document, which is
+exact for any mixer. Mixers that call known kernels run once over all documents, with those of
+`kernels`, after a proof that both are the same.
 
-Legend: B rows, T tokens of a row, N documents.
+Legend: B rows, T tokens of a row.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from sft_play.models.fast.attention.masks import is_unmasked
+from sft_play.models.fast.by_document import first_tensor, forward_by_document, unflatten
 from sft_play.models.fast.documents import PackedDocuments
 from sft_play.models.fast.mixers.kernels import documents_of_call, rebound
 from sft_play.models.fast.setup import is_training
@@ -89,34 +89,7 @@ def forward_packed(
     flat_kwargs = {name: _flatten(value, rows, tokens) for name, value in kwargs.items()}
     with documents_of_call(packed.batch):
         output = fast(module, *flat_args, **flat_kwargs)
-    return _unflatten(output, rows, tokens)
-
-
-def forward_by_document(
-    module: nn.Module, lengths: list[int], args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """Run a mixer's own forward method on each document, and join what it returns.
-
-    Exact for any mixer, and the reference for `forward_packed` in one call. A document's part of a
-    tensor of tokens is (1, its tokens, ...), of a mask (1, heads, its tokens, its tokens).
-    """
-    rows, tokens = first_tensor(args, kwargs).shape[:2]
-    outputs: list[Any] = []
-    begin = 0  # in the flattened rows
-    for length in lengths:
-        row, first = divmod(begin, tokens)
-        part = slice(first, first + length)
-        part_args = tuple(_part(value, row, part, tokens) for value in args)
-        part_kwargs = {name: _part(value, row, part, tokens) for name, value in kwargs.items()}
-        outputs.append(type(module).forward(module, *part_args, **part_kwargs))
-        begin += length
-    return _unflatten(_join(outputs, lengths), rows, tokens)
-
-
-def first_tensor(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states of a call: its first tensor."""
-    values = (*args, *kwargs.values())
-    return next(value for value in values if isinstance(value, Tensor))
+    return unflatten(output, rows, tokens)
 
 
 def _mask(value: Any) -> Any:
@@ -128,18 +101,6 @@ def _has_cache(args: tuple, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
 
 
-def _part(value: Any, row: int, part: slice, tokens: int) -> Any:
-    """Return what one document of a row needs of an argument for all of them."""
-    if isinstance(value, tuple):
-        return tuple(_part(element, row, part, tokens) for element in value)
-    if not isinstance(value, Tensor) or value.dim() < 2:
-        return value
-    own_row = value[:1] if len(value) == 1 else value[row : row + 1]
-    if value.dim() == 4 and value.shape[-2:] == (tokens, tokens):  # a mask
-        return own_row[..., part, part]
-    return own_row[:, part] if value.shape[1] == tokens else value
-
-
 def _flatten(value: Any, rows: int, tokens: int) -> Any:
     """Return tensors (B or 1, T, ...) as (1, B * T, ...), and anything else as it is."""
     if isinstance(value, tuple):
@@ -147,25 +108,3 @@ def _flatten(value: Any, rows: int, tokens: int) -> Any:
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
         return value
     return value.expand(rows, *value.shape[1:]).reshape(1, rows * tokens, *value.shape[2:])
-
-
-def _unflatten(value: Any, rows: int, tokens: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_unflatten(element, rows, tokens) for element in value)
-    if not _has_tokens(value, rows * tokens):
-        return value
-    return value.view(rows, tokens, *value.shape[2:])
-
-
-def _has_tokens(value: Any, tokens: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == (1, tokens)
-
-
-def _join(outputs: list[Any], lengths: list[int]) -> Any:
-    """Return the outputs of all documents as one: tensors of tokens joined, states dropped."""
-    first = outputs[0]
-    if isinstance(first, tuple):
-        return tuple(_join(list(elements), lengths) for elements in zip(*outputs, strict=True))
-    if not _has_tokens(first, lengths[0]):
-        return None
-    return torch.cat(outputs, dim=1)
