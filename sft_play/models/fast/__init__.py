@@ -10,5 +10,6 @@ All rooms use what lies beside them:
     recognise    what a module computes, found from its structure
     capture      real inputs of the modules
     proof        the fused module against its own code on those inputs; shape_proof in a trace
+    comparison   what one run of a module computes, and whether two runs agree
     documents    where the documents of a packed batch begin; by_document runs them one by one
 """
