@@ -288,7 +288,7 @@ def test_fused_code_may_round_as_much_as_its_own() -> None:
 
 
 def test_the_model_that_ships_is_fused_in_16_bits() -> None:
-    """Its trained weights are large, and gradients of its queries are a sixth off in bfloat16."""
+    """Weights that were trained round more than random ones."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "data" / "tiny_llama", dtype=torch.bfloat16)
     adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
     model = peft.get_peft_model(model, adapters).train()
