@@ -34,7 +34,7 @@ def make_command(
         "TUNING_LORA_ALPHA": LORA_ALPHA,
         "DATA_TRAIN_PATH": inputs.rows,
         "DATA_VAL_PATH": inputs.held_out,
-        "DATA_CACHE_DIR": out / "cache",
+        "DATA_CACHE_DIR": inputs.folder / "cache",
         "TRAIN_OUTPUT_DIR": out,
         "TRAIN_EFFECTIVE_BATCH_SIZE": workload.rows_per_step,
         "TRAIN_MAX_STEPS": steps,
