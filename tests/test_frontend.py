@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from front_end import Done, FrontEnd
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -50,16 +52,12 @@ def make(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def sft_play(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sft_play", *words],
-        cwd=ROOT,
-        env=clean(**environ),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-    )
+@pytest.fixture(scope="module")
+def sft_play(tmp_path_factory) -> Iterator[Callable[..., Done]]:
+    """A function that calls the command line, in a process of its own, and returns what it said."""
+    front_end = FrontEnd(clean(), tmp_path_factory.mktemp("called"))
+    yield lambda *words, **environ: front_end.call(words, clean(**environ))
+    front_end.close()
 
 
 def test_make_config_shows_values_and_origins() -> None:
@@ -87,7 +85,7 @@ def test_make_plan_is_for_the_hardware_that_gpus_names() -> None:
     assert "4 x 2 GPUs x 4 = 32 rows a step" in shown.stdout
 
 
-def test_plan_as_json_is_json_alone() -> None:
+def test_plan_as_json_is_json_alone(sft_play) -> None:
     shown = sft_play(
         "plan", "--json", "--gpus", "2xH200", "--distributed", "--set", "train.batch_size=2"
     )
@@ -152,7 +150,7 @@ def test_a_value_arrives_as_it_was_typed(tmp_path: Path) -> None:
 # Bad calls
 
 
-def test_bad_calls_exit_with_their_class_and_say_what_to_type(tmp_path: Path) -> None:
+def test_bad_calls_exit_with_their_class_and_say_what_to_type(sft_play, tmp_path: Path) -> None:
     def written(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
         return str(tmp_path / name)
@@ -245,24 +243,13 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_its_folder(
-    tmp_path: Path, name: str
+    sft_play, tmp_path: Path, name: str
 ) -> None:
     text, told = BAD_ROWS[name]
     path, output = tmp_path / "rows.jsonl", tmp_path / "outputs"
     path.write_text(text)
-    code = (
-        "import sys\nfrom sft_play.cli import main\nsys.argv = ['sft_play', 'train']\n"
-        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
-    )
-    environ = clean(DATA_TRAIN_PATH=str(path), TRAIN_OUTPUT_DIR=str(output), RUN="run")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    # where torch is loaded, the call ends with another code
+    done = sft_play("train", DATA_TRAIN_PATH=str(path), TRAIN_OUTPUT_DIR=str(output), RUN="run")
     assert f"{path}{told}" in done.stderr and done.returncode == 11, done.stderr
     report = json.loads((output / "run" / "run.json").read_text())
     assert (report["status"], report["exit_class"]) == ("failed", 11) and f"{path}{told}" in report[
@@ -280,7 +267,7 @@ def test_more_processes_than_gpus_are_refused_with_the_number_that_there_is() ->
     assert "exit class 13 (environment)" in done.stderr
 
 
-def test_commands_that_need_a_run_say_so_where_there_is_none(tmp_path: Path) -> None:
+def test_commands_that_need_a_run_say_so_where_there_is_none(sft_play, tmp_path: Path) -> None:
     listed = sft_play("runs", TRAIN_OUTPUT_DIR=str(tmp_path))
     assert (listed.returncode, listed.stdout) == (
         0,
@@ -351,7 +338,7 @@ def test_make_without_a_target_is_help() -> None:
     assert make().stdout == make("help").stdout
 
 
-def test_every_target_can_be_made_and_names_commands_that_exist() -> None:
+def test_every_target_can_be_made_and_names_commands_that_exist(sft_play) -> None:
     done = make("-n", *phony())
     assert done.returncode == 0, done.stderr
     called = set(re.findall(r"-m sft_play ([a-z-]+)", done.stdout))
