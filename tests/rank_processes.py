@@ -4,6 +4,7 @@ For tests of what ranks do together. A launcher, which imports torch for each pr
 only where a test is about the launcher.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -28,6 +29,8 @@ FORKS.set_forkserver_preload(
         "bitsandbytes",
         "deepspeed",
         "torch.utils.tensorboard",
+        "evaluate",
+        "rouge_score.rouge_scorer",
     ]
 )
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -95,6 +98,7 @@ def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments
 def _be_rank(
     target: Target, arguments: tuple[Any, ...], environ: dict[str, str], output: Path | None
 ) -> None:
+    gc.freeze()  # a run collects garbage, among all that the imports brought
     os.environ.update(environ)
     bin_folder = Path(sys.executable).parent  # of ninja, which compiles DeepSpeed's ops
     os.environ["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"

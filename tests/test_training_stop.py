@@ -8,17 +8,21 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import start_rank, wait_for
 from run_files import run_json
 from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import DataError, DivergedError, ExitClass
+from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
+from sft_play.training import callbacks
 from sft_play.training.callbacks import GRACE_SECONDS, StopOnSignal
 from sft_play.training.classify import classify
 from sft_play.training.entry import main
@@ -157,37 +161,25 @@ def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_w
     assert not list(folder.checkpoints.glob("*"))
 
 
-STUCK = """
-import os, signal, sys, threading
-from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
-import torch
-from sft_play.runs.folder import RunFolder
-from sft_play.training import callbacks
-from sft_play.plan.run_plan import PlannedRun
-from sft_play.training.recorder import RunRecorder
-from sft_play.process import Process
-
-callbacks.STUCK_SECONDS = 0.5
-folder = RunFolder(Path(sys.argv[1]))
-planned = PlannedRun.read(folder)
-ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
-planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
-with RunRecorder(folder, planned, 0) as recorder:
-    callbacks.StopOnSignal(Process(0, 0, 2, torch.device("cpu")), recorder.abandon)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-    # when it waits in C++, where no signal is handled
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    store.wait(["a key that no rank sets"], timedelta(seconds=60))
-"""
+def wait_for_nobody(path: Path) -> None:
+    """Be a rank that is told to stop while it waits in C++, where no signal is handled."""
+    callbacks.STUCK_SECONDS = 0.5
+    folder = RunFolder(path)
+    planned = PlannedRun.read(folder)
+    ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
+    planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
+    with RunRecorder(folder, planned, 0) as recorder:
+        StopOnSignal(Process(0, 0, 2, torch.device("cpu")), recorder.abandon)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        store.wait(["a key that no rank sets"], timedelta(seconds=60))
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so(plan_run):
     folder = plan_run({})
-    rank = subprocess.run([sys.executable, "-c", STUCK, str(folder.path)], cwd=ROOT, timeout=60)
-    assert rank.returncode == ExitClass.PEER_LOST
+    rank = start_rank(wait_for_nobody, (folder.path,), 0, free_port())
+    assert wait_for(rank) == ExitClass.PEER_LOST
     assert (run_json(folder)["status"], run_json(folder)["exit_class"]) == ("failed", 17)
 
 
