@@ -210,14 +210,18 @@ def test_the_formula_is_torchs_activation(activation: str) -> None:
     gate, up = (
         torch.linspace(-30, 30, 1000, dtype=torch.float64)
         .roll(shift)
-        .view(10, 100)
+        .view(100, 10)
+        .mT.contiguous()
         .requires_grad_()
         for shift in (0, 3)
     )
-    torch.testing.assert_close(
-        glu(gate, up, activation), REFERENCE[activation](gate) * up, rtol=1e-12, atol=1e-12
-    )
-    assert torch.autograd.gradcheck(lambda g, u: glu(g, u, activation), (gate, up))
+    ours = glu(gate, up, activation)
+    theirs = REFERENCE[activation](gate) * up
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(result.sum(), (gate, up)) for result in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    few = [tensor[0].detach().requires_grad_() for tensor in (gate, up)]
+    assert torch.autograd.gradcheck(lambda g, u: glu(g, u, activation), few)
 
 
 @pytest.mark.parametrize("activation", REFERENCE)

@@ -33,6 +33,7 @@ from sft_play.models.step_meter import OPTIMIZERS, StepMeter, StepSetup, measure
 from sft_play.models.trace import setup_of, trace_step
 from sft_play.plan import memory
 from sft_play.plan.devices import parse
+from sft_play.plan.model_shape import known_config
 from sft_play.plan.report import trace_lines
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
@@ -254,6 +255,13 @@ def planned(*settings: str, hardware: str = "1xH200", deepspeed: bool = False) -
     )
 
 
+def cut(name: str, layers: int, folder: Path) -> Path:
+    """Return the folder with the config of a known model of fewer layers."""
+    sizes = {**known_config(name), "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 @pytest.mark.parametrize(
     "name",
@@ -276,10 +284,10 @@ def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(
     assert run.plan.memory.phases["load"].adapters == adapters
 
 
-def test_the_closed_form_is_near_the_trace_where_it_was_fitted() -> None:
-    run = planned(
-        "model.name=meta-llama/Llama-3.2-1B-Instruct", "train.batch_size=4", "train.grad_accum=2"
-    )
+@pytest.mark.parametrize("layers", [4, pytest.param(16, marks=pytest.mark.long)])
+def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers: int, tmp_path: Path) -> None:
+    folder = cut("meta-llama/Llama-3.2-1B-Instruct", layers, tmp_path)
+    run = planned(f"model.name={folder}", "train.batch_size=4", "train.grad_accum=2")
     exact = trace_step(setup_of(run)).phases(run.plan.memory)
     for name in ("load", "forward", "backward", "optimizer"):
         assert run.plan.memory.phases[name].total == pytest.approx(
@@ -288,9 +296,10 @@ def test_the_closed_form_is_near_the_trace_where_it_was_fitted() -> None:
     assert exact.peak_phase == "backward"
 
 
-def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds() -> None:
+def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path: Path) -> None:
+    folder = cut("meta-llama/Llama-3.1-8B-Instruct", 2, tmp_path)  # one layer holds at a time
     run = planned(
-        "model.name=meta-llama/Llama-3.1-8B-Instruct",
+        f"model.name={folder}",
         "train.batch_size=4",
         "train.predict_with_generate=false",
     )

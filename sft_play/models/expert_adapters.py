@@ -170,10 +170,14 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
 
 @functools.cache
 def _source(module_class: type[nn.Module]) -> str:
-    """Return the code of a module's class, "" where it has none."""
+    """Return the code of a class's own methods, "" where they have none.
+
+    inspect finds methods by line; for a class it parses the whole file.
+    """
+    methods = [value for value in vars(module_class).values() if inspect.isfunction(value)]
     try:
-        return inspect.getsource(module_class)
-    except (OSError, TypeError):
+        return "".join(inspect.getsource(method) for method in methods)
+    except OSError:
         return ""
 
 
