@@ -182,7 +182,8 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode: str,
 def test_the_optimizers_state_is_that_of_trainers_optimizer_after_a_step(
     optim: str, mode: str, plan_run, build_trainer
 ) -> None:
-    folder = plan_run({"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32})
+    settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
+    folder = plan_run({**settings, "train.fast_path": False})  # kernels train the same weights
     trainer, _ = build_trainer(folder)
     optimizer = trainer.create_optimizer()
     for parameter in trainer.model.parameters():
