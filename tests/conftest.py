@@ -28,6 +28,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TableWriter())
 
 
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+def freeze() -> None:
+    """Leave what is alive out of later garbage collections: imports hold a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The tokenizer that ships."""
@@ -217,11 +227,10 @@ def run_worker() -> Callable:
             root.level,
             {number: signal.getsignal(number) for number in STOPPING},
         )
-        gc.freeze()  # a run collects garbage, among all that the imports brought
+        freeze()  # a run collects garbage, and brings imports of its own
         try:
             return main(folder.path)
         finally:
-            gc.unfreeze()
             for handler in set(root.handlers) - set(handlers):
                 handler.close()
             root.handlers[:] = handlers

@@ -93,6 +93,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def imported(node: ast.AST) -> Iterator[str]:
     """Names of the modules that an import statement may load: of `from a import b` both a and a.b."""
     if isinstance(node, ast.Import):
@@ -139,10 +144,7 @@ def test_rooms_import_downward_only() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
     ours = {
-        name
-        for node in ast.walk(tree_of(path))
-        for name in imported(node)
-        if name.startswith("sft_play.")
+        name for node in nodes_of(path) for name in imported(node) if name.startswith("sft_play.")
     }
     rooms = {name.split(".")[1] for name in ours} - {room_of(path), "__version__"}
     assert rooms <= ALLOWED[room_of(path)], (
@@ -298,7 +300,7 @@ def test_a_file_is_read_in_a_sitting(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_function_fits_a_screen(path: Path) -> None:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, Function):
             assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES, (
                 f"{name_of(path)}:{node.lineno} {node.name}"

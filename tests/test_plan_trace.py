@@ -1,7 +1,9 @@
 """The trace counts what a run has: every byte of real tiny models and of their steps, and what the closed form says of large ones."""
 
+import functools
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,14 @@ from sft_play.models.load import load_model
 from sft_play.models.memory_tracker import storage_bytes
 from sft_play.models.offloading import LayerOffloading
 from sft_play.models.parameters import adapter_parameters, base_tensors
-from sft_play.models.step_meter import OPTIMIZERS, StepMeter, StepSetup, measure_step, state_bytes
+from sft_play.models.step_meter import (
+    OPTIMIZERS,
+    MeasuredStep,
+    StepMeter,
+    StepSetup,
+    measure_step,
+    state_bytes,
+)
 from sft_play.models.trace import setup_of, trace_step
 from sft_play.plan import memory
 from sft_play.plan.devices import parse
@@ -97,6 +106,7 @@ def loaded(step: StepSetup) -> Any:
 # the modes are the same code for every architecture, and one of each is tried by `make test`
 MODES_AND_NAMES = [
     *(("lora", name) for name in ARCHITECTURES),
+    ("qlora", "llama"),
     ("qlora", "qwen2"),
     ("full", "gemma3"),
     *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
@@ -118,10 +128,18 @@ def test_a_trace_does_not_count_what_is_offloaded(
     assert kept[0] - kept[1] == inputs - placeholders
 
 
+@pytest.fixture(scope="module")
+def traced(folder_of) -> Callable[[str, str], MeasuredStep]:
+    """A function that returns the traced step of an architecture in a mode, the same one to every test."""
+    return functools.cache(lambda name, mode: trace_step(step_for(folder_of(name), mode)))
+
+
 @pytest.mark.parametrize(("mode", "name"), MODES_AND_NAMES)
-def test_a_step_without_data_has_the_bytes_of_the_real_one(name: str, mode: str, folder_of) -> None:
+def test_a_step_without_data_has_the_bytes_of_the_real_one(
+    name: str, mode: str, folder_of, traced
+) -> None:
     step = step_for(folder_of(name), mode)
-    assert trace_step(step) == measure_step(loaded(step), step)
+    assert traced(name, mode) == measure_step(loaded(step), step)
 
 
 STEPS = {
@@ -136,7 +154,6 @@ STEPS = {
     "16-bit products": {"bf16": True},
     "16-bit products, full": {"bf16": True, "mode": "full"},
     "16-bit products, PEFT's own code": {"bf16": True, "fast_path": False},
-    "4 bits": {"mode": "qlora"},
     "one row": {"batch_size": 1},
     "one row, PEFT's own code": {"batch_size": 1, "fast_path": False},
 }
@@ -151,9 +168,10 @@ def test_however_a_step_is_computed_its_trace_has_its_bytes(
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode: str, folder_of) -> None:
-    step = step_for(folder_of("llama"), mode)
-    model = loaded(step)
+def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(
+    mode: str, folder_of, traced
+) -> None:
+    model = loaded(step_for(folder_of("llama"), mode))
     tensors = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "quant_state"):
@@ -169,10 +187,10 @@ def test_weights_and_adapters_are_the_sum_of_what_is_saved_of_a_model(mode: str,
                 tensors[f"{name}.offset"] = parameter.quant_state.offset
     assert len(tensors) > len(dict(model.named_parameters())) or mode == "lora"
     adapters = sum(tensor.nbytes for name, tensor in tensors.items() if "lora_" in name)
-    traced = trace_step(step)
-    assert traced.adapters == traced.gradients == adapters > 0
-    assert traced.weights == sum(tensor.nbytes for tensor in tensors.values()) - adapters
-    assert traced.buffers == sum(buffer.nbytes for buffer in model.buffers())
+    found = traced("llama", mode)
+    assert found.adapters == found.gradients == adapters > 0
+    assert found.weights == sum(tensor.nbytes for tensor in tensors.values()) - adapters
+    assert found.buffers == sum(buffer.nbytes for buffer in model.buffers())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +241,7 @@ def saved_bytes(model: torch.nn.Module) -> int:
     ],
 )
 def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
-    name: str, mode: str, folder_of
+    name: str, mode: str, folder_of, traced
 ) -> None:
     step = step_for(folder_of(name), mode)
     real = saved_bytes(loaded(step))
@@ -234,13 +252,12 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
         assert saved_bytes(model.train()) == real
     # beside what is saved there live the ids, the positions and the head's input, which lora does not save
     width, tokens = 64 * 4, 3 * 24
-    assert 0 <= trace_step(step).activations - real <= tokens * width + 4 * tokens * 8
+    assert 0 <= traced(name, mode).activations - real <= tokens * width + 4 * tokens * 8
 
 
-def test_activations_are_linear_in_the_rows(folder_of) -> None:
-    one, two, four = (
-        trace_step(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 3, 5)
-    )
+def test_activations_are_linear_in_the_rows(folder_of, traced) -> None:
+    one, four = (trace_step(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 5))
+    two = traced("llama", "lora")  # of three rows
     row = two.activations - one.activations
     assert four.activations == two.activations + 2 * row
     assert one.activation_bytes_per_token == row // 24
@@ -327,7 +344,9 @@ def test_the_closed_form_has_what_a_layer_of_an_evaluation_holds(tmp_path: Path)
 # What is shown
 
 
+@pytest.fixture(scope="module")
 def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
+    """The bytes of a run by the closed form, and by a trace."""
     run = planned(
         f"model.name={folder_of('llama')}",
         "model.max_seq_len=24",
@@ -337,8 +356,8 @@ def closed_and_exact(folder_of) -> tuple[memory.StepBytes, memory.StepBytes]:
     return run.plan.memory, trace_step(setup_of(run)).phases(run.plan.memory)
 
 
-def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(folder_of) -> None:
-    closed, exact = closed_and_exact(folder_of)
+def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(closed_and_exact) -> None:
+    closed, exact = closed_and_exact
     lines = trace_lines(exact, closed)
     assert [line.split()[0] for line in lines[-len(memory.PHASES) :]] == list(memory.PHASES)
     weights = next(line for line in lines if line.split()[0] == "weights").split()
@@ -346,8 +365,8 @@ def test_the_table_has_every_phase_and_the_difference_of_the_closed_form(folder_
     assert weights[1:] == [f"{exact.peak.weights / 2**30:.3f}", f"{difference:+.2f}", "%"]
 
 
-def test_phases_are_the_sums_of_their_parts(folder_of) -> None:
-    _, exact = closed_and_exact(folder_of)
+def test_phases_are_the_sums_of_their_parts(closed_and_exact) -> None:
+    _, exact = closed_and_exact
     for name, phase in exact.phases.items():
         assert all(value >= 0 for value in phase.components().values()), name
     assert (
