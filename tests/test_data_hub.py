@@ -154,7 +154,7 @@ def questions(path: str) -> list[str]:
     return [row.messages[0].content for row in read_rows(Path(path))]
 
 
-def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(
+def test_a_hub_id_is_its_rows_and_without_a_network_the_cache_answers_or_the_machine_is_at_fault(
     hub: str, tmp_path: Path
 ) -> None:
     entries = [
@@ -168,7 +168,16 @@ def test_a_hub_id_is_its_rows_and_the_cache_answers_without_a_network(
         ("owner/rows", ["t1"]),
         ("owner/subsets (de)", ["rot"]),
     ]
-    assert ask(entries[:2], tmp_path, HF_HUB_OFFLINE="1") == answers[:2]
+    *again, (exit_class, message) = ask(
+        [*entries[:2], {"path": "owner/never-fetched"}], tmp_path, HF_HUB_OFFLINE="1"
+    )
+    assert again == answers[:2]
+    assert exit_class == "ENVIRONMENT"
+    assert message.startswith(
+        "data.train_path=owner/never-fetched: no such path. "
+        "The hub cannot be asked: Couldn't reach 'owner/never-fetched' on the Hub"
+    )
+    assert "Check the network and HF_HUB_OFFLINE" in message
 
 
 def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_path: Path) -> None:
@@ -209,13 +218,3 @@ def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_pat
     for (entry, exit_class, words), (found_class, message) in zip(expected, answers, strict=True):
         assert message.startswith(f"data.train_path={entry['path']}: ")
         assert (found_class, words in message) == (exit_class, True), message
-
-
-def test_a_hub_that_cannot_be_asked_is_the_machines_fault(tmp_path: Path) -> None:
-    ((exit_class, message),) = ask([{"path": "owner/rows"}], tmp_path, HF_HUB_OFFLINE="1")
-    assert exit_class == "ENVIRONMENT"
-    assert message.startswith(
-        "data.train_path=owner/rows: no such path. "
-        "The hub cannot be asked: Couldn't reach 'owner/rows' on the Hub"
-    )
-    assert "Check the network and HF_HUB_OFFLINE" in message

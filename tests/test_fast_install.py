@@ -172,9 +172,17 @@ def gap(
     return max(*gradients, abs(one[0] - two[0]) / abs(one[0]))
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+# without adapters these differ in their norms, projections and windows; the others are like them
+FULL = ("llama-bias", "gemma3", "phi3-partial", "qwen2-window")
+NAMES_AND_MODES = [
+    *((name, "lora") for name in MODELS),
+    *((name, "full") for name in FULL),
+    *(pytest.param(name, "full", marks=pytest.mark.long) for name in MODELS if name not in FULL),
+]
+
+
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode"), NAMES_AND_MODES)
 def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(
     name: str, is_packed: bool, mode: str
 ) -> None:
