@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import sys
-from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, triton: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr(metadata, "version", lambda name: triton)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
 
 
 @pytest.fixture(autouse=True)

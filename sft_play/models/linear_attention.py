@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -52,10 +51,12 @@ def why_no_fla() -> str | None:
         )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
         return None
-    triton = Version(metadata.version("triton"))
-    if FIRST_WRONG_TRITON <= triton < FIRST_RIGHT_TRITON:
+    import triton
+
+    version = Version(triton.__version__)
+    if FIRST_WRONG_TRITON <= version < FIRST_RIGHT_TRITON:
         return (
-            f"Triton {triton} computes gradients of flash-linear-attention wrongly on this GPU "
+            f"Triton {version} computes gradients of flash-linear-attention wrongly on this GPU "
             f"(Triton {FIRST_RIGHT_TRITON}, which torch 2.13 brings, does not)"
         )
     return None

@@ -5,6 +5,8 @@ Code after this module works with a transformers model and need not know the bac
 
 import contextlib
 import logging
+import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     Mxfp4Config,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -30,6 +33,8 @@ from sft_play.models.packed import dtype_name, log_packed
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
+
+SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
 
 
 def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrainedModel:
@@ -85,14 +90,19 @@ def load_base(
         quantization = bnb.quantization_config(config, process.compute_dtype, zero_stage)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     options: dict[str, Any] = {"dtype": base_dtype, "quantization_config": quantization}
-    is_mxfp4 = _stored_format(config) == MXFP4
+    stored = _stored_config(config)
+    is_mxfp4 = _stored_format(stored) == MXFP4
     if is_mxfp4:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     if zero_stage < 3:
         options["device_map"] = {"": process.device}
     if config.model.attn_implementation != "auto":
         options["attn_implementation"] = config.model.attn_implementation
-    with packing_experts(quantization) if quantization else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if quantization is not None:
+            stack.enter_context(packing_experts(quantization))
+        if _has_experts(stored):
+            stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, options)
     if is_mxfp4:
         _finish_mxfp4(model, quantization, base_dtype)
@@ -160,17 +170,48 @@ def _finish_mxfp4(
     )
 
 
-def _stored_format(config: Config) -> str | None:
-    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
+def _stored_config(config: Config) -> PretrainedConfig | None:
+    """Return the config of the base's files, None where loading the weights will say why not."""
     model = config.model
     try:
-        stored = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError):
-        return None  # loading the weights says why
+        return None
+
+
+def _stored_format(stored: PretrainedConfig | None) -> str | None:
+    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
     quantization = getattr(stored, "quantization_config", None)
     return quantization["quant_method"] if quantization else None
+
+
+def _has_experts(stored: PretrainedConfig | None) -> bool:
+    """Return whether a config names a number of experts above one."""
+    if stored is None:
+        return False
+    for name, value in vars(stored.get_text_config()).items():
+        if "experts" in name and isinstance(value, int) and value > 1:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _one_tensor_at_a_time() -> Iterator[None]:
+    """Let transformers read a tensor when it is needed.
+
+    Its files hold each expert by itself, and its threads read them faster than they are joined: up
+    to twice the model's bytes would be on the GPU.
+    """
+    before = os.environ.get(SEQUENTIAL_LOAD)
+    os.environ[SEQUENTIAL_LOAD] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SEQUENTIAL_LOAD]
+        if before is not None:
+            os.environ[SEQUENTIAL_LOAD] = before
 
 
 def weight_dtype(config: Config, compute_dtype: torch.dtype) -> torch.dtype:

@@ -27,6 +27,10 @@ MAX_SEEN = 0.01
 # A document by itself runs other kernels; their rounding in half precision adds up over many
 # layers.
 MAX_ROUNDED = 0.25
+# Rounding also sends tokens of a mixture of experts to other experts, and they take along those
+# that attend to them: 8 layers of gpt-oss with random weights change by 0.26 in bfloat16 on an
+# H200, and by 6e-7 in float32.
+MAX_ROUTED = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,15 @@ class CrossDocumentEffect:
     """Largest absolute differences of a document's logits."""
 
     seen: float  # when the tokens of the other document change
-    # Between packed and by itself. Of a mixture of experts, the median over tokens: rounding sends
-    # some of them to another expert.
-    apart: float
+    apart: float  # between packed and by itself; of a mixture of experts the median over tokens
     joined: float  # between continuing the other document and by itself: without any isolation
+    has_experts: bool = False
 
     @property
     def holds(self) -> bool:
         is_unseen = self.seen <= MAX_SEEN * self.joined
-        return is_unseen and self.apart <= MAX_ROUNDED * self.joined
+        limit = MAX_ROUTED if self.has_experts else MAX_ROUNDED
+        return is_unseen and self.apart <= limit * self.joined
 
 
 def check_cross_document(
@@ -99,11 +103,13 @@ def measure_cross_document(
     behind_other = behind_other[begin : begin + length]
     before = before[:length]
     before_other = before_other[:length]
-    rounded = _median if expert_weights(model) else _difference
+    has_experts = bool(expert_weights(model))
+    rounded = _median if has_experts else _difference
     return CrossDocumentEffect(
         seen=max(_difference(behind, behind_other), _difference(before, before_other)),
         apart=max(rounded(behind, by_itself), rounded(before, by_itself)),
         joined=_difference(after_first[begin:], by_itself),
+        has_experts=has_experts,
     )
 
 
