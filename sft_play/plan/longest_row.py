@@ -11,7 +11,7 @@ from sft_play.plan.step import StepSpec
 
 STEP_TOKENS = 1024
 MOST_TOKENS = 2**21
-# Attention kernels index the queries of a batch with 32 bits: attention_kernels.MAX_ELEMENTS
+# Attention kernels index the queries of a batch with 32 bits: `attention.kernels.MAX_ELEMENTS`
 MAX_QUERY_ELEMENTS = 2**31
 
 

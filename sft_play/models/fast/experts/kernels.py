@@ -116,7 +116,7 @@ def _clamped_glu_backward(
 
 
 def take_tokens(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """Return the rows (S, H) of tokens x (N, H); see `experts_routing.Routing.order`."""
+    """Return the rows (S, H) of tokens x (N, H); see `routing.Routing.order`."""
     x = x.contiguous()
     features = x.shape[1]
     out = torch.empty(len(order), features, dtype=x.dtype, device=x.device)
