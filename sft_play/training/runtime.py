@@ -68,11 +68,15 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
     if uses_deepspeed:
         _compile_nothing_for_inference()
-    PartialState(
+    state = PartialState(
         cpu=plan.ranks.device == "cpu" and not uses_deepspeed,
         backend=plan.ranks.collective_backend,
         timeout=timeout,
     )
+    if plan.ranks.device == "cpu":
+        # accelerate says cpu:0. Trainer loads the optimizer of a checkpoint to that device, and
+        # torch.load restores to no CPU but "cpu".
+        state.device = torch.device("cpu")
 
 
 def _compile_nothing_for_inference() -> None:
