@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 from plan_examples import EIGHT_B, STEP, Example
+from transformers import AutoConfig
 
 from sft_play.config.loader import PROJECT_ROOT
 
 sys.path.insert(0, str(PROJECT_ROOT))
 
+from benchmarks.inputs import model_settings
 from benchmarks.speed.workloads import WORKLOADS
+from sft_play.models.structure import count_structure
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of
 from sft_play.plan.devices import parse
 from sft_play.plan.layout import Layout
-from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.model_shape import ModelShape, known_models, load_shape, shape_of
 from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, predict
 
 ONE_B = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
@@ -59,10 +62,20 @@ def measured_arms() -> list[tuple[str, str]]:
     return found
 
 
+def shape_of_work(name: str) -> ModelShape:
+    """Return the shape of a workload's model; its modules are counted where the plan knows none."""
+    workload = WORKLOADS[name]
+    if workload.layers is None and workload.shape in known_models():
+        return load_shape(workload.shape, None, {})
+    config = AutoConfig.for_model(**model_settings(workload.shape, workload.layers))
+    shape = shape_of(config.to_dict(), workload.shape)
+    return replace(shape, structure=count_structure(config))
+
+
 @pytest.mark.parametrize(("name", "arm"), measured_arms())
 def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
     facts = WORKS[name]["arms"][arm]
-    model = load_shape(WORKLOADS[name].shape, None, {})
+    model = shape_of_work(name)
     is_ragged = "ragged" in name
     rows = 32 if is_ragged else 4
     work = StepWork(
