@@ -3,14 +3,16 @@
 import importlib.util
 import json
 import math
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, core_model_loading
 
 from sft_play.config.schema import Config
 from sft_play.data.render import DEFAULT_TEMPLATE, IGNORE_INDEX
@@ -258,6 +260,24 @@ def test_a_weight_file_that_lacks_a_tensor_is_refused_rather_than_filled_with_ra
 
 
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is not None, reason="unsloth is installed")
+@pytest.mark.parametrize(("model_type", "threads"), [("llama", 1), ("qwen3_moe", 0)])
+def test_experts_are_read_no_faster_than_they_are_joined(
+    config_of, base_of, monkeypatch, model_type, threads
+):
+    """Threads that read ahead would hold a mixture of experts twice."""
+    pools = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, *args, **kwargs):
+            pools.append(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", Pool)
+    load_base(config_of(name=str(base_of(model_type))), CPU)
+    assert len(pools) == threads
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+
+
 def test_unsloth_that_is_not_installed_is_class_13_with_what_to_type():
     with pytest.raises(EnvironmentFault) as caught:
         unsloth.import_first()
