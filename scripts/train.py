@@ -1,13 +1,22 @@
-"""One rank of a run, `train.py outputs/<run>`: by python, accelerate, deepspeed or torchrun."""
+"""A rank of a run: `train.py outputs/<run>`, or `train.py --config X` under any launcher."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sft_play.training.entry import main
+
+def is_run_folder(words: list[str]) -> bool:
+    """Return whether the front end has planned the run already, and started this rank of it."""
+    return len(words) == 1 and not words[0].startswith("-")
+
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: scripts/train.py outputs/<run>, a folder that `make train` wrote")
-    sys.exit(main(Path(sys.argv[1])))
+    words = sys.argv[1:]
+    if is_run_folder(words):
+        from sft_play.training.entry import main
+
+        sys.exit(main(Path(words[0])))
+    from sft_play.cli import main_of_rank
+
+    main_of_rank(words)

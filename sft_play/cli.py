@@ -4,18 +4,21 @@ Make passes its variables (CONFIG, RUN, NUM_GPUS, TRAIN_BATCH_SIZE, ...) in the 
 no shell interprets their values.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
 from sft_play.commands import call as calls
 from sft_play.commands import data_check as checking
+from sft_play.commands import launched as launching
 from sft_play.commands import plan as planning
 from sft_play.commands import preview as previews
 from sft_play.commands import setup, use
 from sft_play.commands import train as training
+from sft_play.commands.launched import Launched
 from sft_play.config import loader, targets
 from sft_play.errors import ExitClass, SftPlayError
 from sft_play.progress import log_to_stderr
@@ -55,9 +58,12 @@ BackendOption = Annotated[
 
 
 def _call(
-    config: str | None = None, overrides: list[str] | None = None, gpus: str | None = None
+    config: str | None = None,
+    overrides: list[str] | None = None,
+    gpus: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> calls.Call:
-    return calls.read_call(config, overrides or (), gpus)
+    return calls.read_call(config, overrides or (), gpus, environ)
 
 
 def _echo_lines(lines: Iterable[str]) -> None:
@@ -121,6 +127,7 @@ def plan(
 
 @app.command()
 def train(
+    context: typer.Context,
     config: ConfigOption = None,
     set_: SetOption = None,
     distributed: DistributedOption = False,
@@ -131,7 +138,9 @@ def train(
     backend: BackendOption = None,
 ) -> None:
     """Fine-tune: evaluate, train, evaluate, save and check."""
-    training.train(_call(config, set_), distributed, deepspeed, tensorboard, backend)
+    launched: Launched | None = context.obj
+    called = _call(config, set_, environ=launched.environ if launched else None)
+    training.train(called, distributed, deepspeed, tensorboard, backend, launched)
 
 
 @app.command()
@@ -332,11 +341,38 @@ def merge() -> None:
     typer.echo(merge_run(use.chosen_run(("adapter",))))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None, launched: Launched | None = None) -> None:
     """Run the command line; an error of ours is one message and its exit class."""
     log_to_stderr()
+    with _errors_as_messages():
+        app(words, prog_name="python -m sft_play", obj=launched)
+
+
+def main_of_rank(words: Sequence[str]) -> None:
+    """Train in the process of a launcher that the user started himself, or of none.
+
+    The first process of each machine runs `train` with these words, the others wait for it.
+    """
+    words = ["train", *launching.own_words(words)]
+    with _errors_as_messages():
+        launched = launching.read(loader.environment())
+        if launched.is_surplus:
+            return
+        if launched.place is not None and launched.place.local_rank > 0:
+            launching.follow(launched)
+        for warning in launched.warnings:
+            typer.echo(f"warning: {warning}")
+        if launched.place is None:
+            return main(words, launched)
+        meeting = launching.Meeting(launched.place)
+    with meeting.closing(), _errors_as_messages():
+        main(words, launching.lead(launched, meeting))
+
+
+@contextlib.contextmanager
+def _errors_as_messages() -> Iterator[None]:
     try:
-        app()
+        yield
     except SftPlayError as error:
         code = int(error.exit_class)
         sys.stderr.write(f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n")

@@ -110,3 +110,18 @@ def test_weights_that_are_not_whole_are_no_weights(tmp_path: Path) -> None:
     write_text(folder.path / "adapter" / "adapter_model.safetensors", "half")
     with pytest.raises(EnvironmentFault, match=r"a has no adapter/ or model/ \(failed: disk full"):
         folders.latest_with_weights(tmp_path)
+
+
+def test_machines_that_share_a_disk_write_a_folder_each(tmp_path: Path) -> None:
+    names = []
+    for node_rank in ("0", "1"):
+        environ = {
+            "RUN": "mine",
+            "NNODES": "2",
+            "NODE_RANK": node_rank,
+            "TRAIN_OUTPUT_DIR": str(tmp_path),
+        }
+        call = calls.Call(invocation.read(environ), environ, ())
+        loaded = calls.load_config(call)
+        names.append(training.new_run(call, loaded, loaded.config).name)
+    assert names == ["mine", "mine-node1"]

@@ -95,3 +95,11 @@ def test_all_wrong_variables_come_at_once() -> None:
 def test_the_environment_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_GPUS", "3")
     assert read({}).num_gpus is None
+
+
+def test_unsloths_variable_gives_one_process() -> None:
+    assert read({"UNSLOTH_FORCE_SINGLE_GPU": "1"}).num_gpus == 1
+    assert read({"UNSLOTH_FORCE_SINGLE_GPU": "0"}).num_gpus is None
+    for several in ({"NUM_GPUS": "2"}, {"NNODES": "2"}):
+        with pytest.raises(ConfigError, match="=2 with UNSLOTH_FORCE_SINGLE_GPU=1: leave one"):
+            read({"UNSLOTH_FORCE_SINGLE_GPU": "1", **several})

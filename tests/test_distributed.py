@@ -241,12 +241,19 @@ def test_two_processes_are_two_and_say_so_once(pair, engine):
     assert len(lines) == len(set(lines)), "a line was printed twice"
 
 
-@pytest.mark.long
-def test_plain_torchrun_starts_a_planned_run(plan_run, taught_base, alone):
-    folder = plan_run({**STEPS, "model.name": taught_base, "train.grad_accum": 2}, num_gpus=2)
-    torchrun(str(ROOT / "scripts" / "train.py"), str(folder.path))
+def test_two_processes_of_a_bare_torchrun_train_as_one(settings_of, taught_base, alone, tmp_path):
+    """`torchrun scripts/train.py`, without make; the settings are variables of the shell."""
+    settings = settings_of({**STEPS, "model.name": taught_base, "train.grad_accum": 2})
+    environ = {
+        name.upper().replace(".", "_"): "null" if value is None else str(value)
+        for name, value in {**settings, "train.output_dir": tmp_path}.items()
+    }
+    script = (str(ROOT / "scripts" / "train.py"), "--config", "tests/fixtures/empty.yaml")
+    torchrun(*script, "--set", "train.run_name=bare", CUDA_VISIBLE_DEVICES="", **environ)
+    folder = RunFolder(tmp_path / "bare")
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["bare"], "one writer"
     assert run_json(folder)["world_size"] == 2
-    assert max(differences(alone("lora"), folder, "lora").values()) <= 1e-5
+    check_parity(alone("lora"), folder, "ddp", "lora")
 
 
 def note_ddp_settings(folder: Path) -> None:
@@ -286,7 +293,7 @@ def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run):
     ] * 2
 
 
-def torchrun(*script: str) -> None:
+def torchrun(*script: str, **environ: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -299,7 +306,7 @@ def torchrun(*script: str) -> None:
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **environ},
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -33,9 +33,17 @@ class Call:
         return Path(self.environ.get("TRAIN_OUTPUT_DIR") or "outputs")
 
 
-def read_call(config: str | None, overrides: Iterable[str], gpus: str | None = None) -> Call:
-    """Return this process's call; options of the command line win over variables."""
-    environ = loader.environment()
+def read_call(
+    config: str | None,
+    overrides: Iterable[str],
+    gpus: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Call:
+    """Return the call of a command; options of the command line win over variables.
+
+    The variables are this process's own unless `environ` is given.
+    """
+    environ = loader.environment() if environ is None else dict(environ)
     if config:
         environ["CONFIG"] = config
     if gpus:

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from sft_play.commands.call import Call, load_config, plan_run
+from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.plan import given_variables, override_variables
 from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
 from sft_play.config.backends import BACKENDS
@@ -41,9 +42,11 @@ def train(
     use_deepspeed: bool,
     with_tensorboard: bool,
     backend: str | None = None,
+    launched: Launched | None = None,
 ) -> None:
     """Plan a run, write its folder and hand the process over to its launcher.
 
+    Where a launcher has started this process already, as one of several, it becomes a worker.
     Returns only by raising.
     """
     if call.invocation.gpus:
@@ -51,10 +54,18 @@ def train(
             f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
             "a run takes NUM_GPUS=N of what is"
         )
-    folder, planned = prepare_run(call, distributed, use_deepspeed, backend, with_tensorboard)
+    is_rank = launched is not None and launched.place is not None
+    if is_rank:
+        use_deepspeed = use_deepspeed or launched.place.uses_deepspeed
+    folder, planned = prepare_run(
+        call, distributed, use_deepspeed, backend, with_tensorboard, is_rank
+    )
     if with_tensorboard:
         print(start_tensorboard(call, folder.path.parent))  # every run under its name
     sys.stdout.flush()
+    if is_rank:
+        with failure_recorded(folder):
+            start_ranks(launched, folder, planned.plan.launch)
     launch.execute(planned.plan.launch, call.environ)
 
 
@@ -64,8 +75,12 @@ def prepare_run(
     use_deepspeed: bool,
     backend: str | None = None,
     with_tensorboard: bool = False,
+    is_rank: bool = False,
 ) -> tuple[RunFolder, PlannedRun]:
-    """Do all that comes before the launch: plan, make the run's folder, tokenise its rows."""
+    """Do all that comes before the launch: plan, make the run's folder, tokenise its rows.
+
+    `is_rank` says that the ranks are started already, and that this process is one of them.
+    """
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
     planned = plan_run(call, loaded, distributed, use_deepspeed)
@@ -77,7 +92,8 @@ def prepare_run(
     check_resume(planned, loaded)
     check_trackers(planned.config, with_tensorboard)
     folder = new_run(call, loaded, planned.config)
-    command = launch.launch_command(planned.plan.ranks, folder.path, call.environ)
+    command_of = launch.rank_command if is_rank else launch.launch_command
+    command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
     planned.write(folder)
     AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
@@ -249,12 +265,16 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
             f"train.output_dir={output_dir}: {free_bytes / GIB:.2f} GiB are free on its disk, "
             "a run needs 1; set TRAIN_OUTPUT_DIR to another disk"
         )
+    # every machine of a run writes a folder of its own, on a disk that they may share
+    node_rank = call.invocation.node_rank
+    of_node = f"-node{node_rank}" if node_rank else ""
     run_name = call.invocation.run or config.train.run_name
     if run_name:
+        run_name += of_node
         given_up = run_folders.give_up_name(output_dir, run_name)
         if given_up is not None:
             print(f"an earlier run {run_name} trained nothing; it is {given_up.path} now")
-    return run_folders.create(output_dir, run_name, run_stem(loaded))
+    return run_folders.create(output_dir, run_name, run_stem(loaded) + of_node)
 
 
 def run_stem(loaded: LoadedConfig) -> str:

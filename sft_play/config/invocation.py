@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sft_play.config.messages import refuse, word
 
 PORTS = 65535
+FORCE_SINGLE = "UNSLOTH_FORCE_SINGLE_GPU"
 
 
 def _variable(default: Any, meaning: str) -> Any:
@@ -61,7 +62,7 @@ def read(environ: Mapping[str, str]) -> Invocation:
 
     Raises: ConfigError that lists every wrong one.
     """
-    words = _Words(environ)
+    words = Words(environ)
     invocation = Invocation(
         config=words.text("CONFIG"),
         run=words.text("RUN"),
@@ -83,11 +84,26 @@ def read(environ: Mapping[str, str]) -> Invocation:
             f"NODE_RANK={invocation.node_rank} with NNODES={invocation.nnodes}: {write}, "
             "or a larger NNODES"
         )
+    if is_single_process_forced(environ):
+        invocation = _as_single_process(invocation, words.problems)
     refuse(words.problems)
     return invocation
 
 
-class _Words:
+def is_single_process_forced(environ: Mapping[str, str]) -> bool:
+    """Return whether Unsloth's variable asks for one process, on one GPU."""
+    return environ.get(FORCE_SINGLE, "").strip().lower() in ("1", "true", "yes")
+
+
+def _as_single_process(invocation: Invocation, problems: list[str]) -> Invocation:
+    """Return the call with one process; one that asks for several too is a problem."""
+    for name, number in (("NUM_GPUS", invocation.num_gpus), ("NNODES", invocation.nnodes)):
+        if number not in (None, 1):
+            problems.append(f"{name}={number} with {FORCE_SINGLE}=1: leave one of them out")
+    return replace(invocation, num_gpus=1)
+
+
+class Words:
     """Reads variables by type; `problems` collects what cannot be read."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:

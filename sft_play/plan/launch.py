@@ -35,6 +35,12 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
     return Launch(argv, _environment(ranks, run_folder, environ))
 
 
+def rank_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> Launch:
+    """Return the command of one rank, for processes that the user's own launcher has started."""
+    argv = (sys.executable, str(WORKER), str(run_folder))
+    return Launch(argv, _environment(ranks, run_folder, environ))
+
+
 def _launcher(ranks: Ranks, run_folder: Path, port: str) -> list[str]:
     """Return the words between Python and the worker's script."""
     if ranks.strategy == "single":

@@ -1,0 +1,193 @@
+"""Processes that the user's own launcher has started become the ranks of one run. Loads no torch.
+
+The first process of each machine plans the run and writes its folder, as `make train` does; then
+all processes of the machine become workers of it. The others wait at a socket and not for a file:
+an earlier launch leaves no answer there, and it closes when the first process is killed.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from sft_play.config import place as places
+from sft_play.config.invocation import is_single_process_forced
+from sft_play.config.place import Place
+from sft_play.errors import EnvironmentFault, ExitClass
+from sft_play.plan import devices, launch
+from sft_play.plan.launch import Launch
+from sft_play.plan.run_plan import read_plan
+from sft_play.runs.folder import RunFolder
+
+ARRIVAL_SECONDS = 300.0  # for all processes of a launch to start
+FAREWELL_SECONDS = 5.0  # for those that are there to hear that there is no run
+RETRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How this process was started."""
+
+    environ: Mapping[str, str]  # without what a launcher has set
+    place: Place | None  # None: no other process belongs to it
+    is_surplus: bool = False  # another process trains alone
+    warnings: tuple[str, ...] = ()
+    meeting: "Meeting | None" = None  # of the first process of a machine
+
+
+def read(environ: Mapping[str, str]) -> Launched:
+    """Return how this process was started. Raises: ConfigError for a place that cannot be."""
+    place = places.read(environ)
+    is_surplus = False
+    if is_single_process_forced(environ):
+        is_surplus = place is not None and place.rank > 0
+        place = None
+    own = places.without_launcher(environ, place)
+    return Launched(own, place, is_surplus, tuple(places.unused(environ)))
+
+
+def own_words(words: Sequence[str]) -> list[str]:
+    """Return the words behind the script's name without the rank that some launchers add."""
+    return [word for word in words if not word.startswith(("--local_rank", "--local-rank"))]
+
+
+def follow(launched: Launched) -> NoReturn:
+    """Wait for the first process of this machine, and become a worker of its run.
+
+    Exits as that process does where it has no run. Raises: EnvironmentFault when it does not come.
+    """
+    answer = _wait_for_answer(launched.place)
+    if answer is None:
+        raise EnvironmentFault(
+            "the first process of this machine ended before it had planned the run; its own "
+            "output, or the kernel's log (dmesg), says why"
+        )
+    if "exit_code" in answer:
+        raise SystemExit(answer["exit_code"])
+    become_worker(launched, read_plan(RunFolder(Path(answer["folder"]))).launch)
+
+
+def lead(launched: Launched, meeting: "Meeting") -> Launched:
+    """Return the first process of a machine, with the environment in which make starts the run.
+
+    Raises: ConfigError where NUM_GPUS says otherwise than the launcher did.
+    """
+    environ = places.as_for_make(launched.environ, launched.place)
+    if devices.detect(_device(environ), environ).kind == "cpu":
+        environ["DEVICE"] = "cpu"  # make starts several processes on a CPU only if it is named
+    return dataclasses.replace(launched, environ=environ, meeting=meeting)
+
+
+def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoReturn:
+    """Tell the others of this machine of the run, and become a worker of it."""
+    launched.meeting.announce(folder)
+    become_worker(launched, command)
+
+
+def become_worker(launched: Launched, command: Launch) -> NoReturn:
+    """Replace this process with a worker at its place."""
+    variables = launched.place.variables()
+    command = dataclasses.replace(command, env={**command.env, **variables})
+    launch.execute(command, launched.environ)
+    raise AssertionError("execute does not return")
+
+
+class Meeting:
+    """Where the other processes of this machine wait for the first one."""
+
+    def __init__(self, place: Place) -> None:
+        """Open it. Raises: EnvironmentFault where another launch meets here."""
+        self.expected = place.local_world_size - 1
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.bind(_address(place))
+        except OSError as error:
+            raise EnvironmentFault(
+                f"MASTER_PORT={place.master_port}: another launch on this machine uses it "
+                f"({error.strerror}); set another MASTER_PORT"
+            ) from None
+        self.socket.listen(max(1, self.expected))
+
+    def announce(self, folder: RunFolder) -> None:
+        """Tell all others which run they belong to. Raises: EnvironmentFault for one missing."""
+        missing = self._tell({"folder": str(folder.path.absolute())}, ARRIVAL_SECONDS)
+        if missing:
+            raise EnvironmentFault(
+                f"{missing} of {self.expected + 1} processes of this machine did not start within "
+                f"{ARRIVAL_SECONDS:.0f} s; start as many as LOCAL_WORLD_SIZE says"
+            )
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Tell the others how this process ended, where it did not become a worker."""
+        try:
+            yield
+        except BaseException as end:
+            code = end.code if isinstance(end, SystemExit) else int(ExitClass.UNEXPECTED)
+            self._tell({"exit_code": code}, FAREWELL_SECONDS)
+            raise
+        finally:
+            self.socket.close()
+
+    def _tell(self, answer: dict[str, str | int], seconds: float) -> int:
+        """Send an answer to each that waits; return how many have not come."""
+        deadline = time.monotonic() + seconds
+        while self.expected:
+            self.socket.settimeout(max(RETRY_SECONDS, deadline - time.monotonic()))
+            try:
+                connection, _ = self.socket.accept()
+            except TimeoutError:
+                break
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(json.dumps(answer).encode())
+            self.expected -= 1
+        return self.expected
+
+
+def _device(environ: Mapping[str, str]) -> str:
+    device = environ.get("DEVICE", "").strip()
+    return device if device in ("cpu", "cuda") else "auto"  # a wrong word is refused with others
+
+
+def _address(place: Place) -> str:
+    """Return the name of a meeting: one of Linux's abstract sockets, which need no file.
+
+    Launches that share a machine differ in the port of their first process.
+    """
+    where = f"{place.master_addr}:{place.master_port}-{place.node_rank}"
+    return f"\0sft_play-{os.getuid()}-{where}"
+
+
+def _wait_for_answer(place: Place) -> dict[str, str | int] | None:
+    """Return what the first process says, None where it ends without a word."""
+    deadline = time.monotonic() + ARRIVAL_SECONDS
+    with socket.socket(socket.AF_UNIX) as connection:
+        while connection.connect_ex(_address(place)) != 0:
+            if time.monotonic() > deadline:
+                raise EnvironmentFault(
+                    f"LOCAL_RANK={place.local_rank}: no process with LOCAL_RANK=0 came to "
+                    f"MASTER_PORT={place.master_port} within {ARRIVAL_SECONDS:.0f} s"
+                )
+            time.sleep(RETRY_SECONDS)
+        _refuse_other_user(connection)
+        with contextlib.suppress(ConnectionResetError):
+            text = b"".join(iter(lambda: connection.recv(4096), b""))
+            return json.loads(text) if text else None
+    return None
+
+
+def _refuse_other_user(connection: socket.socket) -> None:
+    """Raise EnvironmentFault unless the process at the other end is ours: its answer is run."""
+    owner = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", owner)
+    if user != os.getuid():
+        raise EnvironmentFault(
+            f"the launch is answered by another user (uid {user}); set another MASTER_PORT"
+        )

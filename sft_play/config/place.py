@@ -1,0 +1,192 @@
+"""The place of a process among those of a launcher that the user started himself. Pure.
+
+torchrun, accelerate launch and deepspeed say it in RANK, WORLD_SIZE, LOCAL_RANK and their like, and
+so may the user, by hand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sft_play.config.invocation import PORTS, Words
+from sft_play.config.messages import refuse, word
+
+# Where processes meet whose RANK was set by hand, without MASTER_ADDR and MASTER_PORT
+DEFAULT_ADDRESS = "localhost"
+DEFAULT_PORT = 12355
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+# What launchers set. The plan decides all of it anew; accelerate's number types would even win
+OF_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+)
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")  # make's too, for several machines
+PREFIXES_OF_ACCELERATE = ("ACCELERATE_", "FSDP_")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those of a launch."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the processes of this machine
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    uses_deepspeed: bool = False
+    deepspeed_config: str | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        return self.rank // self.local_world_size
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables by which torch finds this place."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    def make_variables(self) -> dict[str, str]:
+        """Return the variables with which make would start as many processes."""
+        variables = {"NUM_GPUS": str(self.local_world_size)}
+        if self.nodes > 1:
+            variables["NNODES"] = str(self.nodes)
+            variables["NODE_RANK"] = str(self.node_rank)
+            variables["MASTER_ADDR"] = self.master_addr
+            variables["MASTER_PORT"] = str(self.master_port)
+        if self.deepspeed_config:
+            variables["DEEPSPEED_CONFIG"] = self.deepspeed_config
+        return variables
+
+
+def read(environ: Mapping[str, str]) -> Place | None:
+    """Return the place of this process, None where no other process belongs to it.
+
+    Raises: ConfigError that lists every variable that is missing or wrong.
+    """
+    words = Words(environ)
+    if _is_set(words, "ACCELERATE_USE_FSDP"):
+        words.problems.append(
+            "accelerate launch --use_fsdp: runs are sharded by ZeRO here; leave it out, and add "
+            "--deepspeed behind the script's name"
+        )
+    rank, world_size = _pair(words, "RANK", "WORLD_SIZE")
+    size_name = "LOCAL_SIZE" if words.text("LOCAL_SIZE") else "LOCAL_WORLD_SIZE"  # deepspeed's
+    local_rank, local_world_size = _pair(words, "LOCAL_RANK", size_name)
+    address = words.text("MASTER_ADDR") or DEFAULT_ADDRESS
+    port = words.whole_number("MASTER_PORT", 1, PORTS) or DEFAULT_PORT
+    refuse(words.problems)
+    if rank is None or world_size is None:
+        return None
+    if local_rank is None or local_world_size is None:
+        _refuse_unknown_machine(address, world_size)
+        local_rank, local_world_size = rank, world_size
+    place = Place(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        address,
+        port,
+        bool(words.text("CROSS_SIZE")) or _is_set(words, "ACCELERATE_USE_DEEPSPEED"),
+        words.text("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+    )
+    _refuse_impossible(place)
+    return place if world_size > 1 or place.uses_deepspeed else None
+
+
+def without_launcher(environ: Mapping[str, str], place: Place | None) -> dict[str, str]:
+    """Return the environment without what a launcher has set."""
+    names = OF_LAUNCHERS if place is None else OF_LAUNCHERS + MEETING_POINT
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in names and not name.startswith(PREFIXES_OF_ACCELERATE)
+    }
+
+
+def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
+    """Return the environment, without what a launcher has set, in which make starts the same run.
+
+    Raises: ConfigError where NUM_GPUS says otherwise than the launcher did.
+    """
+    variables = place.make_variables()
+    asked = Words(environ).text("NUM_GPUS")
+    if asked not in (None, variables["NUM_GPUS"]):
+        refuse(
+            [
+                f"NUM_GPUS={word(asked)}: the launcher has started {place.local_world_size} "
+                "processes on this machine; leave NUM_GPUS out"
+            ]
+        )
+    if environ.get("DEEPSPEED_CONFIG"):
+        variables.pop("DEEPSPEED_CONFIG", None)
+    return {**environ, **variables}
+
+
+def unused(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each thing that accelerate was told and that does not count."""
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "no":
+        return []
+    return [
+        f"accelerate's mixed precision {precision} does not count here: train.bf16 and train.fp16 "
+        "do, which are auto unless set"
+    ]
+
+
+def _is_set(words: Words, name: str) -> bool:
+    return (words.text(name) or "").lower() in ("1", "true", "yes")
+
+
+def _pair(words: Words, rank_name: str, size_name: str) -> tuple[int | None, int | None]:
+    """Return a rank and of how many; only one of them is a problem."""
+    given = [name for name in (rank_name, size_name) if words.text(name)]
+    if len(given) == 1:
+        missing = size_name if given == [rank_name] else rank_name
+        words.problems.append(
+            f"{given[0]}={word(words.text(given[0]))} without {missing}: set both, as torchrun "
+            "does, or neither"
+        )
+    return words.whole_number(rank_name, 0), words.whole_number(size_name, 1)
+
+
+def _refuse_unknown_machine(address: str, world_size: int) -> None:
+    if world_size > 1 and address not in THIS_MACHINE:
+        refuse(
+            [
+                f"MASTER_ADDR={word(address)} without LOCAL_RANK and LOCAL_WORLD_SIZE: set them to "
+                "this process's number on its machine and how many run there (0 and 1 where each "
+                "machine runs one)"
+            ]
+        )
+
+
+def _refuse_impossible(place: Place) -> None:
+    """Refuse numbers that no launch has. Raises ConfigError."""
+    problems = []
+    for name, rank, size in (
+        ("RANK", place.rank, place.world_size),
+        ("LOCAL_RANK", place.local_rank, place.local_world_size),
+    ):
+        if rank >= size:
+            problems.append(f"{name}={rank}: write a number from 0 to {size - 1}")
+    of_whole = place.world_size % place.local_world_size
+    if of_whole or place.rank % place.local_world_size != place.local_rank:
+        problems.append(
+            f"RANK={place.rank} WORLD_SIZE={place.world_size} LOCAL_RANK={place.local_rank} "
+            f"LOCAL_WORLD_SIZE={place.local_world_size}: every machine must run as many processes, "
+            "numbered one machine after the other"
+        )
+    refuse(problems)

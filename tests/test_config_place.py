@@ -1,0 +1,135 @@
+"""What launchers say of a process, and the make variables that mean the same."""
+
+import pytest
+
+from sft_play.config.place import Place, as_for_make, read, unused, without_launcher
+from sft_play.errors import ConfigError
+
+# What each launcher sets for the second of two processes on one machine, with versions of
+# requirements.lock
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+ACCELERATE = {
+    **TORCHRUN,
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+}
+ACCELERATE_DEEPSPEED = {
+    **ACCELERATE,
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json",
+}
+DEEPSPEED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "0",
+    "CROSS_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SECOND = Place(1, 2, 1, 2, "127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, None),
+        ({"RANK": "", "WORLD_SIZE": " "}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (TORCHRUN, SECOND),
+        (ACCELERATE, SECOND),
+        (ACCELERATE_DEEPSPEED, Place(1, 2, 1, 2, "127.0.0.1", 29500, True, "mine.json")),
+        (DEEPSPEED, Place(1, 2, 1, 2, "127.0.0.1", 29500, True)),
+        ({**DEEPSPEED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
+         Place(0, 1, 0, 1, "127.0.0.1", 29500, True)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1, 2, "localhost", 12355)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4000"},
+         Place(1, 2, 1, 2, "localhost", 4000)),
+        ({**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
+         Place(3, 4, 1, 2, "10.0.0.1", 29500)),
+    ],
+)  # fmt: skip
+def test_a_place_is_what_the_launcher_set(environ: dict[str, str], place: Place | None) -> None:
+    assert read(environ) == place
+
+
+def test_torch_finds_the_place_by_the_same_variables_whoever_set_them() -> None:
+    expected = {name: value for name, value in TORCHRUN.items() if name in SECOND.variables()}
+    assert read(DEEPSPEED).variables() == read(TORCHRUN).variables() == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "RANK=0 without WORLD_SIZE: set both"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK: set both"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one: write a whole number of at least 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: write a number from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without LOCAL_WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, "set them to this process's"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0: write a whole"),
+        ({**TORCHRUN, "WORLD_SIZE": "3"}, "every machine must run as many processes"),
+        ({**TORCHRUN, "RANK": "0"}, "every machine must run as many processes"),
+        ({**TORCHRUN, "ACCELERATE_USE_FSDP": "true"}, "leave it out, and add --deepspeed"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "variables"),
+    [
+        (TORCHRUN, {"NUM_GPUS": "2"}),
+        (ACCELERATE, {"NUM_GPUS": "2"}),
+        (ACCELERATE_DEEPSPEED, {"NUM_GPUS": "2", "DEEPSPEED_CONFIG": "mine.json"}),
+        (DEEPSPEED, {"NUM_GPUS": "2"}),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"NUM_GPUS": "2"}),
+        ({**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
+         {"NUM_GPUS": "2", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1",
+          "MASTER_PORT": "29500"}),
+    ],
+)  # fmt: skip
+def test_the_run_is_that_of_make_with_these_variables(
+    environ: dict[str, str], variables: dict[str, str]
+) -> None:
+    users = {"PATH": "/bin", "TRAIN_BATCH_SIZE": "4", "CUDA_VISIBLE_DEVICES": "1,2"}
+    kept = {name: value for name, value in environ.items() if "ELASTIC" in name or "GROUP" in name}
+    place = read(environ)
+    own = without_launcher(environ | users, place)
+    assert own == kept | users
+    assert as_for_make(own, place) == kept | users | variables
+
+
+def test_a_process_without_a_launcher_may_be_a_machine_of_make() -> None:
+    environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert without_launcher({**environ, "ACCELERATE_MIXED_PRECISION": "no"}, None) == environ
+
+
+def test_the_users_own_deepspeed_json_wins_over_accelerates() -> None:
+    environ = {**ACCELERATE_DEEPSPEED, "DEEPSPEED_CONFIG": "yours.json"}
+    assert as_for_make(environ, read(environ))["DEEPSPEED_CONFIG"] == "yours.json"
+
+
+def test_another_number_of_processes_than_was_started_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NUM_GPUS=4: the launcher has started 2 processes"):
+        as_for_make({**TORCHRUN, "NUM_GPUS": "4"}, SECOND)
+
+
+def test_a_number_type_of_accelerate_is_not_dropped_without_a_word() -> None:
+    assert unused(ACCELERATE) == unused({}) == []
+    assert (
+        "mixed precision bf16 does not count" in unused({"ACCELERATE_MIXED_PRECISION": "bf16"})[0]
+    )
