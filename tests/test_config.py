@@ -297,7 +297,7 @@ def test_a_printed_block_loads_exactly_as_it_stands(name: str) -> None:
 def test_a_shipped_config_has_every_value_of_its_printed_block(name: str) -> None:
     shipped = leaves(CONFIGS / f"{name}.yaml")
     assert leaves(PRINTED / f"{name}.yaml").items() <= shipped.items()
-    added = {"tuning.mode", "train.learning_rate", "train.epochs"}
+    added = {"tuning.mode", "train.learning_rate", "train.epochs", "train.activation_offloading"}
     assert set(shipped) - set(leaves(PRINTED / f"{name}.yaml")) <= added
 
 

@@ -72,6 +72,33 @@ def test_every_shipped_config_is_told_in_110_columns(config: str, gpus: str) -> 
     assert shown == [row.rstrip() for row in shown]
 
 
+HARDWARE = {
+    "a100_pair": "2xA100-80GB",
+    "h200_quad": "4xH200",
+    "large": "2xA100-40GB",
+    "medium": "1x16GiB",
+    "multi_gpu_config": "2xA100-80GB",
+    "rtx4090_sli": "2x4090",
+    "small": "1x12GiB",
+}
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_shipped_config_fits_its_hardware_and_opens_with_its_plan(name: str) -> None:
+    path = PROJECT_ROOT / "configs" / f"{name}.yaml"
+    plan = plan_for(HARDWARE[name], config=str(path)).plan
+    assert plan.fits
+    planned = re.search(r"(?m)^# .*not measured: ([\d.]+) GiB", path.read_text())
+    assert float(planned[1]) == pytest.approx(plan.memory.predicted_peak / GIB, abs=0.06)
+
+
+@pytest.mark.parametrize("name", sorted({Path(name).stem for name in CONFIGS} - set(HARDWARE)))
+def test_every_other_shipped_config_trains_the_model_that_ships_anywhere(name: str) -> None:
+    planned = plan_for(CPU, config=f"configs/{name}.yaml")
+    assert planned.config.model.name.endswith("data/tiny_llama")
+    assert planned.plan.fits
+
+
 def test_the_table_is_the_bytes_of_the_plan() -> None:
     planned = plan_for("2xH200", LLAMA_8B)
     memory = planned.plan.memory
