@@ -19,6 +19,7 @@ from sft_play.plan.launch import (
     Launch,
     accelerate_config,
     launch_command,
+    rank_command,
     write_accelerate_config,
 )
 from sft_play.plan.ranks import Ranks
@@ -241,3 +242,12 @@ def test_a_launcher_that_is_not_there_is_an_environment_fault() -> None:
     message = "/no/such/python cannot be started: No such file or directory; try make install"
     with pytest.raises(EnvironmentFault, match=message):
         launch.execute(Launch(("/no/such/python",), {}), {})
+
+
+def test_a_rank_that_is_started_already_is_the_worker_alone() -> None:
+    """Its launcher may have given it more GPUs than it starts processes."""
+    ranks = ranks_of("ddp", "cuda", 2, visible=("5", "3"))
+    started = rank_command(ranks, RUN, {"CUDA_VISIBLE_DEVICES": "5,3,1"})
+    assert started.argv == (sys.executable, str(WORKER), str(RUN))
+    assert started.env["CUDA_VISIBLE_DEVICES"] == "5,3"
+    assert started.env == command(ranks, CUDA_VISIBLE_DEVICES="5,3,1").env
