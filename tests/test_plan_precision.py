@@ -68,3 +68,17 @@ def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_op
     assert precision(planned.config) == "fp16"
     with pytest.raises(ConfigError, match=r"fp16.enabled=true, but train.fp16=false"):
         plan_for("2xH200", "train.bf16=true", environ=environ, use_deepspeed=True)
+
+
+@pytest.mark.parametrize("asks", ["the JSON", "the config"])
+def test_bfloat16_under_deepspeed_without_a_gpu_is_refused(asks: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    enabled = True if asks == "the JSON" else "auto"
+    path.write_text(json.dumps({"bf16": {"enabled": enabled}, "zero_optimization": {"stage": 2}}))
+    settings = () if asks == "the JSON" else ("train.bf16=true",)
+    environ = {"DEEPSPEED_CONFIG": str(path), "NUM_GPUS": "2"}
+    with pytest.raises(ConfigError) as error:
+        plan_for(CPU, *settings, environ=environ, use_deepspeed=True)
+    asked = f"{path}: bf16.enabled=true" if asks == "the JSON" else "train.bf16=true (--set"
+    assert str(error.value).startswith(asked)
+    assert 'on GPUs alone; write "auto" there' in str(error.value)

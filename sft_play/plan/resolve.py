@@ -104,6 +104,14 @@ def _resolve(
     raw = deepspeed.read(deepspeed_path) if deepspeed_path else {}
     model = load_counted_shape(config, environ)
     precision, warnings = choose_precision(loaded, hardware, deepspeed.precision(raw))
+    if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
+        asked = loaded.described("train.bf16")
+        if deepspeed.precision(raw) == "bf16":
+            asked = f"{deepspeed_path}: bf16.enabled=true"
+        raise ConfigError(
+            f"{asked}: under DeepSpeed transformers computes in bfloat16 on GPUs alone; "
+            'write "auto" there, or leave DeepSpeed out: make train-distributed'
+        )
     offload, offload_weights = deepspeed.offloads(raw)
     inputs = PlanInputs(
         config=config,
