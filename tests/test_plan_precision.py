@@ -76,7 +76,7 @@ def test_bfloat16_under_deepspeed_without_a_gpu_is_refused(asks: str, tmp_path: 
     enabled = True if asks == "the JSON" else "auto"
     path.write_text(json.dumps({"bf16": {"enabled": enabled}, "zero_optimization": {"stage": 2}}))
     settings = () if asks == "the JSON" else ("train.bf16=true",)
-    environ = {"DEEPSPEED_CONFIG": str(path), "NUM_GPUS": "2"}
+    environ = {"DEEPSPEED_CONFIG": str(path)}
     with pytest.raises(ConfigError) as error:
         plan_for(CPU, *settings, environ=environ, use_deepspeed=True)
     asked = f"{path}: bf16.enabled=true" if asks == "the JSON" else "train.bf16=true (--set"
