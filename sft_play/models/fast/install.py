@@ -2,7 +2,7 @@
 
 The kernels run in training steps (training mode, gradients on) and on packed batches. Evaluation
 and generation run the code of the model's classes, so that scores do not depend on the kernels that
-trained the weights.
+trained the weights; but for experts with adapters, whose own code needs a copy of all of them.
 """
 
 import logging

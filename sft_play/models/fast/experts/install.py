@@ -3,7 +3,7 @@
 Experts are recognised by what transformers' `use_experts_implementation` leaves on a module: the
 matrices of all experts in one parameter, and flags that say how they lie in memory. PEFT wraps such
 a module once for each adapted parameter; the outermost wrapper gets the fused forward method.
-Evaluation and generation run the module's own code, with PEFT's wrappers.
+Evaluation and generation run it too: PEFT's wrappers build all adapted weights in every call.
 """
 
 from types import MethodType
