@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
@@ -105,13 +106,7 @@ def _resolve(
     model = load_counted_shape(config, environ)
     precision, warnings = choose_precision(loaded, hardware, deepspeed.precision(raw))
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
-        asked = loaded.described("train.bf16")
-        if deepspeed.precision(raw) == "bf16":
-            asked = f"{deepspeed_path}: bf16.enabled=true"
-        raise ConfigError(
-            f"{asked}: under DeepSpeed transformers computes in bfloat16 on GPUs alone; "
-            'write "auto" there, or leave DeepSpeed out: make train-distributed'
-        )
+        _refuse_bfloat16(loaded, deepspeed_path, raw)
     offload, offload_weights = deepspeed.offloads(raw)
     inputs = PlanInputs(
         config=config,
@@ -154,6 +149,17 @@ def _resolve(
     )
     planned = PlannedRun(_resolved(config, plan, precision, environ), plan)
     return planned.with_layout(layout, plan.memory)
+
+
+def _refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
+    """Refuse bfloat16 under DeepSpeed without a GPU. Raises: ConfigError."""
+    asked = loaded.described("train.bf16")
+    if deepspeed.precision(raw) == "bf16":
+        asked = f"{path}: bf16.enabled=true"
+    raise ConfigError(
+        f"{asked}: under DeepSpeed transformers computes in bfloat16 on GPUs alone; "
+        'write "auto" there, or leave DeepSpeed out: make train-distributed'
+    )
 
 
 def _deepspeed_plan(
