@@ -251,27 +251,27 @@ class Routed(nn.Module):
         self.picked = Picked()
         self.noise = 0.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         logits = self.router(x)
         return self.picked(x, (logits + self.noise * logits.flip(0)).topk(1).indices)
 
 
 def test_a_token_that_rounding_sends_to_another_expert_is_no_difference() -> None:
     torch.manual_seed(0)
-    trial = Trial(
-        Routed(), Call((torch.randn(64, 8),), {}), Process.alone(torch.device("cpu")), False
-    )
-    choices: dict[str, list[torch.Tensor]] = {}
-    own = trial.run(lambda module: module.forward, choices)
-    assert [value.shape for value in choices["picked"]] == [(64, 1)]
+    # a decoder layer is given integers too, which are no choice
+    call = Call((torch.randn(64, 8),), {"position_ids": torch.arange(64)[None]})
+    trial = Trial(Routed(), call, Process.alone(torch.device("cpu")), False)
+    own = trial.run(lambda module: module.forward)
+    assert [value.shape for value in own.choices["picked"]] == [(64, 1)]
     trial.module.noise = 1.0
-    assert difference(own, trial.run(lambda module: module.forward, choices)) is None
-    assert difference(own, trial.run(lambda module: module.forward, {})) is not None
+    again = trial.run(lambda module: module.forward, choices=own.choices)
+    assert difference(own, again) is None
+    assert difference(own, trial.run(lambda module: module.forward)) is not None
 
 
 def result_of(output: torch.Tensor, reach: bool = True) -> Result:
     tensors = {"output": output, "reach of the last token": torch.tensor([reach])}
-    return Result(tensors, torch.bfloat16)
+    return Result(tensors, torch.bfloat16, {})
 
 
 def test_fused_code_may_round_as_much_as_its_own() -> None:

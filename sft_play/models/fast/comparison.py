@@ -6,7 +6,7 @@ Legend: B rows, T tokens of a row.
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Result(NamedTuple):
 
     tensors: dict[str, Tensor | None]
     dtype: torch.dtype  # the coarsest of output and input: what the differences are judged by
+    choices: Choices
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,17 @@ class Trial:
     mixes_tokens: bool
 
     def run(
-        self, code: Callable[[nn.Module], Forward], choices: Choices, call: Call | None = None
+        self,
+        code: Callable[[nn.Module], Forward],
+        call: Call | None = None,
+        choices: Choices | None = None,
     ) -> Result:
         """Return output and gradients of a forward call, for one random gradient of its output.
 
         `code` returns the forward method of the module, and `call` are its arguments where they are
-        not those of its own code. `choices` are recorded if they are empty, and else given to the
-        modules inside again: rounding sends a token to another expert, which is no difference of
-        the code that is compared.
+        not those of its own code. `choices` of another run are given to the modules inside again:
+        rounding sends a token to another expert, which is no difference of the code that is
+        compared.
 
         The gradients are those of the input and of the trained parameters. Where a module mixes
         tokens, those of the input for the last token of each row alone tell which tokens reach it:
@@ -70,11 +74,12 @@ class Trial:
         call, inputs = _with_gradients(call or self.call)
         forward = code(self.module)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        with (
-            torch.enable_grad(),
-            self.process.autocast(),
-            _same_choices(self.module, call, choices),
-        ):
+        if choices is None:
+            choices = {}
+            choosing = _recording(self.module, call, choices)
+        else:
+            choosing = _repeating(self.module, call, choices)
+        with torch.enable_grad(), self.process.autocast(), choosing:
             output = _first_tensor(forward(*call.args, **call.kwargs))
         generator = torch.Generator().manual_seed(SEED)
         weights = torch.randn(output.shape, generator=generator).to(output)
@@ -91,7 +96,8 @@ class Trial:
         for name, gradient in zip([*names, *trained], gradients, strict=True):
             tensors[f"gradient of {name}"] = gradient
         dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
-        return Result(tensors, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return Result(tensors, coarsest, choices)
 
     def run_in_float32(
         self, code: Callable[[nn.Module], Forward], choices: Choices
@@ -108,7 +114,7 @@ class Trial:
             module = copy.deepcopy(self.module).float()
             for child in module.modules():
                 vars(child).pop("forward", None)  # of parts that are fused already
-            return Trial(module, call, process, self.mixes_tokens).run(code, choices)
+            return Trial(module, call, process, self.mixes_tokens).run(code, choices=choices)
         except (TypeError, ValueError, RuntimeError) as error:
             logger.debug("%s in float32: %s", type(self.module).__name__, error)
             return None
@@ -126,37 +132,57 @@ def _in_float32(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _same_choices(module: nn.Module, call: Call, choices: Choices) -> Iterator[None]:
-    """Record the integers that the modules inside are given, or give them what was recorded.
+def _recording(module: nn.Module, call: Call, choices: Choices) -> Iterator[None]:
+    """Record the integers that the modules inside are given, but for those of the call itself."""
+    is_choice = _choice_beside(call)
 
-    A module that is given them itself makes no choice. Fused code does not run where a module
-    inside has a hook, so that hooks are only where something is recorded or given.
-    """
-    is_recording = not choices
-    given = {name: iter(values) for name, values in choices.items()}
-
-    def chosen(name: str, value: Any) -> Any:
-        if not _is_choice(value):
-            return value
-        if is_recording:
+    def record(name: str, value: Any) -> Any:
+        if is_choice(value):
             choices.setdefault(name, []).append(value)
+        return value
+
+    names = [name for name, _ in module.named_modules() if name]
+    with _arguments_passed_through(module, names, record):
+        yield
+
+
+@contextlib.contextmanager
+def _repeating(module: nn.Module, call: Call, choices: Choices) -> Iterator[None]:
+    """Give the modules inside what was recorded.
+
+    Fused code does not run where a module inside has a hook, so that none has one but the outermost
+    that were given a choice.
+    """
+    is_choice = _choice_beside(call)
+    recorded = {name: iter(values) for name, values in choices.items()}
+
+    def repeat(name: str, value: Any) -> Any:
+        if not is_choice(value):
             return value
-        recorded = next(given[name], value)
-        return recorded if recorded.shape == value.shape else value
+        again = next(recorded[name], value)
+        return again if again.shape == value.shape else value
+
+    with _arguments_passed_through(module, _outermost(choices), repeat):
+        yield
+
+
+@contextlib.contextmanager
+def _arguments_passed_through(
+    module: nn.Module, names: Sequence[str], change: Callable[[str, Any], Any]
+) -> Iterator[None]:
+    """Give each named module inside `change(name, value)` for each value that it is given."""
 
     def hook_of(name: str) -> Callable:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            replaced = {key: chosen(name, value) for key, value in kwargs.items()}
-            return tuple(chosen(name, value) for value in args), replaced
+            changed = {key: change(name, value) for key, value in kwargs.items()}
+            return tuple(change(name, value) for value in args), changed
 
         return hook
 
     hooks = []
-    if not any(_is_choice(value) for value in (*call.args, *call.kwargs.values())):
-        names = [name for name, _ in module.named_modules() if name]
-        for name in names if is_recording else _outermost(choices):
-            child = module.get_submodule(name)
-            hooks.append(child.register_forward_pre_hook(hook_of(name), with_kwargs=True))
+    for name in names:
+        child = module.get_submodule(name)
+        hooks.append(child.register_forward_pre_hook(hook_of(name), with_kwargs=True))
     try:
         yield
     finally:
@@ -164,8 +190,17 @@ def _same_choices(module: nn.Module, call: Call, choices: Choices) -> Iterator[N
             hook.remove()
 
 
-def _is_choice(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 2
+def _choice_beside(call: Call) -> Callable[[Any], bool]:
+    """Return what tells a table of integers that a module made from those that it was given."""
+
+    def is_table(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 2
+
+    def memory(value: Tensor) -> int:  # that of a view too
+        return value.untyped_storage().data_ptr()
+
+    given = {memory(value) for value in (*call.args, *call.kwargs.values()) if is_table(value)}
+    return lambda value: is_table(value) and memory(value) not in given
 
 
 def _outermost(choices: Choices) -> list[str]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from sft_play.models.fast.by_document import forward_by_document
 from sft_play.models.fast.capture import PACKED, PLAIN, SEED, Call, Kind, as_it_was
 from sft_play.models.fast.comparison import (
-    Choices,
     Forward,
     Trial,
     difference,
@@ -108,24 +107,22 @@ def _where_different(
 
     Its own code may also be run on each of `documents` alone, which are lengths.
     """
-    choices: Choices = {}
     own_code = _own_code
-    own = trial.run(own_code, choices)
+    own = trial.run(own_code)
     try:
-        computed = trial.run(fused, choices, given)
+        computed = trial.run(fused, given, own.choices)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         # recognised by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
     where = difference(own, computed)
     if where is not None and documents is not None:
         own_code = functools.partial(_by_document, lengths=documents)
-        choices = {}
-        own = trial.run(own_code, choices)
+        own = trial.run(own_code)
         where = difference(own, computed)
     if where is None:
         return None
     if own.dtype.itemsize == 2:
-        exact = trial.run_in_float32(own_code, choices)
+        exact = trial.run_in_float32(own_code, own.choices)
         if exact is not None and is_rounding(own, computed, exact):
             return None
     return f"computes something else ({where})"
