@@ -264,7 +264,7 @@ def test_a_weight_file_that_lacks_a_tensor_is_refused_rather_than_filled_with_ra
 def test_experts_are_read_no_faster_than_they_are_joined(
     config_of, base_of, monkeypatch, model_type, threads
 ):
-    """Threads that read ahead would hold a mixture of experts twice."""
+    """Threads that read ahead could hold a mixture of experts twice."""
     pools = []
 
     class Pool(ThreadPoolExecutor):

@@ -201,8 +201,8 @@ def _has_experts(stored: PretrainedConfig | None) -> bool:
 def _one_tensor_at_a_time() -> Iterator[None]:
     """Let transformers read a tensor when it is needed.
 
-    Its files hold each expert by itself, and its threads read them faster than they are joined: up
-    to twice the model's bytes would be on the GPU.
+    Its files hold each expert by itself, and its threads read without waiting for them to be
+    joined: the GPU could hold up to twice the model's bytes.
     """
     before = os.environ.get(SEQUENTIAL_LOAD)
     os.environ[SEQUENTIAL_LOAD] = "1"
