@@ -92,7 +92,7 @@ def read(environ: Mapping[str, str]) -> Invocation:
 
 def is_single_process_forced(environ: Mapping[str, str]) -> bool:
     """Return whether Unsloth's variable asks for one process, on one GPU."""
-    return environ.get(FORCE_SINGLE, "").strip().lower() in ("1", "true", "yes")
+    return Words(environ).is_on(FORCE_SINGLE)
 
 
 def _as_single_process(invocation: Invocation, problems: list[str]) -> Invocation:
@@ -112,6 +112,10 @@ class Words:
 
     def text(self, name: str) -> str | None:
         return self.environ.get(name, "").strip() or None
+
+    def is_on(self, name: str) -> bool:
+        """Return whether a switch of another program is on."""
+        return (self.text(name) or "").lower() in ("1", "true", "yes")
 
     def whole_number(self, name: str, low: int, high: int | None = None) -> int | None:
         """Return a whole number from `low` to `high`; None where it is unset or a problem."""

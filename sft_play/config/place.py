@@ -76,7 +76,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
     Raises: ConfigError that lists every variable that is missing or wrong.
     """
     words = Words(environ)
-    if _is_set(words, "ACCELERATE_USE_FSDP"):
+    if words.is_on("ACCELERATE_USE_FSDP"):
         words.problems.append(
             "accelerate launch --use_fsdp: runs are sharded by ZeRO here; leave it out, and add "
             "--deepspeed behind the script's name"
@@ -99,7 +99,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
         local_world_size,
         address,
         port,
-        bool(words.text("CROSS_SIZE")) or _is_set(words, "ACCELERATE_USE_DEEPSPEED"),
+        bool(words.text("CROSS_SIZE")) or words.is_on("ACCELERATE_USE_DEEPSPEED"),
         words.text("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
     )
     _refuse_impossible(place)
@@ -144,10 +144,6 @@ def unused(environ: Mapping[str, str]) -> list[str]:
         f"accelerate's mixed precision {precision} does not count here: train.bf16 and train.fp16 "
         "do, which are auto unless set"
     ]
-
-
-def _is_set(words: Words, name: str) -> bool:
-    return (words.text(name) or "").lower() in ("1", "true", "yes")
 
 
 def _pair(words: Words, rank_name: str, size_name: str) -> tuple[int | None, int | None]:
