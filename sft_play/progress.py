@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 8.0  # between two lines of a stage; a shorter stage says nothing
 
 
-@dataclass
+@dataclass(eq=False)
 class Stage:
     """A stage of a run, and what is done of it.
 
@@ -55,6 +55,9 @@ class Stage:
         return f"{self.title}: {', '.join(parts)}"
 
 
+_open_stages: list[Stage] = []  # the innermost is the last
+
+
 def say(line: str) -> None:
     """Log a line, above a bar where there is one."""
     from tqdm import tqdm  # 20 ms, and few commands take long enough to say something
@@ -76,6 +79,7 @@ def log_to_stderr() -> None:
 def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
     """Say a line of the stage every EVERY_SECONDS while the context is open.
 
+    A stage inside another speaks in its place.
     `is_shown` is False where another rank speaks. The lines come from a thread, so they also come
     while one call takes long; start no processes by fork inside the context.
     """
@@ -86,13 +90,16 @@ def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
 
     def speak() -> None:
         while not ended.wait(EVERY_SECONDS):
-            say(stage.line())
+            if _open_stages and _open_stages[-1] is stage:
+                say(stage.line())
 
     speaker = threading.Thread(target=speak, name=f"progress of {stage.title}", daemon=True)
+    _open_stages.append(stage)
     speaker.start()
     try:
         yield stage
     finally:
+        _open_stages.remove(stage)
         ended.set()
         speaker.join()
 

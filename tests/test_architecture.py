@@ -22,7 +22,7 @@ ALLOWED = {
     "plan": {"errors", "config", "runs"},
     "data": {"errors", "progress", "config", "runs", "plan"},
     "reporting": {"errors", "config", "runs", "plan", "data"},
-    "models": {"errors", "process", "config", "runs", "plan", "data"},
+    "models": {"errors", "process", "progress", "config", "runs", "plan", "data"},
     "evaluation": {"errors", "process", "progress", "config", "data", "models"},
     "training": {
         "errors",

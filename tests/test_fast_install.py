@@ -8,12 +8,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
+from tiny_models import tiny_model
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
+from sft_play.models import lora
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.install import (
@@ -391,3 +395,23 @@ def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:
 def test_zero_3_keeps_what_it_gathers() -> None:
     installed = make(plain_model("llama"), zero_stage=3)
     assert "ZeRO-3" in installed.off["loss"]
+
+
+def test_adapted_experts_are_built_in_the_proof_of_one_layer_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PEFT's own code keeps a copy of all experts of a layer for its backward pass."""
+    built: list[nn.Module] = []
+    activate = ParamWrapper._activate_lora
+
+    def count(self: ParamWrapper, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            built.append(self)
+        return activate(self, *args)
+
+    monkeypatch.setattr(ParamWrapper, "_activate_lora", count)
+    model = tiny_model("qwen3_moe", num_hidden_layers=4)
+    model = lora.add_adapters(model, settings())
+    kernels = make(model)
+    assert kernels.on["experts"] > 1
+    assert len(set(built)) == 2  # the two linears of one layer

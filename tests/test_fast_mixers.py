@@ -19,8 +19,8 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import by_document
 from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.documents import DocumentBatch, Documents
-from sft_play.models.fast.mixers import gated_norms
+from sft_play.models.fast.documents import DocumentBatch, Documents, PackedDocuments
+from sft_play.models.fast.mixers import gated_norms, tuning
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.mixers.find import LENGTHS, find_mixers, likely_mixers
@@ -191,6 +191,29 @@ def test_a_state_that_one_call_keeps_is_found_before_training(
     mixer_kernels.rebound.cache_clear()
     assert found.by_document == 1 and found.in_one_call == 0
     assert "Qwen3_5GatedDeltaNet: packed documents in one call differ by" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_kernels_are_tuned_on_as_many_tokens_as_a_step_has(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions of a CPU stand for kernels that a GPU tunes when they are first called."""
+    monkeypatch.setattr(tuning, "uses_fla", lambda tensor: True)
+    monkeypatch.setattr(tuning, "TUNED_TOKENS", 96)
+    monkeypatch.setattr(tuning, "TUNED_DOCUMENT", 32)
+    lengths: list[list[int]] = []
+    forward_packed = tuning.forward_packed
+
+    def noted(module: nn.Module, packed: PackedDocuments, *arguments: Any) -> Any:
+        lengths.append(packed.batch.lengths)
+        return forward_packed(module, packed, *arguments)
+
+    monkeypatch.setattr(tuning, "forward_packed", noted)
+    model = lora_model(model_type)
+    alone = step_alone(model)
+    assert install(model).in_one_call
+    assert lengths[0] == [32, 32, 32]
+    assert gap(alone, packed_step(model)).is_rounding
 
 
 def test_checkpointed_layers_recompute_the_same_documents() -> None:

@@ -8,9 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_play.models import linear_attention
-from sft_play.models.linear_attention import bind_by_device, why_no_fla, will_use_fla
+from sft_play.models.linear_attention import (
+    bind_by_device,
+    torch_code,
+    uses_fla,
+    why_no_fla,
+    will_use_fla,
+)
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, triton: str) -> None:
@@ -79,3 +86,16 @@ def test_on_a_cpu_a_model_runs_its_torch_code(monkeypatch: pytest.MonkeyPatch) -
     bound = code.torch_chunk_gated_delta_rule
     bind_by_device(model)
     assert code.torch_chunk_gated_delta_rule is bound
+
+
+def test_a_proof_may_ask_for_torch_code_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_attention, "why_no_fla", lambda: None)
+    with FakeTensorMode():
+        on_gpu = torch.empty(1, device="cuda")
+    assert uses_fla(on_gpu)
+    with torch_code():
+        assert not uses_fla(on_gpu)
+        with torch_code(False):
+            assert uses_fla(on_gpu)
+        assert not uses_fla(on_gpu)
+    assert uses_fla(on_gpu)

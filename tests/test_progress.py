@@ -50,6 +50,21 @@ def test_lines_come_while_one_call_takes_long_and_only_from_the_main_rank(monkey
     assert caplog.messages == []
 
 
+def test_a_stage_inside_another_speaks_in_its_place(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
+    caplog.set_level(logging.INFO, progress.logger.name)
+    with watched(Stage("loading")):
+        with watched(Stage("checking kernels")):
+            caplog.clear()
+            time.sleep(0.05)
+            inner = set(caplog.messages)
+        caplog.clear()
+        time.sleep(0.05)
+        outer = set(caplog.messages)
+    assert inner == {"checking kernels: 0 s so far"}
+    assert outer == {"loading: 0 s so far"}
+
+
 def test_a_short_stage_says_nothing_and_a_long_one_every_eight_seconds(caplog):
     caplog.set_level(logging.INFO, progress.logger.name)
     clock = Clock()

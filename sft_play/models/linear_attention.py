@@ -10,7 +10,9 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -40,6 +42,22 @@ FIRST_WRONG_TRITON = Version("3.4.0")
 FIRST_RIGHT_TRITON = Version("3.7.1")
 IS_BOUND = "_chooses_by_device"
 
+_in_torch: ContextVar[bool] = ContextVar("in_torch", default=False)
+
+
+@contextmanager
+def torch_code(is_on: bool = True) -> Iterator[None]:
+    """Let torch code compute what is called inside, on a GPU too; with False packages' kernels.
+
+    What fused code is proved against must not be the same kernels, and these are tuned when they
+    are first called, which takes a minute or more.
+    """
+    token = _in_torch.set(is_on)
+    try:
+        yield
+    finally:
+        _in_torch.reset(token)
+
 
 @functools.cache
 def why_no_fla() -> str | None:
@@ -64,7 +82,11 @@ def why_no_fla() -> str | None:
 
 def uses_fla(tensor: Tensor) -> bool:
     """Return whether kernels of flash-linear-attention compute a tensor."""
-    return tensor.is_cuda and why_no_fla() is None
+    return _uses_packages(tensor) and why_no_fla() is None
+
+
+def _uses_packages(tensor: Tensor) -> bool:
+    return tensor.is_cuda and not _in_torch.get()
 
 
 def will_use_fla(tensor: Tensor) -> bool:
@@ -105,7 +127,7 @@ def by_device(own: Callable, is_of_fla: bool) -> Callable:
     @functools.wraps(own)
     def kernel(*args: Any, **kwargs: Any) -> Any:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        runs = uses_fla(first) if is_of_fla else first.is_cuda
+        runs = uses_fla(first) if is_of_fla else _uses_packages(first)
         chosen = own if runs else in_torch
         return chosen(*args, **kwargs)
 

@@ -27,8 +27,10 @@ from sft_play.models.fast.loss.install import install_loss
 from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.norms.install import install_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
+from sft_play.models.linear_attention import torch_code
 from sft_play.plan.fast import LINEARS_OF_MLP, PARTS
 from sft_play.process import Process
+from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ def install_fused_kernels(
     Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
     setup = TrainingSetup(model, config, process, zero_stage)
-    kernels = _with_mixers(setup, _install(setup))
+    with watched(Stage("checking fused kernels against the model's own code"), process.is_main):
+        kernels = _with_mixers(setup, _install(setup))
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
         raise ConfigError(f"train.fast_path=true: {reason}; set TRAIN_FAST_PATH=auto")
@@ -87,6 +90,12 @@ def has_mixers(model: nn.Module) -> bool:
 def _install(setup: TrainingSetup) -> FusedKernels:
     if setup.config.train.fast_path is False:
         return FusedKernels({}, {"fused kernels": "train.fast_path=false"})
+    with torch_code():
+        return _install_parts(setup)
+
+
+def _install_parts(setup: TrainingSetup) -> FusedKernels:
+    """Install each part that proves itself against the model's own code."""
     if setup.has_values or setup.is_traced:
         _ = setup.proof_inputs  # from the model's own code: before anything is installed
     on: dict[str, int] = {}
@@ -129,12 +138,13 @@ def _with_mixers(setup: TrainingSetup, kernels: FusedKernels) -> FusedKernels:
     return replace(kernels, on={**kernels.on, "mixers": mixers.count})
 
 
-# The order matters: linears are those that no part before them computes itself. An installer
-# returns the number of modules that it has fused: 0 where a model has none of its kind.
+# The order matters. Experts come first: attention runs the whole decoder, in which PEFT's own code
+# builds and keeps all adapted experts. Linears are those that no part before them computes itself.
+# An installer returns how many modules it has fused: 0 where a model has none of its kind.
 INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
+    "experts": install_experts,
     "attention": install_attention,
     "mlp": install_mlp,
-    "experts": install_experts,
     "linears": install_linears,
     "norms": install_norms,
     "loss": install_loss,

@@ -25,8 +25,9 @@ from sft_play.models.fast.mixers.find import (
 from sft_play.models.fast.mixers.forward import Forward, forward_packed, install_mixer
 from sft_play.models.fast.mixers.gated_norms import install_gated_norms
 from sft_play.models.fast.mixers.kernels import rebound
+from sft_play.models.fast.mixers.tuning import tune_kernels
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
-from sft_play.models.linear_attention import why_no_fla
+from sft_play.models.linear_attention import torch_code, why_no_fla
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,9 @@ def install_mixers(setup: TrainingSetup) -> Mixers:
         for module in likely_mixers(setup.decoder):
             install_mixer(module, packed, use_kernels)
         return _counted(setup.decoder)
-    with as_it_was(setup.decoder, setup.process.device), setup.process.autocast():
-        setup.decoder.eval()
+    decoder = setup.decoder
+    with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch_code():
+        decoder.eval()
         _install_what_leaks(setup, packed, use_kernels)
     return _counted(setup.decoder)
 
@@ -86,18 +88,27 @@ def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kerne
             return
         for call in found:
             alike = [module for module in kinds if kinds[module] == kinds[call.module]]
-            _install_kind(alike, call, packed, use_kernels)
+            _install_kind(alike, call, packed, use_kernels, setup.process.is_main)
     name = type(found[0].module).__name__
     raise Unsupported(f"{name} keeps a state across documents")
 
 
 def _install_kind(
-    alike: list[nn.Module], call: ModuleCall, packed: PackedDocuments, use_kernels: bool
+    alike: list[nn.Module],
+    call: ModuleCall,
+    packed: PackedDocuments,
+    use_kernels: bool,
+    says: bool,
 ) -> None:
-    """Install mixers of one kind, by what the one of a call does."""
+    """Install mixers of one kind, by what the one of a call does.
+
+    `says` is whether this rank shows progress.
+    """
     name = type(call.module).__name__
-    is_fast = use_kernels and rebound(type(call.module).forward) is not None
-    if is_fast:
+    fast = rebound(type(call.module).forward) if use_kernels else None
+    is_fast = fast is not None
+    if fast is not None:
+        tune_kernels(call, fast, packed, says)
         difference = _difference_in_one_call(call, packed)
         is_fast = difference <= _tolerance(call)
         if not is_fast:
@@ -109,7 +120,8 @@ def _install_kind(
     for module in alike:
         install_mixer(module, packed, is_fast)
     try:
-        does_leak = leaks(call)
+        with torch_code(not is_fast):
+            does_leak = leaks(call)
     except RuntimeError as error:
         logger.debug("%s on one document: %s", name, error)
         raise Unsupported(f"{name} reads other documents and does not run on one alone") from None
@@ -135,7 +147,7 @@ def _output_and_gradients(
 ) -> list[Tensor]:
     """Return a mixer's output and the gradients of its input and trained weights, in float32."""
     trained = [p for p in call.module.parameters() if p.requires_grad]
-    with torch.enable_grad():
+    with torch.enable_grad(), torch_code(fast is None):
         args = tuple(_leaf(value) for value in call.args)
         kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
         hidden = next(value for value in (*args, *kwargs.values()) if is_hidden(value))
