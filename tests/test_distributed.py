@@ -241,6 +241,18 @@ def test_two_processes_are_two_and_say_so_once(pair, engine):
     assert len(lines) == len(set(lines)), "a line was printed twice"
 
 
+def test_the_memory_of_both_ranks_is_printed_and_recorded(pair):
+    launched = pair("ddp")
+    ranks = run_json(launched.folder)["memory_by_rank"]
+    assert [(rank["rank"], rank["device"]) for rank in ranks] == [(0, "cpu"), (1, "cpu")]
+    for rank in ranks:
+        assert 0 < rank["before_bytes"] <= rank["peak_bytes"] < rank["total_bytes"]
+        peak = round(rank["peak_bytes"] / 2**30, 3)
+        line = f"Process {rank['rank']}: Peak resident = {peak} GB ("
+        assert launched.log.read_text().count(line) == 1
+    assert "Training on 2 processes in parallel (ddp): " in launched.log.read_text()
+
+
 def test_two_processes_of_a_bare_torchrun_train_as_one(settings_of, taught_base, alone, tmp_path):
     """`torchrun scripts/train.py`, without make; the settings are variables of the shell."""
     settings = settings_of({**STEPS, "model.name": taught_base, "train.grad_accum": 2})

@@ -28,6 +28,28 @@ class PhasePeaks:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank's GPU, as torch's allocator reserved it; on a CPU what was resident."""
+
+    rank: int
+    host: str
+    device: str  # cuda:0, as torch counts on that host, or cpu
+    name: str  # of the GPU
+    total_bytes: int  # of the GPU; on a CPU of the host
+    before_bytes: int  # peak before training, once the weights were loaded
+    peak_bytes: int  # so far; once the run has ended, of the whole run
+
+    @property
+    def training_bytes(self) -> int:
+        """The peak above what was reserved before training."""
+        return max(0, self.peak_bytes - self.before_bytes)
+
+    def percent(self, size_bytes: int) -> float:
+        """Return `size_bytes` in percent of the GPU's memory."""
+        return 100 * size_bytes / self.total_bytes
+
+
+@dataclass(frozen=True)
 class LoggedLoss:
     """The mean loss since the log before, in nats per labelled token."""
 
@@ -139,6 +161,7 @@ class RunReport:
     tokens_per_second: float | None = None  # of all ranks; None for a run of one step
     peak_bytes: PeakBytes | None = None
     memory: PhasePeaks | None = None
+    memory_by_rank: list[RankMemory] | None = None
     metrics: dict[str, dict[str, float]] | None = None  # by before and after
     loss: list[LoggedLoss] | None = None
     history: list[LoggedStep] | None = None
@@ -167,6 +190,10 @@ class RunReport:
             typed["peak_bytes"] = _known(PeakBytes, values["peak_bytes"])
         if "memory" in values:
             typed["memory"] = _known(PhasePeaks, values["memory"])
+        if "memory_by_rank" in values:
+            typed["memory_by_rank"] = [
+                _known(RankMemory, entry) for entry in values["memory_by_rank"]
+            ]
         if "loss" in values:
             typed["loss"] = [_known(LoggedLoss, entry) for entry in values["loss"]]
         if "history" in values:

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from sft_play.models.parameters import adapter_parameters, base_tensors, stored_tensors
 from sft_play.plan.devices import host_memory
 from sft_play.process import Process
+from sft_play.runs.report import RankMemory
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class MemoryMeter:
         self._is_paused = False
         self._phases: dict[str, int] = {}
         self._reserved = 0
+        self._before_training = 0
         if self._is_gpu:
             torch.cuda.init()
 
@@ -127,6 +130,28 @@ class MemoryMeter:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         self._record()
         return self._reserved
+
+    def note_before_training(self) -> None:
+        """Note the peak so far as what the run takes before training."""
+        self._before_training = self.reserved_peak_bytes()
+
+    def of_rank(self) -> RankMemory:
+        """Return the memory of this rank's device, with the peak so far."""
+        device = self.process.device
+        if self._is_gpu:
+            card = torch.cuda.get_device_properties(device)
+            name, total_bytes = card.name, card.total_memory
+        else:
+            name, total_bytes = "CPU", host_memory().total_bytes
+        return RankMemory(
+            rank=self.process.rank,
+            host=socket.gethostname(),
+            device=str(device),
+            name=name,
+            total_bytes=total_bytes,
+            before_bytes=self._before_training,
+            peak_bytes=self.reserved_peak_bytes(),
+        )
 
     def run_peak_bytes(self) -> int:
         """Return the peak of the whole run: what the allocator reserved, plus the context."""

@@ -6,6 +6,7 @@ from sft_play.evaluation.scores import GenerationScores, Question
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.held_out import HeldOutEvaluation
+from sft_play.training.memory_lines import lines_after_training
 
 SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
@@ -21,6 +22,7 @@ def summary_lines(
     return [
         *score_lines(held_out),
         "",
+        *lines_after_training(report),
         fact_line(report),
         f"weights  {weights}",
         f"run      {folder.path}  (run.json, eval/, logs/, tb/)",

@@ -43,6 +43,7 @@ from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
 from sft_play.training.failure_broadcast import FailureBroadcast
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory import MemoryMeter
+from sft_play.training.memory_lines import lines_before_training
 from sft_play.training.out_of_memory import OutOfMemoryExplainer
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.recorder import Clock, RunRecorder
@@ -141,6 +142,7 @@ def load_weights(context: RunContext, recorder: RunRecorder) -> PreTrainedModel:
     )
     with context.memory.phase("load"), watched(stage, context.process.is_main):
         model = load_model(context.config, context.process, context.plan.zero_stage)
+    context.memory.note_before_training()
     if context.process.is_main:
         log_model(model, context)
     recorder.update(fast_path=dataclasses.asdict(fused_kernels_of(model)))
@@ -154,6 +156,10 @@ def before_first_step(
     recorder: RunRecorder,
 ) -> None:
     """Check the wrapped model, probe the planned step, and score the test rows."""
+    by_rank = context.process.gather(context.memory.of_rank())
+    recorder.note(memory_by_rank=by_rank)
+    if context.process.is_main and context.process.device.type == "cuda":
+        logger.info("%s", "\n".join(lines_before_training(by_rank)))
     strategy = context.plan.ranks.strategy
     with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):
         check_engine(trainer.model_wrapped, strategy)
@@ -256,6 +262,7 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
             report.peak_bytes, measured=peaks.measured, reserved=peaks.reserved
         ),
         memory=dataclasses.replace(report.memory, measured=peaks.phases),
+        memory_by_rank=trainer.process.gather(trainer.memory.of_rank()),
         loss=[
             LoggedLoss(entry["step"], entry["loss"])
             for entry in trainer.state.log_history
