@@ -30,7 +30,7 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop sweep runs compare report eval infer chat merge embedded bench bench-data bench-plan \
+  tb-stop sweep runs watch compare report eval infer chat merge embedded bench bench-data bench-plan \
   test test-fast test-faults test-long test-architectures test-gpu lint clean
 
 help: ## list the targets and variables
@@ -97,6 +97,8 @@ tb-stop: $(ENV) ## stop the TensorBoard that was started here
 	@$(SFT) tb-stop
 runs: $(ENV) ## list the runs with status and scores
 	@$(SFT) runs
+watch: $(ENV) ## follow RUN, by default the latest, until it ends: progress, loss, speed, GPUs
+	@$(SFT) watch
 compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; a page in OUT
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends

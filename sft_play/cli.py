@@ -271,6 +271,14 @@ def runs() -> None:
 
 
 @app.command()
+def watch() -> None:
+    """Follow a run (RUN, default the latest) until it ends: progress, loss, speed, GPUs."""
+    from sft_play.commands import watch as watching
+
+    watching.watch(_call())
+
+
+@app.command()
 def compare(
     runs: Annotated[
         list[str] | None, typer.Argument(help="Names of runs; default RUNS=a,b.")

@@ -37,7 +37,7 @@ ALLOWED = {
         "evaluation",
     },
     "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
-    "monitor": {"errors", "config", "runs", "plan"},
+    "monitor": {"errors", "progress", "config", "runs", "plan"},
     "commands": {
         "errors",
         "config",

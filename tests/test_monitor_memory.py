@@ -87,6 +87,7 @@ def test_memory_check_shows_what_a_run_holds_beside_what_was_predicted(plant, ru
     assert [line for line in lines if line.startswith("run ")] == [
         f"run now: predicted peak 43.0 GiB, 41.0 GiB in use on cuda:0 (pid {os.getpid()})"
     ]
+    assert lines[-1] == "live: make watch RUN=now follows a run until it ends"
 
 
 def test_memory_check_finds_all_ranks_of_a_run(plant, running):

@@ -49,6 +49,7 @@ RUN = (
     "python -m sft_play data-check --json",
     "make preview",
     "python -m sft_play preview --rows 10",
+    "make watch",
     "make memory-check",
     "make gpu-info",
     "make train-distributed DEVICE=cpu NUM_GPUS=2",
@@ -103,6 +104,7 @@ NOT_RUN = {
         "python benchmarks/targets.py --inputs /tmp/8b ddp-lora zero2-lora zero3-lora",
     ),
     "these tests": ("make test",),
+    "goes on until make tb-stop": ("make tensorboard",),
 }
 
 # So small that each run takes seconds

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -116,7 +117,11 @@ def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
     started_at = time.strftime(STARTED_AT)
     return RunReport(
-        run=folder.name, status="planned", launcher_pid=os.getpid(), started_at=started_at
+        run=folder.name,
+        status="planned",
+        host=socket.gethostname(),
+        launcher_pid=os.getpid(),
+        started_at=started_at,
     )
 
 

@@ -66,6 +66,7 @@ READS: dict[str, frozenset[str]] = {
     "tensorboard": OUTPUTS | {"TB_PORT"},
     "tb-stop": OUTPUTS,
     "runs": OUTPUTS,
+    "watch": OUTPUTS | {"RUN"},
     "compare": OUTPUTS | {"RUNS", "OUT"},
     "report": OUTPUTS | {"RUN"},
     "eval": SCORES,

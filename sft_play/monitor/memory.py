@@ -68,9 +68,12 @@ def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
     """Return a line for each process of each run below `output_dir` that trains now.
 
     It has the predicted peak and what the process holds; `uses` is what NVML says of each process.
+    The last line says how to see it live.
     """
-    runs = map(_active_run, listing(output_dir))
-    return [line for run in runs if run is not None for line in _run_lines(run, uses)]
+    runs = [run for run in map(_active_run, listing(output_dir)) if run is not None]
+    lines = [line for run in runs for line in _run_lines(run, uses)]
+    name = f" RUN={runs[-1].name}" if runs else ""
+    return [*lines, f"live: make watch{name} follows a run until it ends"]
 
 
 def _active_run(folder: RunFolder) -> ActiveRun | None:

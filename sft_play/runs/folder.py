@@ -47,6 +47,10 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
     def quarantine(self) -> Path:
         """Rows that could not be used, where data.on_bad_row says to go on without them."""
         return self.path / "quarantine"

@@ -1,6 +1,7 @@
 """run.json: what became of a run, also while it runs. Loads no torch."""
 
 import math
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -154,6 +155,7 @@ class RunReport:
     engine: str | None = None  # the class that wraps the model
     global_step: int | None = None
     pid: int | None = None  # of the main rank; None until the worker has begun
+    host: str | None = None  # of the main rank, whose pid this is
     launcher_pid: int | None = None  # before that, of the front end, which becomes the launcher
     started_at: str | None = None
     versions: dict[str, str] | None = None
@@ -213,9 +215,17 @@ class RunReport:
 
     @property
     def state(self) -> str:
-        """The status, or `died` for a run that was killed before it could write how it ended."""
+        """The status, or `died` for a run that was killed before it could write how it ended.
+
+        On another host, with the same disk, its processes cannot be seen.
+        """
         is_open = self.status == "running" or (self.status == "planned" and self.launcher_pid)
-        return "died" if is_open and not self.is_alive() else self.status
+        return "died" if is_open and self.is_here and not self.is_alive() else self.status
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the main rank is, or was, on this host."""
+        return self.host is None or self.host == socket.gethostname()
 
     def is_alive(self) -> bool:
         """Return whether the main rank still runs (on this host, started no later than it says).

@@ -28,7 +28,7 @@ class HeldOutEvaluation:
 
     def score(self, when: str) -> None:
         """Score the model as it is now; `when` is "before" or "after". Every rank must call it."""
-        scores = self.trainer.score(self.evaluator)
+        scores = self.trainer.score(self.evaluator, "test")
         self.scores[when] = scores
         self.recorder.update(
             metrics={**self.recorder.report.metrics, when: scores.as_metrics()},

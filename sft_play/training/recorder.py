@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -254,6 +255,7 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
         checkpointing=plan.checkpointing,
         global_step=0,
         pid=os.getpid(),
+        host=socket.gethostname(),
         launcher_pid=os.getppid(),
         started_at=time.strftime(STARTED_AT),
         versions=stamp.versions(),

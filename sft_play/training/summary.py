@@ -7,8 +7,8 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory_lines import lines_after_training
+from sft_play.training.samples import sample_indices
 
-SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
 GIB = 2**30
 
@@ -79,13 +79,6 @@ def fact_line(report: RunReport) -> str:
         f"tokens_per_second={speed} peak={measured:.2f}GiB predicted={predicted:.2f}GiB "
         f"world={report.world_size} device={report.device}"
     )
-
-
-def sample_indices(count: int) -> list[int]:
-    """Return the indices of up to three rows, spread over the set."""
-    if count == 0:
-        return []
-    return sorted({i * count // SAMPLES for i in range(SAMPLES)})
 
 
 def _sample_lines(question: Question, before: str, after: str) -> list[str]:

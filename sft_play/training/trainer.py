@@ -27,12 +27,14 @@ from sft_play.models.losses import summed_nll
 from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
 from sft_play.runs.files import share
+from sft_play.runs.metrics import SampleAnswer
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
 from sft_play.training.expert_use import ExpertUse
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.router_loss import RouterLoss
+from sft_play.training.samples import sample_answers
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
 REAL_TOKENS = "real_tokens"  # int: tokens that are neither padding nor fillers
@@ -95,6 +97,8 @@ class SftTrainer(Trainer):
         self.memory = memory or MemoryMeter(self.process)
         self.router_loss = router_loss
         self.expert_use: ExpertUse | None = None  # counts from the first step on
+        # called on the main rank with some answers of each evaluation and the name of its rows
+        self.note_answers: list[Callable[[str, Sequence[SampleAnswer]], None]] = []
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""
@@ -205,14 +209,22 @@ class SftTrainer(Trainer):
                 handler.gradient_as_bucket_view = True
         return arguments
 
-    def score(self, evaluator: Evaluator) -> Scores:
-        """Return the scores of the model, which is then put back into its former mode."""
+    def score(self, evaluator: Evaluator, rows: str) -> Scores:
+        """Return the scores of the model, which is then put back into its former mode.
+
+        `rows` names the split for `note_answers`.
+        """
         with self.memory.phase("evaluation"), self.speed.evaluating(self.model):
-            return evaluator.score(self.model)
+            scores = evaluator.score(self.model)
+        if self.process.is_main and scores.generation is not None:
+            answers = sample_answers(evaluator.questions, scores.generation)
+            for note in self.note_answers:
+                note(rows, answers)
+        return scores
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on the validation rows, log and return `eval_…` metrics."""
-        scores = self.score(self.evaluator).as_metrics()
+        scores = self.score(self.evaluator, "validation").as_metrics()
         metrics = {f"eval_{name.removeprefix('eval_')}": value for name, value in scores.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(

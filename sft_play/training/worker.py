@@ -44,6 +44,7 @@ from sft_play.training.failure_broadcast import FailureBroadcast
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
+from sft_play.training.metrics_file import MetricsFile
 from sft_play.training.out_of_memory import OutOfMemoryExplainer
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.recorder import Clock, RunRecorder
@@ -91,7 +92,10 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     recorder.log_history = lambda: trainer.state.log_history
     evaluator = build_evaluator(context, data.test, tokenizer)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
-    # first: the clock of the throughput must start after the scores
+    metrics_file = MetricsFile(folder.metrics if process.is_main else None)
+    trainer.note_answers.append(metrics_file.note_answers)
+    trainer.add_callback(metrics_file)
+    # first of the others: the clock of the throughput must start after the scores
     trainer.add_callback(
         BeforeFirstStep(lambda: before_first_step(context, trainer, held_out, recorder))
     )
@@ -100,10 +104,11 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     for callback in (trainer.throughput, stop_after, stop, Progress(process), trackers):
         trainer.add_callback(callback)
 
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    clock.lap("training")
-    if not stop.stopped:
-        held_out.score("after")
+    with metrics_file:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        clock.lap("training")
+        if not stop.stopped:
+            held_out.score("after")
     trackers.close()
     is_complete = not (stop.stopped or stop_after.stopped)
     record_experts(trainer, process, recorder)

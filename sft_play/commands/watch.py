@@ -1,0 +1,103 @@
+"""`make watch`: follow a run until it ends. Loads no torch, and leaves the run alone."""
+
+import re
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from sft_play.commands.call import Call
+from sft_play.monitor.watch import Follower, frame, heading, pipe_line
+from sft_play.runs import folder as run_folders
+from sft_play.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOOK_SECONDS = 1.0  # between two looks at the files
+OTHER_NODE = re.compile(r"-node[1-9][0-9]*$")  # of the folder of a machine without the main rank
+
+
+def watch(call: Call, output: TextIO = sys.stdout) -> None:
+    """Show RUN, by default the latest run, until it ends, and then what became of it.
+
+    Ctrl-C ends the look, not the run. Raises: EnvironmentFault where there is no run.
+    """
+    run = Follower(chosen_run(call))
+    run.update()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it also gives the terminal back
+    try:
+        if run.goes_on:
+            follow(run, output)
+        else:
+            print("\n".join(frame(run)), file=output)
+    except KeyboardInterrupt:
+        print(f"not watched any more; the run goes on: make watch RUN={run.folder.name}")
+        return
+    if not run.goes_on:
+        print("\n".join(["", *verdict_lines(run.folder)]), file=output)
+
+
+def chosen_run(call: Call) -> RunFolder:
+    """Return the run to watch: of a run of several machines the folder of the first one."""
+    name = call.invocation.run
+    if name:
+        folder = run_folders.find(call.output_dir, name)
+        first = RunFolder(folder.path.with_name(OTHER_NODE.sub("", folder.name)))
+        return first if first.metrics.exists() else folder
+    run_folders.find(call.output_dir, None)  # raises where there is none
+    folders = run_folders.listing(call.output_dir)
+    firsts = [folder for folder in folders if not OTHER_NODE.search(folder.name)]
+    return (firsts or folders)[-1]
+
+
+def follow(run: Follower, output: TextIO) -> None:
+    """Show a run that goes on until it has ended."""
+    from rich.console import Console
+
+    console = Console(file=output, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        follow_on_terminal(run, console)
+    else:
+        follow_in_pipe(run, output)
+
+
+def follow_on_terminal(run: Follower, console: "Console") -> None:
+    """Draw a frame a second on the terminal's other screen, and leave the last one behind."""
+    from rich.live import Live
+    from rich.text import Text
+
+    def drawn() -> Text:
+        return Text("\n".join(frame(run)), no_wrap=True, overflow="ellipsis")
+
+    with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+        while run.goes_on:
+            time.sleep(LOOK_SECONDS)
+            run.update()
+            live.update(drawn(), refresh=True)
+    console.print(drawn())
+
+
+def follow_in_pipe(run: Follower, output: TextIO) -> None:
+    """Print a line for each log from now on, after those that there are."""
+    print(heading(run), file=output)
+    new = list(run.lines)
+    while True:
+        for line in new:
+            text = pipe_line(run, line)
+            if text is not None:
+                print(text, file=output)
+        output.flush()
+        if not run.goes_on:
+            return
+        time.sleep(LOOK_SECONDS)
+        new = run.update()
+
+
+def verdict_lines(folder: RunFolder) -> list[str]:
+    """Return what became of a run, and what to type next."""
+    from sft_play.reporting.summary import read_summary
+
+    verdict = read_summary(folder).verdict
+    following = [f"next: {verdict.next}"] if verdict.next else []
+    return [verdict.headline, *verdict.reasons, *following, f"run {folder.path}"]

@@ -1,0 +1,272 @@
+"""What `make watch` shows of a run: a frame for a terminal, a line a log for a pipe.
+
+Reads the run's files and nothing else, so it shows a run of another host with the same disk too.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sft_play.monitor.text_chart import bar, curve
+from sft_play.progress import duration, in_short
+from sft_play.runs import metrics
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
+from sft_play.runs.report import LoggedStep, RankMemory, RunReport
+
+GIB = 2**30
+CURVE_WIDTH = 60
+CURVE_HEIGHT = 5
+BAR_WIDTH = 30
+LOG_TAIL_BYTES = 8192
+# A run says something every 5 s (training.metrics_file). A step may take minutes.
+SILENT_SECONDS = 30.0
+LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
+GOING_ON = ("planned", "running")
+
+
+@dataclass
+class Follower:
+    """What is known of a run so far; `update` reads what its files say beyond that."""
+
+    folder: RunFolder
+    report: RunReport = field(default_factory=RunReport)
+    lines: list[MetricsLine] = field(default_factory=list)
+    log: str = ""
+    now: float = 0.0  # seconds since the epoch
+    _offset: int = 0
+
+    def update(self, now: float | None = None) -> list[MetricsLine]:
+        """Read on; return the new lines of metrics.jsonl."""
+        self.now = time.time() if now is None else now
+        self.report = self.folder.read_report()
+        new = metrics.read(self.folder.metrics, self._offset)
+        self._offset = new.offset
+        self.log = last_log_line(self.folder.logs / "rank-0.log")
+        self._keep(new.lines)
+        if not self.lines:  # of a version that wrote no metrics.jsonl
+            self.lines = [_line_of(step) for step in self.report.history or []]
+        return new.lines
+
+    def _keep(self, lines: Sequence[MetricsLine]) -> None:
+        """Keep the lines that say more than a step: a long run has a sign of life every 5 s."""
+        for line in lines:
+            if self.lines and not (self.lines[-1].values or self.lines[-1].answers):
+                self.lines.pop()
+            self.lines.append(line)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.report.state in GOING_ON
+
+    @property
+    def begun(self) -> MetricsLine | None:
+        """The first line of this run, not of one that it goes on from."""
+        return next((line for line in self.lines if line.time is not None), None)
+
+    @property
+    def last(self) -> MetricsLine | None:
+        return self.lines[-1] if self.lines else None
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """Return the steps and values of everything logged under a name."""
+        return [(line.step, line.values[name]) for line in self.lines if name in line.values]
+
+    def latest(self, name: str) -> float | None:
+        found = self.values(name)
+        return found[-1][1] if found else None
+
+    @property
+    def answers(self) -> Sequence[SampleAnswer]:
+        """The answers of the last evaluation that generated some."""
+        return next((line.answers for line in reversed(self.lines) if line.answers), ())
+
+    @property
+    def gpus(self) -> list[GpuSample]:
+        """The last sample of each GPU."""
+        found: dict[int, GpuSample] = {}
+        for line in self.lines:
+            found |= {sample.rank: sample for sample in line.gpus}
+        return [found[rank] for rank in sorted(found)]
+
+    def seconds_left(self) -> float | None:
+        """Return the time that the steps left will take, evaluations included; None before two.
+
+        The first step of a run compiles and allocates: it does not count.
+        """
+        begun, last = self.begun, self.last
+        if begun is None or last is None:
+            return None
+        first = next((line for line in self.lines if _is_after(line, begun)), None)
+        if first is None or last.step <= first.step:
+            return None
+        seconds_per_step = (last.time - first.time) / (last.step - first.step)
+        return max(0.0, (last.steps - last.step) * seconds_per_step - (self.now - last.time))
+
+
+def _line_of(step: LoggedStep) -> MetricsLine:
+    """Return a log of run.json, which has no times."""
+    known = {name: value for name, value in asdict(step).items() if value is not None}
+    return MetricsLine(known.pop("step"), steps=0, values=known)
+
+
+def _is_after(line: MetricsLine, begun: MetricsLine) -> bool:
+    return line.time is not None and line.step > begun.step
+
+
+def last_log_line(path: Path) -> str:
+    """Return the text of the last line of a rank's log, without time and name."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
+        tail = file.read().decode("utf-8", errors="replace")
+    for line in reversed(tail.splitlines()):
+        found = LOG_PREFIX.match(line)
+        if found:
+            return plain(found[2])
+    return ""
+
+
+def plain(text: str) -> str:
+    """Return text on one line, without characters that would steer a terminal."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def frame(run: Follower) -> list[str]:
+    """Return the lines of a terminal, the most important ones first."""
+    return [
+        heading(run),
+        *_progress_lines(run),
+        *_loss_lines(run),
+        *_fact_lines(run),
+        *map(_gpu_line(run.report), run.gpus),
+        *([f"log    {run.log}"] if run.log and run.goes_on else []),
+        *_answer_lines(run.answers),
+    ]
+
+
+def heading(run: Follower) -> str:
+    """Return name and state of a run, and what it computes on."""
+    report = run.report
+    facts = [f"run {run.folder.name}: {report.state}"]
+    if report.mode and report.backend:
+        facts.append(f"{report.mode} with {report.backend}")
+    if report.world_size:
+        facts.append(f"{report.world_size} x {report.device} ({report.strategy})")
+    if report.started_at:
+        facts.append(f"started {report.started_at[:16].replace('T', ' ')}")
+    if not report.is_here:
+        facts.append(f"on {report.host}")
+    return ", ".join(facts)
+
+
+def _progress_lines(run: Follower) -> Iterator[str]:
+    last, begun = run.last, run.begun
+    if last is None or begun is None:
+        if run.goes_on:
+            yield "no step yet: it prepares rows and loads weights"
+        return
+    done = last.step / max(1, last.steps)
+    times = [f"{duration(last.time - begun.time)} gone"]
+    if run.goes_on and last.step < last.steps:
+        left = run.seconds_left()
+        times.append("time left unknown yet" if left is None else f"{duration(left)} left")
+    yield (f"step   {last.step}/{last.steps} {bar(done, BAR_WIDTH)} {done:.0%}, {', '.join(times)}")
+    silent = run.now - last.time
+    if run.goes_on and silent > SILENT_SECONDS:
+        yield f"       no sign of life for {duration(silent)}"
+
+
+def _loss_lines(run: Follower) -> Iterator[str]:
+    losses = [loss for _, loss in run.values("loss")]
+    if losses:
+        yield f"loss   {losses[-1]:.4f} now, {losses[0]:.4f} first, {min(losses):.4f} lowest"
+        yield from curve(losses, CURVE_WIDTH, CURVE_HEIGHT)
+    for rows, title in (("eval", "validation rows"), ("test", "test rows")):
+        for name in ("loss", "rougeL"):
+            found = run.values(f"{rows}_{name}")
+            if found:
+                shown = [f"{value:.4f} at step {step}" for step, value in found[-3:]]
+                yield f"{name:<6} of the {title}: {', '.join(shown)}"
+
+
+def _fact_lines(run: Follower) -> Iterator[str]:
+    facts = []
+    tokens = run.latest("tokens_per_second")
+    if tokens is not None:
+        facts.append(f"{in_short(tokens)} tokens/s")
+    for name, words in (
+        ("step_seconds", "{:.3g} s a step"),
+        ("mfu", "MFU {:.0%}"),
+        ("learning_rate", "learning rate {:.3g}"),
+        ("grad_norm", "gradient norm {:.3g}"),
+    ):
+        value = run.latest(name)
+        if value is not None:
+            facts.append(words.format(value))
+    if facts:
+        yield f"speed  {', '.join(facts)}"
+
+
+def _gpu_line(report: RunReport) -> Callable[[GpuSample], str]:
+    """Return a function that describes a GPU in one line."""
+    ranks = {rank.rank: rank for rank in report.memory_by_rank or []}
+    hosts = {rank.host for rank in ranks.values()}
+
+    def line(sample: GpuSample) -> str:
+        rank = ranks.get(sample.rank)
+        name = f" {rank.name}" if rank else ""
+        host = f" of {rank.host}" if rank and len(hosts) > 1 else ""
+        return f"GPU {sample.rank}{name}{host}: {', '.join(load_of(sample, rank))}"
+
+    return line
+
+
+def load_of(sample: GpuSample, rank: RankMemory | None) -> list[str]:
+    """Return load, memory, power and temperature of a GPU, as far as they are known."""
+    facts = []
+    if sample.busy_percent is not None:
+        facts.append(f"{sample.busy_percent:.0f} % busy")
+    if sample.used_gib is not None:
+        total = f" of {rank.total_bytes / GIB:.1f}" if rank else ""
+        facts.append(f"{sample.used_gib:.1f}{total} GiB used")
+    if sample.watts is not None:
+        facts.append(f"{sample.watts:.0f} W")
+    if sample.celsius is not None:
+        facts.append(f"{sample.celsius:.0f} °C")
+    return facts
+
+
+def _answer_lines(answers: Sequence[SampleAnswer]) -> Iterator[str]:
+    for answer in answers:
+        yield ""
+        yield f"prompt   {plain(answer.prompt)}"
+        yield f"expected {plain(answer.expected)}"
+        yield f"answer   {plain(answer.answer)}"
+
+
+def pipe_line(run: Follower, line: MetricsLine) -> str | None:
+    """Return a log in one line for a pipe; None for a line that logged no loss."""
+    names = ("loss", "grad_norm", "learning_rate", "mfu", "eval_loss", "eval_rougeL")
+    names += ("test_loss", "test_rougeL")
+    facts = [f"{name}={line.values[name]:.4g}" for name in names if name in line.values]
+    if line.time is None or not any("loss" in fact for fact in facts):
+        return None
+    if "tokens_per_second" in line.values:
+        facts.append(f"tokens_per_second={line.values['tokens_per_second']:.0f}")
+    busy = [f"{gpu.busy_percent:.0f}" for gpu in line.gpus if gpu.busy_percent is not None]
+    used = [f"{gpu.used_gib:.1f}" for gpu in line.gpus if gpu.used_gib is not None]
+    if busy:
+        facts.append(f"gpu_busy_percent={','.join(busy)}")
+    if used:
+        facts.append(f"gpu_used_gib={','.join(used)}")
+    left = run.seconds_left()
+    if left is not None and line is run.last and line.step < line.steps:
+        facts.append(f"left={duration(left).replace(' ', '')}")
+    clock = time.strftime("%H:%M:%S", time.localtime(line.time))
+    return f"{clock} step {line.step}/{line.steps} {' '.join(facts)}"

@@ -1,0 +1,95 @@
+"""metrics.jsonl: what a run says of itself while it goes on, a line at a time. Loads no torch.
+
+It is only appended to, by the main rank, so that others can follow it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """The load of one GPU, as NVML gave it; None where it did not."""
+
+    rank: int  # that computes on it; run.json's memory_by_rank has its name
+    busy_percent: float | None = None
+    used_gib: float | None = None  # by all programs
+    watts: float | None = None
+    celsius: float | None = None
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """A generated answer beside the one in the row."""
+
+    prompt: str
+    expected: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """What a run said at one moment."""
+
+    step: int
+    steps: int  # of the whole run
+    time: float | None = None  # seconds since the epoch; None for a step of the run resumed from
+    values: dict[str, float] = field(default_factory=dict)  # by the names of the log
+    gpus: tuple[GpuSample, ...] = ()
+    answers: tuple[SampleAnswer, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the line, without what it does not say."""
+        said = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
+        return json.dumps(said, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "MetricsLine":
+        """Return a line of the file."""
+        return cls(
+            step=values["step"],
+            steps=values["steps"],
+            time=values.get("time"),
+            values=values.get("values", {}),
+            gpus=tuple(GpuSample(**sample) for sample in values.get("gpus", [])),
+            answers=tuple(SampleAnswer(**answer) for answer in values.get("answers", [])),
+        )
+
+
+def append(path: Path, line: MetricsLine) -> None:
+    """Add a line to the file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line.to_json())
+
+
+class NewLines(NamedTuple):
+    """What a file holds beyond an offset."""
+
+    lines: list[MetricsLine]
+    offset: int  # where to read on
+
+
+def read(path: Path, offset: int = 0) -> NewLines:
+    """Return the whole lines from `offset` on; none where there is no file yet.
+
+    The last line may be half written: it is read once it is whole.
+    """
+    if not path.exists():
+        return NewLines([], offset)
+    with path.open("rb") as file:
+        file.seek(offset)
+        found = file.read()
+    end = found.rfind(b"\n") + 1
+    # a disk that was full for a moment leaves half a line in the middle
+    lines = [line for line in map(_parsed, found[:end].splitlines()) if line is not None]
+    return NewLines(lines, offset + end)
+
+
+def _parsed(line: bytes) -> MetricsLine | None:
+    try:
+        return MetricsLine.from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError):
+        return None

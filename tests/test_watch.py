@@ -1,0 +1,306 @@
+"""`make watch`: what it shows of a run that goes on, has ended, or was killed, and how it is left."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from report_folders import DONE, run_folder
+
+from sft_play.commands import watch as watching
+from sft_play.commands.call import Call
+from sft_play.config.invocation import Invocation
+from sft_play.errors import EnvironmentFault
+from sft_play.monitor.text_chart import bar, curve
+from sft_play.monitor.watch import Follower, frame, pipe_line, plain
+from sft_play.runs import metrics
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
+from sft_play.runs.report import STARTED_AT, RankMemory, RunReport
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parents[1]
+NOW = 1_000_000.0
+GPUS = tuple(GpuSample(rank, 97.0 - rank, 61.25, 650.0, 64.0) for rank in range(2))
+ANSWER = SampleAnswer("Count\nto 3.", "1 2 3", "1 2\x1b[2J 3")
+LINES = (
+    MetricsLine(0, 40, NOW),
+    MetricsLine(0, 40, NOW, {"test_loss": 3.5, "test_rougeL": 0.25}),
+    MetricsLine(1, 40, NOW + 50, {"loss": 3.0}),
+    MetricsLine(11, 40, NOW + 70, {"loss": 2.0, "tokens_per_second": 12345.0, "mfu": 0.4}, GPUS),
+    MetricsLine(20, 40, NOW + 88, {"eval_loss": 2.25}, answers=(ANSWER,)),
+    MetricsLine(21, 40, NOW + 90, {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 0.5}, GPUS),
+)
+
+
+def running(**changes: object) -> RunReport:
+    """Return the run.json of a run whose main rank is this process."""
+    memory = [
+        RankMemory(rank, "one", f"cuda:{rank}", "NVIDIA H200", 140 * GIB, GIB, 2 * GIB)
+        for rank in range(2)
+    ]
+    values = {
+        "status": "running",
+        "world_size": 2,
+        "strategy": "ddp",
+        "device": "cuda",
+        "mode": "lora",
+        "backend": "bnb",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started_at": time.strftime(STARTED_AT),
+        "memory_by_rank": memory,
+    }
+    return RunReport(**values | changes)
+
+
+def recorded(folder: Path, report: RunReport, lines: tuple[MetricsLine, ...] = LINES) -> Follower:
+    """Return what is known of a run with these files."""
+    run = Follower(RunFolder(folder))
+    folder.mkdir()
+    run.folder.write_report(report)
+    for line in lines:
+        metrics.append(run.folder.metrics, line)
+    run.update(now=NOW + 91)
+    return run
+
+
+def test_a_frame_has_progress_losses_speed_gpus_and_answers(tmp_path):
+    shown = frame(recorded(tmp_path / "run", running()))
+    assert shown[0].startswith("run run: running, lora with bnb, 2 x cuda (ddp), started ")
+    # 20 steps in 40 s after the first one; 19 are left, and a second has gone since
+    assert re.fullmatch(r"step   21/40 \S+ 52%, 1 min 30 s gone, 37 s left", shown[1])
+    text = "\n".join(shown)
+    assert "loss   1.0000 now, 3.0000 first, 1.0000 lowest" in text
+    assert "loss   of the validation rows: 2.2500 at step 20" in text
+    assert "rougeL of the test rows: 0.2500 at step 0" in text
+    assert "speed  12.3k tokens/s, MFU 40%, learning rate 0.0001, gradient norm 0.5" in text
+    assert "GPU 1 NVIDIA H200: 96 % busy, 61.2 of 140.0 GiB used, 650 W, 64 °C" in text
+    assert shown[-3:] == ["prompt   Count to 3.", "expected 1 2 3", "answer   1 2 [2J 3"]
+
+
+def test_a_run_that_goes_on_from_another_shows_its_losses_and_not_its_time(tmp_path):
+    earlier = (MetricsLine(1, 40, values={"loss": 9.0}), MetricsLine(2, 40, values={"loss": 8.0}))
+    later = tuple(replace(line, step=line.step + 2) for line in LINES)
+    run = recorded(tmp_path / "run", running(), earlier + later)
+    assert [loss for _, loss in run.values("loss")] == [9.0, 8.0, 3.0, 2.0, 1.0]
+    assert run.begun.step == 2
+    assert run.seconds_left() == (40 - 23) * 2.0 - 1.0
+
+
+def test_silence_is_said(tmp_path):
+    run = recorded(tmp_path / "run", running())
+    run.update(now=NOW + 90 + 3600)
+    assert "       no sign of life for 1 h 0 min" in frame(run)
+
+
+def test_a_run_that_has_no_step_yet_shows_the_end_of_its_log(tmp_path):
+    run = recorded(tmp_path / "run", running(world_size=None), ())
+    run.folder.logs.mkdir()
+    log = "2026-01-01 10:00:00,000 INFO sft_play.training.worker: loading x: 3 GB\n  more\n"
+    (run.folder.logs / "rank-0.log").write_text(log)
+    run.update()
+    assert frame(run)[1:] == [
+        "no step yet: it prepares rows and loads weights",
+        "log    loading x: 3 GB",
+    ]
+
+
+def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = LINES[3].to_json()
+    path.write_text(LINES[0].to_json() + whole[:20])
+    lines, offset = metrics.read(path)
+    assert lines == [LINES[0]]
+    path.write_text(LINES[0].to_json() + whole)
+    assert metrics.read(path, offset) == ([LINES[3]], path.stat().st_size)
+
+
+def test_signs_of_life_are_not_kept_but_for_the_last(tmp_path):
+    signs = tuple(MetricsLine(21, 40, NOW + 90 + second) for second in range(100))
+    run = recorded(tmp_path / "run", running(), LINES + signs)
+    assert len(run.lines) == len(LINES)  # the first line was one too
+    assert run.last.time == NOW + 189
+
+
+def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path):
+    there = running(host="elsewhere", pid=2**22 + 1)
+    run = recorded(tmp_path / "run", there)
+    assert run.goes_on and frame(run)[0].endswith(", on elsewhere")
+    run.folder.write_report(replace(there, host=socket.gethostname()))
+    run.update()
+    assert not run.goes_on and frame(run)[0].startswith("run run: died")
+
+
+def test_a_pipe_gets_a_line_a_log(tmp_path):
+    run = recorded(tmp_path / "run", running())
+    lines = [pipe_line(run, line) for line in run.lines]
+    assert lines[0].endswith("step 0/40 test_loss=3.5 test_rougeL=0.25")
+    assert lines[2].endswith(
+        "step 11/40 loss=2 mfu=0.4 tokens_per_second=12345 gpu_busy_percent=97,96 "
+        "gpu_used_gib=61.2,61.2"
+    )
+    assert lines[-1].endswith("gpu_used_gib=61.2,61.2 left=37s")
+    assert pipe_line(run, MetricsLine(22, 40, NOW)) is None
+
+
+def test_text_of_a_run_cannot_steer_the_terminal():
+    assert plain("a\x1b]0;title\x07 b\r\n\tc\u202e") == "a ]0;title b c"
+
+
+def test_a_curve_falls_from_left_to_right():
+    assert curve([4.0, 3.0, 2.0, 0.0], width=4, height=2) == [
+        "       4 ┤█▄▁ ",
+        "       0 ┤███▁",
+    ]
+    assert curve([1.0], width=4, height=1) == ["       1 ┤▁"]
+    assert bar(2.0, 4) == "████" and bar(0.0, 4) == "░░░░"
+
+
+# The command
+
+
+def called(output_dir: Path, run: str | None = None) -> Call:
+    return Call(Invocation(run=run), {"TRAIN_OUTPUT_DIR": str(output_dir)}, ())
+
+
+def watched(output_dir: Path, run: str | None = None) -> str:
+    """Return what the command prints into a pipe."""
+    output = StringIO()
+    watching.watch(called(output_dir, run), output)
+    return output.getvalue()
+
+
+def test_without_a_run_it_says_how_to_make_one(tmp_path):
+    with pytest.raises(EnvironmentFault, match="holds no run yet; `make train` makes one"):
+        watching.watch(called(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("report", "verdict"),
+    [
+        (DONE, "Done: better on the test rows"),
+        (
+            replace(DONE, status="failed", exit_class=15, cause="out of memory on cuda:0"),
+            "Failed: out of memory (exit class 15)",
+        ),
+        (
+            replace(DONE, status="running", pid=2**22 + 1),
+            "Died: the run was killed before it could say how it ended",
+        ),
+    ],
+)
+def test_a_run_that_has_ended_is_shown_once_with_its_verdict(tmp_path, report, verdict):
+    run_folder(tmp_path / "run", report)
+    text = watched(tmp_path)
+    assert verdict in text.splitlines()
+    assert "loss   1.0000 now, 2.0000 first, 1.0000 lowest" in text
+
+
+def test_of_several_machines_the_folder_with_the_figures_is_shown(tmp_path):
+    for name in ("run", "run-node1"):
+        run_folder(tmp_path / name)
+        metrics.append(RunFolder(tmp_path / "run").metrics, LINES[0])
+    assert watching.chosen_run(called(tmp_path)).name == "run"
+    assert watching.chosen_run(called(tmp_path, "run-node1")).name == "run"
+
+
+def test_a_pipe_ends_with_the_run_and_its_verdict(tmp_path, monkeypatch):
+    folder = run_folder(tmp_path / "run", running())
+    metrics.append(folder.metrics, LINES[2])
+
+    def go_on(seconds: float) -> None:
+        metrics.append(folder.metrics, LINES[3])
+        folder.write_report(DONE)
+
+    monkeypatch.setattr(watching.time, "sleep", go_on)
+    lines = watched(tmp_path).splitlines()
+    assert [re.sub(r".* step", "step", line) for line in lines[1:3]] == [
+        "step 1/40 loss=3",
+        "step 11/40 loss=2 mfu=0.4 tokens_per_second=12345 gpu_busy_percent=97,96 "
+        "gpu_used_gib=61.2,61.2",
+    ]
+    assert "Done: better on the test rows" in lines
+
+
+class Terminal:
+    """`python -m sft_play watch` in a terminal of its own."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.shown = ""
+        self.ours, theirs = pty.openpty()
+        environ = {**os.environ, "TRAIN_OUTPUT_DIR": str(output_dir), "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sft_play", "watch"],
+            cwd=ROOT,
+            env=environ | {"COLUMNS": "100", "LINES": "30"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown[-3000:]
+            if select.select([self.ours], [], [], 0.1)[0]:
+                self.shown += os.read(self.ours, 65536).decode("utf-8", errors="replace")
+
+
+def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
+    folder = run_folder(tmp_path / "run", running())
+    for line in LINES:
+        metrics.append(folder.metrics, line)
+    before = sorted((path, path.stat().st_mtime) for path in folder.path.rglob("*"))
+    terminal = Terminal(tmp_path)
+    terminal.wait_for("GPU 1 NVIDIA H200: 96 % busy")
+    assert "\x1b[?1049h" in terminal.shown  # the terminal's other screen
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("not watched any more; the run goes on: make watch RUN=run")
+    assert terminal.process.wait(30) == 0
+    assert "\x1b[?1049l" in terminal.shown and "\x1b[?25h" in terminal.shown
+    assert "Traceback" not in terminal.shown
+    assert sorted((path, path.stat().st_mtime) for path in folder.path.rglob("*")) == before
+
+
+def test_a_terminal_shows_the_end_of_a_run(tmp_path):
+    folder = run_folder(tmp_path / "run", running())
+    metrics.append(folder.metrics, LINES[2])
+    terminal = Terminal(tmp_path)
+    terminal.wait_for("step   1/40")
+    metrics.append(folder.metrics, replace(LINES[3], step=40))
+    folder.write_report(DONE)
+    terminal.wait_for("Done: better on the test rows")
+    assert terminal.process.wait(30) == 0
+    after = terminal.shown.partition("\x1b[?1049l")[2]
+    assert "step   40/40" in after, "the last frame stays"
+
+
+def test_a_real_run_writes_what_is_watched(finished):
+    folder = finished("lora")
+    run = Follower(folder)
+    run.update()
+    logged = {entry["step"]: entry["loss"] for entry in json_of(folder)["loss"]}
+    assert {step: pytest.approx(loss, rel=1e-5) for step, loss in logged.items()} == dict(
+        run.values("loss")
+    )
+    assert (run.last.step, run.last.steps) == (3, 3)
+    assert [step for step, _ in run.values("test_loss")] == [0, 3]
+    assert len(run.answers) == 3 and all(answer.expected for answer in run.answers)
+    assert frame(run)[1].startswith("step   3/3 ")
+
+
+def json_of(folder: RunFolder) -> dict:
+    return json.loads((folder.path / "run.json").read_text())
