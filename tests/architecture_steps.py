@@ -30,7 +30,7 @@ from sft_play.process import Process
 from sft_play.training.trainer import (
     LOSS_POSITIONS,
     LOSS_TARGETS,
-    REAL_TOKENS,
+    REAL_LENGTHS,
     collate_for_step,
     token_mean_loss,
 )
@@ -181,7 +181,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     labels, positions, targets = (
         batch.pop(name) for name in ("labels", LOSS_POSITIONS, LOSS_TARGETS)
     )
-    batch.pop(REAL_TOKENS)
+    batch.pop(REAL_LENGTHS)
     if is_loss_fused(model):
         return fused_nll(model, model, batch, positions, targets) / len(targets)
     return token_mean_loss(model(**batch), labels, len(targets))
@@ -190,7 +190,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 @torch.no_grad()
 def logits_of(model: nn.Module, batch: Batch, is_packed: bool) -> list[Tensor]:
     """Return each document's logits (T, V) of the same batch, in training mode as before."""
-    names = {"labels", LOSS_POSITIONS, LOSS_TARGETS, REAL_TOKENS}
+    names = {"labels", LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS}
     inputs = {name: value for name, value in batch.items() if name not in names}
     logits = model(**inputs).logits  # (1, all T, V) or (documents, longest T, V)
     if not is_packed:

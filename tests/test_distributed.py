@@ -19,6 +19,7 @@ import torch
 from rank_processes import SECONDS, run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
@@ -251,6 +252,37 @@ def test_the_memory_of_both_ranks_is_printed_and_recorded(pair):
         line = f"Process {rank['rank']}: Peak resident = {peak} GB ("
         assert launched.log.read_text().count(line) == 1
     assert "Training on 2 processes in parallel (ddp): " in launched.log.read_text()
+
+
+@pytest.mark.parametrize("engine", ["ddp", 2])
+def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pair, engine):
+    folder = pair(engine).folder
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+
+    def values(name: str) -> dict[int, float]:
+        return {event.step: event.value for event in events.Scalars(name)}
+
+    logged = {entry["step"]: entry["loss"] for entry in run_json(folder)["loss"]}
+    assert len(logged) == 4
+    ranks = range(2)
+    losses = [values(f"loss/rank_{rank}") for rank in ranks]
+    shares = [values(f"token_share/rank_{rank}") for rank in ranks]
+    for step, loss in logged.items():
+        assert sum(shares[rank][step] for rank in ranks) == pytest.approx(1)
+        # a rank that has nothing but fillers has no loss
+        parts = [shares[rank][step] * losses[rank].get(step, 0.0) for rank in ranks]
+        assert sum(parts) == pytest.approx(loss, rel=1e-5)
+        assert values("train/loss")[step] == pytest.approx(loss, rel=1e-6)
+    assert losses[0][1] != losses[1][1]
+    seconds = values("train/step_seconds")
+    assert min(seconds.values()) > 0
+    parts = ("data", "forward", "backward", "optimizer")
+    for step in list(seconds)[1:]:  # with the first step's time goes that of compiling
+        assert sum(values(f"step/{part}_seconds")[step] for part in parts) < 1.1 * seconds[step]
+    assert {f"process/{rank}/rss_gib" for rank in ranks} <= set(events.Tags()["scalars"])
+    has_communication = "step/communication_seconds" in events.Tags()["scalars"]
+    assert has_communication == (engine == "ddp")
 
 
 def test_two_processes_of_a_bare_torchrun_train_as_one(settings_of, taught_base, alone, tmp_path):

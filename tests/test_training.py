@@ -9,9 +9,11 @@ import torch
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
+from sft_play.training.trackers import HPARAMS
 from sft_play.training.trainer import token_mean_loss
 
 ANSWER_KEYS = {"origin", "prompt", "expected", "answer", "rougeL", "was_cut"}
@@ -149,13 +151,33 @@ def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, los
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= tags
-    assert {"train/tokens_per_second", "train/memory_rss_gib"} <= tags
+    assert {"train/tokens_per_second", "process/0/rss_gib"} <= tags
     assert {"eval/loss", "eval/rougeL"} <= tags
     for name in ("test/loss", "test/rougeL"):
         assert [event.step for event in events.Scalars(name)] == [0, 3], "before and after"
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
         losses_of(folder), rel=1e-6
     )  # float32 on disk
+    parts = ("data", "forward", "backward", "optimizer")
+    assert {f"step/{part}_seconds" for part in parts} <= tags
+    assert not any(tag.startswith(("loss/rank_", "gpu/")) for tag in tags), "one process, no GPU"
+
+
+def test_tensorboard_has_sample_answers_and_settings_with_scores(finished):
+    events = EventAccumulator(str(finished("lora").tensorboard))
+    events.Reload()
+    texts = events.Tensors("samples/test/text_summary")
+    assert [event.step for event in texts] == [0, 3]
+    (text,) = texts[0].tensor_proto.string_val
+    assert text.startswith(b"    prompt:   Count to 6.\n    expected: 1 2 3 4 5 6\n    answer:")
+    plugin = events.PluginTagToContent("hparams")
+    begun = HParamsPluginData.FromString(plugin["_hparams_/session_start_info"])
+    shown = begun.session_start_info.hparams
+    assert set(shown) == set(HPARAMS)
+    assert shown["train.learning_rate"].number_value == 0.01
+    experiment = HParamsPluginData.FromString(plugin["_hparams_/experiment"]).experiment
+    scores = {info.name.tag for info in experiment.metric_infos}
+    assert scores == {"test/loss", "test/rougeL"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("steps", [2, 4, 6]), ("epoch", [3, 6])])

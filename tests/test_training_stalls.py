@@ -27,7 +27,7 @@ from sft_play.training.callbacks import BeforeFirstStep
 from sft_play.training.trainer import (
     LOSS_POSITIONS,
     LOSS_TARGETS,
-    REAL_TOKENS,
+    REAL_LENGTHS,
     SftTrainer,
     collate_for_step,
 )
@@ -71,7 +71,7 @@ def test_a_batch_brings_what_would_be_counted_on_the_gpu(
     rows = TrainRows(documents(4))
     batch = collate_for_step(collate, [rows[0], rows[~1], rows[2]])
     positions, targets = batch[LOSS_POSITIONS], batch[LOSS_TARGETS]
-    assert batch[REAL_TOKENS] == len(rows.samples[0].ids) + len(rows.samples[2].ids), (
+    assert batch[REAL_LENGTHS] == [len(rows.samples[0].ids), len(rows.samples[2].ids)], (
         "fillers are not real"
     )
     assert len(targets) == sum(

@@ -1,7 +1,6 @@
 """`train.report_to`: what is sent to experiment trackers, and what is refused before a run."""
 
 import pytest
-import torch
 from transformers import TrainerCallback
 
 from sft_play.commands.train import check_trackers
@@ -26,9 +25,9 @@ class Recorder(TrainerCallback):
         self.has_ended = True
 
 
-def test_a_tracker_gets_memory_and_stays_open_for_the_scores_after_training():
+def test_a_tracker_gets_more_of_a_loss_and_stays_open_for_the_scores_after_training():
     tracker = Recorder()
-    trackers = Trackers([tracker], torch.device("cpu"))
+    trackers = Trackers([tracker], lambda: {"gpu/0/watts": 400.0})
     trackers.on_log(None, None, None, logs={"loss": 1.5})
     trackers.on_train_end(None, None, None)
     trackers.on_log(None, None, None, logs={"test_loss": 0.5})
@@ -36,7 +35,7 @@ def test_a_tracker_gets_memory_and_stays_open_for_the_scores_after_training():
     trackers.close()
     assert tracker.has_ended
     first, last = tracker.logs
-    assert first["loss"] == 1.5 and first["memory_rss_gib"] > 0
+    assert first == {"loss": 1.5, "gpu/0/watts": 400.0}
     assert last == {"test_loss": 0.5}
 
 

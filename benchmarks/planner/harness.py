@@ -35,7 +35,7 @@ from sft_play.training.classify import classify
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
-from sft_play.training.trainer import LOSS_TARGETS, REAL_TOKENS, collate_for_step
+from sft_play.training.trainer import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 
 TIMED_SECONDS = 0.5  # least time that a combination is timed for, after a step that warms up
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class Harness:
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
         sequences = [TokenSequence(ids[row], labels[row], (width,), width) for row in range(rows)]
         batch = collate_for_step(replace(self.trainer.data_collator, max_seq_len=width), sequences)
-        del batch[REAL_TOKENS]
+        del batch[REAL_LENGTHS]
         return self.trainer._prepare_inputs(batch)
 
     def micro_steps(self, batch: dict[str, Any], count: int) -> float:

@@ -70,11 +70,15 @@ def follow_on_terminal(run: Follower, console: "Console") -> None:
     def drawn() -> Text:
         return Text("\n".join(frame(run)), no_wrap=True, overflow="ellipsis")
 
-    with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+    live = Live(drawn(), console=console, screen=True, auto_refresh=False)
+    try:  # no `with`: Ctrl-C while the first frame is drawn would not end it
+        live.start(refresh=True)
         while run.goes_on:
             time.sleep(LOOK_SECONDS)
             run.update()
             live.update(drawn(), refresh=True)
+    finally:
+        live.stop()
     console.print(drawn())
 
 

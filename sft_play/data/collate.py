@@ -41,6 +41,14 @@ class TokenSequence:
     lengths: tuple[int, ...]
     real_tokens: int  # without fillers
 
+    @property
+    def real_lengths(self) -> tuple[int, ...]:
+        """The lengths of the documents that are no fillers."""
+        if self.real_tokens == sum(self.lengths):
+            return self.lengths
+        documents = np.split(self.labels, np.cumsum(self.lengths)[:-1])
+        return tuple(len(labels) for labels in documents if (labels != IGNORE_INDEX).any())
+
 
 class TrainRows(Dataset[TokenSequence]):
     """Sequences by the index of their sample, or by the indices of several.

@@ -9,7 +9,7 @@ from itertools import combinations
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from sft_play.plan.devices import Gpu, nvml_session
+from sft_play.plan.devices import Gpu, answer, nvml_session
 
 
 class LinkPath(NamedTuple):
@@ -108,14 +108,6 @@ def matrix_lines(gpus: Sequence[Gpu], found: tuple[Link, ...], host: Sequence[Sl
         generation = NVLINK_GENERATION.get(gpus[0].capability[0], "unknown")
         lines.append(f"NV18 is 18 NVLinks; those of {gpus[0].name} are of generation {generation}")
     return lines
-
-
-def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
-    """Return NVML's answer, or None where this card, driver or container does not give it."""
-    try:
-        return getattr(nvml, question)(*arguments)
-    except nvml.NVMLError:
-        return None
 
 
 def _row(name: str, cells: list[str], end: str) -> str:

@@ -10,8 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from sft_play.monitor.gpus import gib
-from sft_play.monitor.links import answer
-from sft_play.plan.devices import Gpu, NvmlUnavailable, host_memory, nvml_gpus, nvml_session
+from sft_play.plan.devices import (
+    Gpu,
+    NvmlUnavailable,
+    answer,
+    host_memory,
+    nvml_gpus,
+    nvml_session,
+)
 from sft_play.runs.folder import RunFolder, listing
 
 PROCESSES_SHOWN = 5

@@ -266,7 +266,7 @@ def pipe_line(run: Follower, line: MetricsLine) -> str | None:
     if used:
         facts.append(f"gpu_used_gib={','.join(used)}")
     left = run.seconds_left()
-    if left is not None and line is run.last and line.step < line.steps:
+    if left is not None and line.step == run.last.step < line.steps:
         facts.append(f"left={duration(left).replace(' ', '')}")
     clock = time.strftime("%H:%M:%S", time.localtime(line.time))
     return f"{clock} step {line.step}/{line.steps} {' '.join(facts)}"

@@ -192,6 +192,14 @@ def nvml_session() -> Iterator[ModuleType]:
         raise NvmlUnavailable(_cure(pynvml, error)) from None
 
 
+def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
+    """Return NVML's answer, or None where this card, driver or container does not give it."""
+    try:
+        return getattr(nvml, question)(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
 def _cure(nvml: ModuleType, error: Exception) -> str:
     cures = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver here (libnvidia-ml.so.1 not found); "

@@ -1,5 +1,8 @@
 """Build a run's trainer, collator and evaluator from its config and plan."""
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
@@ -12,11 +15,15 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.fast.install import has_mixers, uses_varlen_attention
+from sft_play.plan.flops import step_flops
 from sft_play.plan.packing import needs_boundaries
+from sft_play.plan.run_plan import RunPlan
+from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
 from sft_play.training.router_loss import router_loss_of
+from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
 
 
@@ -27,8 +34,12 @@ def build_trainer(
     data: RunData,
     model: torch.nn.Module,
     run_stamp: Stamp,
+    mean_gpus: Callable[[], Sequence[GpuSample]] = tuple,
 ) -> SftTrainer:
-    """Return the trainer of a run. The order of its rows does not depend on the world size."""
+    """Return the trainer of a run. The order of its rows does not depend on the world size.
+
+    `mean_gpus` is what StepLog asks for the load of the GPUs.
+    """
     config = context.config
     layout = context.plan.layout
     if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
@@ -36,6 +47,7 @@ def build_trainer(
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     speed = EvalSpeedCallback()
+    throughput = Throughput(context.process, speed, flops_counter(context.plan))
     trainer = SftTrainer(
         model=model,
         args=arguments,
@@ -46,7 +58,8 @@ def build_trainer(
         order=StepSampler(data.train.lengths, layout, config.train.order_seed),
         evaluator=build_evaluator(context, data.validation, tokenizer),
         speed=speed,
-        throughput=Throughput(context.process, speed),
+        throughput=throughput,
+        step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
         stamp=run_stamp,
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         memory=context.memory,
@@ -55,6 +68,21 @@ def build_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def peak_flops(plan: RunPlan) -> float | None:
+    """Return the operations a second of the planned card's data sheet, None where not known."""
+    is_known = plan.card is not None and plan.step.is_gpu and plan.step.is_half
+    return plan.card.flops if is_known else None
+
+
+def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None:
+    """Return what counts the operations of documents; None where they say nothing of speed."""
+    if peak_flops(plan) is None:
+        return None
+    step = plan.step
+    adapters = None if step.is_full else step.active_adapter_weights
+    return functools.partial(step_flops, step.model, adapters)
 
 
 def build_collator(

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,29 +62,54 @@ class EvalSpeedCallback(TrainerCallback):
             self.seconds += time.perf_counter() - started
 
 
-class _Mark(NamedTuple):
-    """Progress of a run at one moment."""
+class Work(NamedTuple):
+    """What a rank has trained up to a moment, or between two."""
 
     seconds: float  # of training steps alone
-    tokens: int
+    steps: int
+    tokens: int  # without padding and fillers
+    rows: int
+    flops: float  # that the rows cannot do without; 0 where nothing counts them
+
+    def since(self, before: "Work") -> "Work":
+        """Return the work between two moments."""
+        return Work(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class Throughput(TrainerCallback):
     """Measures tokens per second after the first step, which compiles and allocates.
 
-    `tokens` is the number of real tokens that this rank has trained, counted on the CPU.
+    `tokens` is the number of real tokens that this rank has trained, counted on the CPU, as are
+    `rows` and `flops`. `flops_of(lengths, labelled)` counts the operations of documents.
     """
 
-    def __init__(self, process: Process, evaluations: EvalSpeedCallback):
+    def __init__(
+        self,
+        process: Process,
+        evaluations: EvalSpeedCallback,
+        flops_of: Callable[[Sequence[int], int], float] | None = None,
+    ):
         self.process = process
         self.evaluations = evaluations
+        self.flops_of = flops_of
         self.tokens = 0
+        self.rows = 0
+        self.flops = 0.0
+        self.steps = 0
         self.save_seconds = 0.0
         self.first_step_seconds = 0.0
         self._started_at = 0.0  # in seconds of `clock`, as the two below
-        self._first_step: _Mark | None = None
-        self._last_step: _Mark | None = None
-        self._last_log: _Mark | None = None
+        self._first_step: Work | None = None
+        self._last_step: Work | None = None
+        self._last_log: Work | None = None
+
+    def add(self, lengths: Sequence[int], labelled: int) -> None:
+        """Count the documents of a step of this rank, by their tokens; `labelled` have a label."""
+        self.steps += 1
+        self.tokens += sum(lengths)
+        self.rows += len(lengths)
+        if self.flops_of is not None:
+            self.flops += self.flops_of(lengths, labelled)
 
     def clock(self) -> float:
         """Return the time in seconds without that of evaluations and saves."""
@@ -101,24 +126,26 @@ class Throughput(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_step = self._mark()
 
-    def tokens_per_second_since_log(self) -> float | None:
-        """Return real tokens per second over all ranks since this was last called.
+    def since_log(self) -> Work | None:
+        """Return the work of this rank since this was last called; None for the first step.
 
-        None for the first step, which compiles and allocates. Every rank must call it, once it has
-        the loss of its last step: then the GPU has nothing left to do.
+        The first step compiles and allocates. Call it with the loss of the last step at hand: then
+        the GPU has nothing left to do.
         """
-        now = _Mark(self.clock(), self.tokens)
+        now = self._now()
         before = self._last_log or self._first_step
         self._last_log = now
-        tokens = self.process.sum(0 if before is None else now.tokens - before.tokens)
-        if before is None or tokens <= 0 or now.seconds <= before.seconds:
+        if before is None or now.seconds <= before.seconds:
             return None
-        return tokens / (now.seconds - before.seconds)
+        return now.since(before)
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> Work:
         if self.process.device.type == "cuda":
             torch.cuda.synchronize(self.process.device)
-        return _Mark(self.clock(), self.tokens)
+        return self._now()
+
+    def _now(self) -> Work:
+        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
 
     @property
     def train_seconds(self) -> float:

@@ -23,7 +23,7 @@ from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
 from sft_play.training.classify import classify
 from sft_play.training.memory import MemoryMeter
-from sft_play.training.trainer import LOSS_TARGETS, REAL_TOKENS, SftTrainer, collate_for_step
+from sft_play.training.trainer import LOSS_TARGETS, REAL_LENGTHS, SftTrainer, collate_for_step
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
         sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids)))
     batch = collate_for_step(trainer.data_collator, sequences)
-    del batch[REAL_TOKENS]
+    del batch[REAL_LENGTHS]
     return batch
 
 

@@ -26,6 +26,12 @@ class HeldOutEvaluation:
     recorder: RunRecorder
     scores: dict[str, Scores] = field(default_factory=dict)  # keys: "before", "after"
 
+    def last_scores(self) -> dict[str, float]:
+        """Return the scores after training by TensorBoard's names; {} without them."""
+        after = self.scores.get("after")
+        metrics = after.as_test_metrics() if after else {}
+        return {name.replace("_", "/", 1): value for name, value in metrics.items()}
+
     def score(self, when: str) -> None:
         """Score the model as it is now; `when` is "before" or "after". Every rank must call it."""
         scores = self.trainer.score(self.evaluator, "test")

@@ -11,9 +11,10 @@ import psutil
 import torch
 
 from sft_play.models.parameters import adapter_parameters, base_tensors, stored_tensors
-from sft_play.plan.devices import host_memory
+from sft_play.plan.devices import GIB, host_memory
 from sft_play.process import Process
 from sft_play.runs.report import RankMemory
+from sft_play.training.step_times import StepTimes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class MemoryMeter:
         self._phases: dict[str, int] = {}
         self._reserved = 0
         self._before_training = 0
+        self.times = StepTimes(process.device)
         if self._is_gpu:
             torch.cuda.init()
 
@@ -55,6 +57,7 @@ class MemoryMeter:
             return
         self._record()
         self.current_phase = phase
+        self.times.enter(phase)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -152,6 +155,18 @@ class MemoryMeter:
             before_bytes=self._before_training,
             peak_bytes=self.reserved_peak_bytes(),
         )
+
+    def gib_now(self) -> dict[str, float]:
+        """Return what this rank holds now, and the most that it allocated in a step so far."""
+        if not self._is_gpu:
+            return {"rss_gib": self.peak_bytes() / GIB}
+        device = self.process.device
+        steps = [self._phases.get(phase, 0) for phase in ("forward", "backward", "optimizer")]
+        return {
+            "mem_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "mem_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "mem_peak_gib": max(steps) / GIB,
+        }
 
     def run_peak_bytes(self) -> int:
         """Return the peak of the whole run: what the allocator reserved, plus the context."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -21,21 +21,25 @@ BEAT_SECONDS = 5.0  # between two signs of life
 class MetricsFile(TrainerCallback):
     """Appends what is logged, and every BEAT_SECONDS the step and the load of the GPUs.
 
-    The signs of life come from a thread, until this context is left: they go on during evaluations
+    The signs of life come from a thread, until `end`: they go on during evaluations
     and while a rank hangs. Without a `path`, as on other ranks than the main one, it does nothing.
     """
 
-    def __init__(self, path: Path | None, latest_gpus: Callable[[], Sequence[GpuSample]] = tuple):
+    def __init__(
+        self,
+        path: Path | None,
+        latest_gpus: Callable[[], Sequence[GpuSample]] = tuple,
+        gpus_of_log: Callable[[], Sequence[GpuSample]] = tuple,
+    ):
         self.path = path
-        self.latest_gpus = latest_gpus
+        self.latest_gpus = latest_gpus  # of this machine
+        self.gpus_of_log = gpus_of_log  # of all machines, where there is a log of a loss
         self._state: Any = None  # the trainer's, from the begin of training on
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Give no further sign of life."""
         self._ended.set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -45,7 +49,7 @@ class MetricsFile(TrainerCallback):
         for entry in state.log_history:  # of the run that this one goes on from
             step = entry["step"]
             metrics.append(self.path, MetricsLine(step, state.max_steps, values=numbers_in(entry)))
-        self._append()
+        self._append(gpus=())
         threading.Thread(target=self._beat, name="metrics", daemon=True).start()
 
     def on_log(
@@ -56,18 +60,20 @@ class MetricsFile(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        logs = logs or {}
         if self.path is not None:
-            self._append(values=numbers_in(logs or {}))
+            gpus = self.gpus_of_log() if "loss" in logs else ()
+            self._append(values=numbers_in(logs), gpus=tuple(gpus or self.latest_gpus()))
 
-    def note_answers(self, rows: str, answers: Sequence[SampleAnswer]) -> None:
+    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
         """Write some answers of an evaluation; `rows` names its split."""
         if self.path is not None and answers:
-            self._append(answers=tuple(answers))
+            self._append(answers=tuple(answers), gpus=())
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
-                self._append()
+                self._append(gpus=tuple(self.latest_gpus()))
             except OSError as error:  # a full disk ends the run elsewhere
                 logger.warning("%s cannot be written: %s", self.path, error)
                 return
@@ -77,7 +83,6 @@ class MetricsFile(TrainerCallback):
             step=self._state.global_step,
             steps=self._state.max_steps,
             time=round(time.time(), 1),
-            gpus=tuple(self.latest_gpus()),
             **said,
         )
         with self._lock:

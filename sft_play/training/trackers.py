@@ -4,20 +4,40 @@ Importing an integration's package may take seconds, so only the main rank does.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-import torch
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from transformers import TrainerCallback
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
 from sft_play.errors import EnvironmentFault, first_line
-from sft_play.plan.devices import GIB
+from sft_play.runs.metrics import SampleAnswer
 from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
+
+# The settings that the page HPARAMS has columns for; trackers get all of them besides
+HPARAMS = (
+    "model.name",
+    "model.max_seq_len",
+    "tuning.mode",
+    "tuning.backend",
+    "tuning.lora.r",
+    "tuning.lora.alpha",
+    "tuning.lora.dropout",
+    "data.train_path",
+    "train.seed",
+    "train.epochs",
+    "train.max_steps",
+    "train.effective_batch_size",
+    "train.learning_rate",
+    "train.lr_scheduler_type",
+    "train.warmup_steps",
+    "train.weight_decay",
+    "train.optim",
+)
 
 
 def open_trackers(context: RunContext) -> list[TrainerCallback]:
@@ -32,9 +52,9 @@ def open_trackers(context: RunContext) -> list[TrainerCallback]:
 
 def _open(name: str, context: RunContext) -> TrainerCallback:
     """Return a tracker that has been reached: a wrong address or key ends a run at its start."""
-    (integration,) = get_reporting_integration_callbacks(name)
     if name == "tensorboard":
-        return integration(SummaryWriter(log_dir=str(context.folder.tensorboard)))
+        return TensorBoardLog(SummaryWriter(log_dir=str(context.folder.tensorboard)))
+    (integration,) = get_reporting_integration_callbacks(name)
     try:
         if name == "wandb":
             _begin_wandb(context)
@@ -71,17 +91,69 @@ def _reach_mlflow() -> None:
         ) from error
 
 
+class TensorBoardLog(TensorBoardCallback):
+    """transformers' callback, with groups of our own, sample answers, and settings with scores.
+
+    A name with a slash, such as `gpu/0/util_percent`, is the whole name in TensorBoard.
+    """
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        grouped = {name: value for name, value in (logs or {}).items() if "/" in name}
+        others = {name: value for name, value in (logs or {}).items() if "/" not in name}
+        for name, value in grouped.items():
+            self.tb_writer.add_scalar(name, value, state.global_step)
+        super().on_log(args, state, control, logs=others, **kwargs)
+
+    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
+        """Write some answers as text."""
+        self.tb_writer.add_text(f"samples/{rows}", answers_text(answers), step)
+
+    def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        """Write settings and last scores for the page HPARAMS."""
+        for summary in hparams(dict(settings), dict(scores)):
+            self.tb_writer.file_writer.add_summary(summary)
+
+
+def answers_text(answers: Sequence[SampleAnswer]) -> str:
+    """Return answers as Markdown in which nothing of a text is markup."""
+    blocks = []
+    for answer in answers:
+        lines = [
+            f"prompt:   {answer.prompt}",
+            f"expected: {answer.expected}",
+            f"answer:   {answer.answer}",
+        ]
+        text = "\n".join(lines).replace("\n", "\n    ")
+        blocks.append(f"    {text}")
+    return "\n\n---\n\n".join(blocks)
+
+
 class Trackers(TrainerCallback):
-    """Passes what is logged on to the trackers, with the memory that the main rank holds then.
+    """Passes what is logged on to the trackers, with `more_values` of a log that has a loss.
 
     Trainer ends its integrations with the training; here they stay open until `close`, for the
     scores after it.
     """
 
-    def __init__(self, trackers: Sequence[TrainerCallback], device: torch.device):
+    def __init__(
+        self,
+        trackers: Sequence[TrainerCallback],
+        more_values: Callable[[], Mapping[str, float]] = dict,
+    ):
         self.trackers = trackers
-        self.device = device
+        self.more_values = more_values
         self._last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    @property
+    def _boards(self) -> list[TensorBoardLog]:
+        return [tracker for tracker in self.trackers if isinstance(tracker, TensorBoardLog)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for tracker in self.trackers:
@@ -97,7 +169,7 @@ class Trackers(TrainerCallback):
     ) -> None:
         reported = dict(logs or {})
         if "loss" in reported:
-            reported |= memory_in_gib(self.device)
+            reported |= self.more_values()
         for tracker in self.trackers:
             tracker.on_log(args, state, control, logs=reported, **kwargs)
 
@@ -108,6 +180,17 @@ class Trackers(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_call = ((args, state, control), kwargs)
 
+    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
+        """Pass some answers of an evaluation on; `rows` names its split."""
+        for board in self._boards:
+            board.note_answers(rows, answers, step)
+
+    def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        """Pass the settings and last scores of the run on."""
+        shown = {name: as_hparam(settings[name]) for name in HPARAMS}
+        for board in self._boards:
+            board.note_scores(shown, scores)
+
     def close(self) -> None:
         """End the trackers: nothing is logged after it."""
         if self._last_call is None:
@@ -117,11 +200,6 @@ class Trackers(TrainerCallback):
             tracker.on_train_end(*arguments, **keywords)
 
 
-def memory_in_gib(device: torch.device) -> dict[str, float]:
-    """Return the memory that this process holds now; on a CPU what is resident."""
-    if device.type == "cuda":
-        return {
-            "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
-            "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
-        }
-    return {"memory_rss_gib": psutil.Process().memory_info().rss / GIB}
+def as_hparam(value: Any) -> bool | int | float | str:
+    """Return a setting as the page HPARAMS takes it."""
+    return value if isinstance(value, bool | int | float | str) else str(value)

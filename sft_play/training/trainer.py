@@ -35,9 +35,10 @@ from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.router_loss import RouterLoss
 from sft_play.training.samples import sample_answers
+from sft_play.training.step_log import StepLog
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
-REAL_TOKENS = "real_tokens"  # int: tokens that are neither padding nor fillers
+REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
 LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
 LOSS_TARGETS = "loss_targets"  # (N,)
 
@@ -54,7 +55,7 @@ def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int)
 def collate_for_step(
     collate: Callable[[Sequence[TokenSequence]], Batch], sequences: Sequence[TokenSequence]
 ) -> Batch:
-    """Return the collated batch with its labelled tokens and the number of real tokens.
+    """Return the collated batch with its labelled tokens and the lengths of its real documents.
 
     They are found on the CPU: on a GPU the count would force a synchronization.
     """
@@ -64,7 +65,7 @@ def collate_for_step(
         **batch,
         LOSS_POSITIONS: positions,
         LOSS_TARGETS: targets,
-        REAL_TOKENS: sum(sequence.real_tokens for sequence in sequences),
+        REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
     }
 
 
@@ -80,6 +81,7 @@ class SftTrainer(Trainer):
         throughput: Throughput,
         stamp: stamp.Stamp,
         memory: MemoryMeter | None = None,
+        step_log: StepLog | None = None,
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
         **kwargs: Any,
@@ -95,10 +97,11 @@ class SftTrainer(Trainer):
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
+        self.step_log = step_log or StepLog(throughput, self.memory)
         self.router_loss = router_loss
         self.expert_use: ExpertUse | None = None  # counts from the first step on
-        # called on the main rank with some answers of each evaluation and the name of its rows
-        self.note_answers: list[Callable[[str, Sequence[SampleAnswer]], None]] = []
+        # called on the main rank with the rows' name, some answers to them, and the step
+        self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""
@@ -158,11 +161,14 @@ class SftTrainer(Trainer):
     ) -> tuple[list[Batch], int]:
         """Return the micro-batches of one step, and the number of labelled tokens on all ranks.
 
-        Adds the real tokens of this rank to the throughput.
+        Adds the work of this rank to the throughput.
         """
+        started = time.perf_counter()
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        self.throughput.tokens += sum(batch.pop(REAL_TOKENS) for batch in batches)
+        self.step_log.times.add("data", time.perf_counter() - started)
         labelled_tokens = sum(len(batch[LOSS_TARGETS]) for batch in batches)
+        lengths = [length for batch in batches for length in batch.pop(REAL_LENGTHS)]
+        self.throughput.add(lengths, labelled_tokens)
         return batches, self.process.sum(labelled_tokens)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -194,6 +200,7 @@ class SftTrainer(Trainer):
             loss = token_mean_loss(model(**inputs), labels, num_items_in_batch)
         if self.router_loss is not None:
             loss = loss + self.router_loss.of_micro_batch(len(targets) / num_items_in_batch)
+        self.step_log.add_loss(loss.detach(), len(targets) / num_items_in_batch)
         self.memory.enter("backward")
         return loss * self.accelerator.num_processes
 
@@ -219,7 +226,7 @@ class SftTrainer(Trainer):
         if self.process.is_main and scores.generation is not None:
             answers = sample_answers(evaluator.questions, scores.generation)
             for note in self.note_answers:
-                note(rows, answers)
+                note(rows, answers, self.state.global_step)
         return scores
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -245,9 +252,7 @@ class SftTrainer(Trainer):
                     "or TRAIN_RESUME_FROM an earlier checkpoint"
                 )
         if "loss" in logs:
-            speed = self.throughput.tokens_per_second_since_log()
-            if speed is not None:
-                logs["tokens_per_second"] = speed
+            logs |= self.step_log.collect(self.state.global_step, self.model_wrapped)
             balance = self.router_loss and self.router_loss.mean_since_log(self.process)
             if balance is not None:
                 logs["router_aux_loss"] = balance

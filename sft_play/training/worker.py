@@ -44,13 +44,13 @@ from sft_play.training.failure_broadcast import FailureBroadcast
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
-from sft_play.training.metrics_file import MetricsFile
+from sft_play.training.observers import Observers
 from sft_play.training.out_of_memory import OutOfMemoryExplainer
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.recorder import Clock, RunRecorder
 from sft_play.training.resume import checkpoint_to_resume, make_stamp
 from sft_play.training.summary import summary_lines
-from sft_play.training.trackers import Trackers, open_trackers
+from sft_play.training.trackers import open_trackers
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
@@ -83,33 +83,32 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     checkpoint = checkpoint_to_resume(context, run_stamp)
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
-    opened = open_trackers(context)
+    observers = Observers(context, open_trackers(context))
     model = load_weights(context, recorder)
     clock.lap("load")
 
-    trainer = build_trainer(context, arguments, tokenizer, data, model, run_stamp)
+    trainer = build_trainer(
+        context, arguments, tokenizer, data, model, run_stamp, observers.gpus.mean_since_log
+    )
     explainer.trainer = trainer
     recorder.log_history = lambda: trainer.state.log_history
     evaluator = build_evaluator(context, data.test, tokenizer)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
-    metrics_file = MetricsFile(folder.metrics if process.is_main else None)
-    trainer.note_answers.append(metrics_file.note_answers)
-    trainer.add_callback(metrics_file)
-    # first of the others: the clock of the throughput must start after the scores
+    observers.attach(trainer)
+    # before the others: the clock of the throughput must start after the scores
     trainer.add_callback(
         BeforeFirstStep(lambda: before_first_step(context, trainer, held_out, recorder))
     )
-    trackers = Trackers(opened, process.device)
     stop_after = StopAfter(config.train.stops_after)
-    for callback in (trainer.throughput, stop_after, stop, Progress(process), trackers):
+    for callback in (trainer.throughput, stop_after, stop, Progress(process), observers.trackers):
         trainer.add_callback(callback)
 
-    with metrics_file:
+    with observers:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         clock.lap("training")
         if not stop.stopped:
             held_out.score("after")
-    trackers.close()
+    observers.close(arguments.settings, held_out.last_scores())
     is_complete = not (stop.stopped or stop_after.stopped)
     record_experts(trainer, process, recorder)
     weights = save_weights(context, trainer, recorder, is_complete)
@@ -180,7 +179,9 @@ def before_first_step(
                 context.process.device,
             )
     held_out.score("before")
-    trainer.expert_use = ExpertUse(trainer.model)  # last: a probe's steps do not count
+    # last: a probe's steps do not count
+    trainer.expert_use = ExpertUse(trainer.model)
+    trainer.step_log.reset(trainer.state.global_step)
 
 
 def record_experts(trainer: SftTrainer, process: Process, recorder: RunRecorder) -> None:

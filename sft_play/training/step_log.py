@@ -1,0 +1,173 @@
+"""What is logged of the steps since the last log: speed, time by part, and each rank by itself.
+
+It is measured on every rank without waiting for a GPU, and gathered once for each log.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sft_play.runs.metrics import GpuSample
+from sft_play.training.callbacks import Throughput, Work
+from sft_play.training.memory import MemoryMeter
+
+STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """What one rank measured since the last log."""
+
+    loss: float  # its shares of the logged loss, summed over steps
+    token_share: float  # of the labelled tokens of each step, summed over steps
+    work: Work | None  # None before the second step
+    seconds: dict[str, float]  # by part of a step
+    memory: dict[str, float]  # GiB by kind
+    gpus: tuple[GpuSample, ...]  # of all GPUs of its machine, on its first rank
+
+
+class StepLog:
+    """Collects what the ranks measured, at each log of a loss.
+
+    `peak_flops` is the card's number of operations a second, None where it is not known.
+    `mean_gpus` returns the mean load since it was last called of the GPUs that this rank samples.
+    """
+
+    def __init__(
+        self,
+        throughput: Throughput,
+        memory: MemoryMeter,
+        peak_flops: float | None = None,
+        mean_gpus: Callable[[], Sequence[GpuSample]] = tuple,
+    ):
+        self.process = throughput.process
+        self.throughput = throughput
+        self.memory = memory
+        self.times = memory.times
+        self.peak_flops = peak_flops
+        self.mean_gpus = mean_gpus
+        self.by_rank: dict[str, float] = {}  # of the last log, by the names of TensorBoard
+        self.gpus: tuple[GpuSample, ...] = ()  # of the last log, of all machines
+        self.reset()
+
+    def reset(self, step: int = 0) -> None:
+        """Forget what was measured before `step`: a probe's steps do not count."""
+        self._loss: torch.Tensor | float = 0.0
+        self._token_share = 0.0
+        self._logged_step = step
+        self.times.take()
+
+    def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
+        """Add a micro-batch's share of its step's loss, and of the step's labelled tokens."""
+        self._loss = self._loss + loss  # stays on the GPU
+        self._token_share += token_share
+
+    def collect(self, step: int, model: torch.nn.Module) -> dict[str, float]:
+        """Return speed and time of a step over all ranks; keep the rest in `by_rank` and `gpus`.
+
+        Every rank must call it, once it has the loss of `step`.
+        """
+        steps = step - self._logged_step
+        self._logged_step = step
+        seconds = self.times.take() | unhidden_communication(model, steps)
+        own = RankLog(
+            loss=float(self._loss),
+            token_share=self._token_share,
+            work=self.throughput.since_log(),
+            seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
+            memory=self.memory.gib_now(),
+            gpus=tuple(self.mean_gpus()),
+        )
+        self._loss = 0.0
+        self._token_share = 0.0
+        ranks = self.process.gather(own)
+        self.gpus = tuple(sample for rank in ranks for sample in rank.gpus)
+        self.by_rank = {
+            **losses_by_rank(ranks, steps),
+            **mean_seconds(ranks),
+            **gpu_values(ranks, self.process.device.type),
+            "time/evaluation_seconds": self.throughput.evaluations.seconds,
+            "time/save_seconds": self.throughput.save_seconds,
+        }
+        return self._speed([rank.work for rank in ranks if rank.work is not None])
+
+    def _speed(self, works: Sequence[Work]) -> dict[str, float]:
+        """Return the speed of all ranks, {} for the first step."""
+        tokens = sum(work.tokens for work in works)
+        if tokens <= 0:
+            return {}
+        seconds = max(work.seconds for work in works)
+        speed = {
+            "tokens_per_second": tokens / seconds,
+            "samples_per_second": sum(work.rows for work in works) / seconds,
+            "step_seconds": seconds / works[0].steps,
+        }
+        flops = sum(work.flops for work in works)
+        if flops and self.peak_flops:
+            speed["mfu"] = flops / seconds / (self.peak_flops * len(works))
+        return speed
+
+
+def losses_by_rank(ranks: Sequence[RankLog], steps: int) -> dict[str, float]:
+    """Return the mean loss of each rank's tokens, and which share of the steps' tokens they were.
+
+    The means weighted with the shares add up to the logged loss. {} for one rank.
+    """
+    if len(ranks) == 1:
+        return {}
+    values = {}
+    for number, rank in enumerate(ranks):
+        values[f"token_share/rank_{number}"] = rank.token_share / steps
+        if rank.token_share > 0:
+            values[f"loss/rank_{number}"] = rank.loss / rank.token_share
+    return values
+
+
+def mean_seconds(ranks: Sequence[RankLog]) -> dict[str, float]:
+    """Return the seconds of a step by part, as the mean over ranks."""
+    parts = dict.fromkeys(part for rank in ranks for part in rank.seconds)
+    return {
+        f"step/{part}_seconds": sum(rank.seconds.get(part, 0.0) for rank in ranks) / len(ranks)
+        for part in parts
+    }
+
+
+def gpu_values(ranks: Sequence[RankLog], device: str) -> dict[str, float]:
+    """Return memory by rank, and the load of its GPU, as `gpu/0/util_percent`."""
+    group = "gpu" if device == "cuda" else "process"
+    values = {}
+    for number, rank in enumerate(ranks):
+        for name, size in rank.memory.items():
+            values[f"{group}/{number}/{name}"] = size
+        for sample in rank.gpus:
+            for name, value in sample_values(sample).items():
+                values[f"{group}/{sample.rank}/{name}"] = value
+    return values
+
+
+def sample_values(sample: GpuSample) -> dict[str, float]:
+    """Return what NVML said of a GPU, by name."""
+    values = {
+        "util_percent": sample.busy_percent,
+        "used_gib": sample.used_gib,
+        "watts": sample.watts,
+        "celsius": sample.celsius,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def unhidden_communication(model: torch.nn.Module, steps: int) -> dict[str, float]:
+    """Return the seconds that `steps` waited for gradients of other ranks after their own.
+
+    DDP times the first steps and one of a hundred; {} for other engines, and before it did.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return {}
+    timed = model._get_ddp_logging_data()  # in nanoseconds; reading it waits for nothing
+    communication = timed.get("avg_backward_comm_time", 0)
+    hidden = timed.get("avg_backward_compute_comm_overlap_time", 0)
+    if not communication:
+        return {}
+    return {"communication": steps * max(0, communication - hidden) / 1e9}
