@@ -10,7 +10,6 @@ from sft_play.data.ledger import PaddedTokens
 from sft_play.data.order import (
     StepSampler,
     fullest_step,
-    pack_shortest,
     padding,
     steps,
 )
@@ -169,33 +168,6 @@ def test_the_fullest_step_is_that_of_all_epochs() -> None:
     assert counted[1::2] == [
         1 + (first or second) for first, second in zip(met[::2], met[1::2], strict=True)
     ]
-
-
-def test_sequences_are_as_short_as_the_number_of_them_allows() -> None:
-    assert sorted(map(len, pack_shortest([8] * 8, max_sequences=8, max_seq_len=64))) == [1] * 8
-    assert sorted(map(len, pack_shortest([8] * 8, max_sequences=2, max_seq_len=64))) == [4, 4]
-    assert pack_shortest([8] * 8, max_sequences=1, max_seq_len=64) == [list(range(8))]
-    assert sorted(
-        map(len, pack_shortest([40, 8, 8, 8, 8, 8], max_sequences=5, max_seq_len=64))
-    ) == [1, 5], "no shorter than the longest sample"
-    assert len(pack_shortest([60, 60, 60], max_sequences=2, max_seq_len=64)) == 3, (
-        "more than may be, where the limit leaves no choice"
-    )
-
-
-def test_ranks_that_run_at_the_same_time_have_about_as_many_tokens() -> None:
-    draw = random.Random(0)
-    lengths = [draw.randint(1, 200) for _ in range(640)]
-    layout = layout_of(1024, 1, 64, world=4)
-    batches = list(
-        StepSampler(lengths, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED)
-    )
-    for start in range(0, len(batches), 4):
-        tokens = [
-            sum(lengths[i] for sequence in batch for i in sequence)
-            for batch in batches[start : start + 4]
-        ]
-        assert max(tokens) < 1.05 * sum(tokens) / 4, tokens
 
 
 def padding_of(lengths: list[int], layout: Layout) -> PaddedTokens:

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.plan import flops
-from sft_play.plan.flops import step_flops
+from sft_play.plan.flops import pair_cost, step_flops
 from sft_play.plan.model_shape import ModelShape, load_shape
 
 TOY = ModelShape(
@@ -66,3 +66,11 @@ def test_torch_counts_the_same_for_linear_layers(is_trained: bool) -> None:
     ours = step_flops(TOY, None if is_trained else 0, [tokens], labelled=tokens)
     causal_pairs = 12 * 2 * 16 * tokens * (tokens + 1) / 2
     assert counter.get_total_flops() == pytest.approx(ours - causal_pairs + every_pair + rotary)
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 5000])
+def test_the_cost_of_a_pair_is_that_of_the_operations(tokens: int) -> None:
+    adapters = EIGHT.lora_parameters(16, "all-linear")
+    one, two = (step_flops(EIGHT, adapters, [1], 0), step_flops(EIGHT, adapters, [tokens], 0))
+    share = pair_cost(EIGHT, adapters)
+    assert two / one == pytest.approx(tokens * (1 + share * tokens) / (1 + share), rel=1e-3)

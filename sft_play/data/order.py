@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from sft_play.data.balance import document_cost, pack_for_ranks, ranks_of_micro_batches
 from sft_play.data.ledger import PaddedTokens
 from sft_play.data.packing import pack, padded_width
 from sft_play.plan.layout import Layout
@@ -24,7 +25,7 @@ class StepSampler(Sampler[MicroBatch]):
     Samples are shuffled by seed and epoch and cut into optimizer steps. The order depends on
     nothing else, so a resumed run skips what it has trained. Every rank runs the same number of
     micro-batches in a step and no sample counts twice: fillers take the places that are left.
-    Micro-batches that the ranks run at the same time have similar lengths.
+    All ranks work about equally long in a step, and begin with the costliest micro-batch.
     """
 
     batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
@@ -56,26 +57,29 @@ class StepSampler(Sampler[MicroBatch]):
                 yield from self._unpacked(samples)
 
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
-        """Yield the longest samples first: a micro-batch then holds samples of similar length."""
-        size = self.layout.batch_size
+        """Yield micro-batches of samples of similar length."""
+        layout = self.layout
         ordered = sorted(samples, key=self.lengths.__getitem__, reverse=True)
-        ordered += [self.filler] * (self.layout.rows_per_step - len(samples))
-        for start in range(0, len(ordered), size):
-            yield [[index] for index in ordered[start : start + size]]
+        ordered += [self.filler] * (layout.rows_per_step - len(samples))
+        batches = []
+        for start in range(0, len(ordered), layout.batch_size):
+            batches.append([[index] for index in ordered[start : start + layout.batch_size]])
+        costs = [document_cost(self.width(batch), layout) for batch in batches]
+        ranks = ranks_of_micro_batches(costs, layout)
+        for numbers in zip(*ranks, strict=True):
+            yield from (batches[number] for number in numbers)
 
     def _packed(self, samples: list[int]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches with the most tokens first."""
-        micro_batches = self.layout.micro_batches * self.layout.world_size
-        max_sequences = micro_batches * self.layout.sequences
+        """Yield micro-batches of sequences that hold the samples."""
         lengths = [self.lengths[index] for index in samples]
-        packed = pack_shortest(lengths, max_sequences, self.layout.max_seq_len)
-        sequences: MicroBatch = []
-        tokens: list[int] = []
-        for positions in packed:
-            sequences.append([samples[position] for position in positions])
-            tokens.append(sum(lengths[position] for position in positions))
-        for numbers in _distribute(tokens, micro_batches, self.layout.sequences):
-            yield [sequences[number] for number in numbers] or [[self.filler]]
+        for batches in zip(*pack_for_ranks(lengths, self.layout), strict=True):
+            for batch in batches:
+                yield [[samples[i] for i in sequence] for sequence in batch] or [[self.filler]]
+
+    def width(self, batch: MicroBatch) -> int:
+        """Return the tokens that each sequence of a micro-batch is padded to."""
+        longest = max(_sequence_tokens(sequence, self.lengths) for sequence in batch)
+        return padded_width(longest, self.layout.max_seq_len)
 
 
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
@@ -112,48 +116,8 @@ def padding(
 
 def _computed_tokens(sampler: StepSampler) -> int:
     """Return the tokens of all micro-batches of an epoch, with the padding of the collators."""
-    total = 0
-    for micro_batch in sampler:
-        longest = max(_sequence_tokens(sequence, sampler.lengths) for sequence in micro_batch)
-        total += len(micro_batch) * padded_width(longest, sampler.layout.max_seq_len)
-    return total
+    return sum(len(batch) * sampler.width(batch) for batch in sampler)
 
 
 def _sequence_tokens(sequence: list[int], lengths: list[int]) -> int:
     return sum(lengths[max(index, ~index)] for index in sequence)
-
-
-def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) -> list[list[int]]:
-    """Pack into at most `max_sequences` sequences that are as short as that number allows.
-
-    Short sequences spread better over the ranks, and cost less where attention is computed over
-    whole sequences. There are more than `max_sequences` where `max_seq_len` is too short for it.
-    """
-    mean_tokens = -(-sum(lengths) // max_sequences)
-    capacity = max(padded_width(max(lengths), max_seq_len), mean_tokens)
-    while capacity < max_seq_len:
-        sequences = pack(lengths, capacity)
-        if len(sequences) <= max_sequences:
-            return sequences
-        capacity += max(8, capacity // 64)  # the ranks' tokens may differ by as much
-    return pack(lengths, max_seq_len)
-
-
-def _distribute(tokens: Sequence[int], micro_batches: int, max_sequences: int) -> list[list[int]]:
-    """Distribute sequences, longest first, each to the micro-batch with the fewest tokens.
-
-    Return the sequence numbers of each micro-batch, the one with the most tokens first.
-    """
-    assert len(tokens) <= micro_batches * max_sequences, (
-        f"{len(tokens)} sequences for {micro_batches} micro-batches of {max_sequences}: "
-        "count them with fullest_step"
-    )
-    sequences: list[list[int]] = [[] for _ in range(micro_batches)]
-    filled_tokens = [0] * micro_batches
-    for number in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
-        with_room = [k for k in range(micro_batches) if len(sequences[k]) < max_sequences]
-        emptiest = min(with_room, key=filled_tokens.__getitem__)
-        sequences[emptiest].append(number)
-        filled_tokens[emptiest] += tokens[number]
-    by_tokens = sorted(range(micro_batches), key=filled_tokens.__getitem__, reverse=True)
-    return [sequences[k] for k in by_tokens]

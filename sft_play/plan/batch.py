@@ -28,7 +28,9 @@ class BatchRequest:
     world_size: int
     layers: int  # of the model
     recomputes_by_layer: bool = True  # else all layers are checkpointed or none
-    fullest_step: int | None = None  # see Layout
+    fullest_step: int | None = None  # this and the next two: see Layout
+    pair_cost: float = 0.0
+    waits_each_micro_batch: bool = False
 
     @property
     def rows_per_step(self) -> int:
@@ -74,6 +76,8 @@ class BatchRequest:
             max_seq_len=self.max_seq_len,
             checkpointed_layers=checkpointed_layers,
             fullest_step=self.fullest_step,
+            pair_cost=self.pair_cost,
+            waits_each_micro_batch=self.waits_each_micro_batch,
         )
 
     def _arithmetic(self) -> str:

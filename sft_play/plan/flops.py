@@ -39,6 +39,21 @@ def step_flops(
     return flops_per_weight * weights + 6 * (adapters or 0) * tokens + attention
 
 
+def pair_cost(model: ModelShape, adapters: int | None) -> float:
+    """Return what attention between two tokens of a document costs, in what else a token costs.
+
+    A document of T tokens costs T (1 + pair_cost T) tokens: half of its T^2 pairs are seen. The
+    head and layers with a window count as linear in T, and are left out.
+    """
+    flops_per_weight = 6 if adapters is None else 4
+    linear = flops_per_weight * model.active_block_weights + 6 * (adapters or 0)
+    features = model.layers * model.heads * model.head_dim
+    if model.structure is not None:
+        everywhere = [kind for kind in model.structure.layers if kind.window is None]
+        features = sum(kind.count * kind.query_features for kind in everywhere)
+    return 6 * features / linear
+
+
 def _attended_features(model: ModelShape, length: int) -> float:
     """Return the features of all heads and layers, each times the pairs of tokens that it sees."""
     if model.structure is None:

@@ -10,6 +10,7 @@ from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted
 from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast
+from sft_play.plan.flops import pair_cost
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
@@ -52,7 +53,15 @@ class PlanInputs:
             world_size=self.ranks.world_size,
             layers=self.model.layers,
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
+            pair_cost=self._pair_cost,
+            waits_each_micro_batch=self.zero_stage >= 2,
         )
+
+    @property
+    def _pair_cost(self) -> float:
+        """What attention between two tokens costs; see `flops.pair_cost`."""
+        step = self._step_in_closed_form
+        return pair_cost(self.model, None if step.is_full else step.active_adapter_weights)
 
     @property
     def fast_setup(self) -> FastSetup:

@@ -1,0 +1,170 @@
+"""Which documents go to which rank: all of them once, and every rank works about equally long."""
+
+import doctest
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sft_play.data import balance
+from sft_play.data.balance import deal, pack_for_ranks, pack_shortest, slowest_cost
+from sft_play.data.order import StepSampler, fullest_step
+from sft_play.plan.flops import pair_cost, step_flops
+from sft_play.plan.layout import Layout
+from sft_play.plan.model_shape import load_shape
+
+SEED = 5
+Cost = Callable[[int], float]
+
+
+def conversations(rows: int, max_seq_len: int) -> list[int]:
+    """Lengths as public sets of conversations have them: log-normal, a few long ones cut."""
+    draw = random.Random(0)
+    return [min(max_seq_len, 1 + int(draw.lognormvariate(6, 0.8))) for _ in range(rows)]
+
+
+def layout_of(batch: int, accum: int, world: int, max_seq_len: int = 2048, **more) -> Layout:
+    return Layout(batch, accum, world, max_seq_len, **more)
+
+
+def packed(layout: Layout, lengths: list[int]) -> Layout:
+    return layout.packed(fullest_step(lengths, layout, SEED, epochs=1))
+
+
+def seconds_of_ranks(lengths: list[int], layout: Layout, cost: Cost) -> list[list[float]]:
+    """Return what each full step of an epoch costs each rank, by its documents."""
+    batches = list(StepSampler(lengths, layout, SEED))
+    per_step = layout.micro_batches * layout.world_size
+    steps = []
+    for start in range(0, len(batches) - per_step, per_step):  # the last may hold few rows
+        step = [0.0] * layout.world_size
+        for number, batch in enumerate(batches[start : start + per_step]):
+            documents = [lengths[i] for sequence in batch for i in sequence if i >= 0]
+            step[number % layout.world_size] += sum(map(cost, documents))
+        steps.append(step)
+    return steps
+
+
+def slowest_beyond_mean(steps: list[list[float]]) -> float:
+    """Return how much longer an epoch takes than if all ranks were equally loaded."""
+    mean = sum(sum(step) / len(step) for step in steps)
+    return sum(map(max, steps)) / mean - 1
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize(("batch", "accum"), [(1, 8), (2, 8), (4, 4), (8, 4)])
+def test_the_slowest_rank_is_within_3_percent_of_the_mean(batch, accum, world) -> None:
+    """By operations of an 8B with LoRA, attention included, over an epoch of ragged rows."""
+    shape = load_shape("meta-llama/Llama-3.1-8B-Instruct", None, {})
+    adapters = shape.lora_parameters(16, "all-linear")
+    lengths = conversations(4096, 2048)
+    layout = layout_of(batch, accum, world, pair_cost=pair_cost(shape, adapters))
+    steps = seconds_of_ranks(
+        lengths, packed(layout, lengths), lambda tokens: step_flops(shape, adapters, [tokens], 0)
+    )
+    assert 0 < slowest_beyond_mean(steps) < 0.03
+
+
+def computed_by_slowest(lengths: list[int], layout: Layout) -> float:
+    """Return the tokens that the slowest ranks of an epoch compute, padding included."""
+    order = StepSampler(lengths, layout, SEED)
+    widths = [len(batch) * order.width(batch) for batch in order]
+    per_step = layout.micro_batches * layout.world_size
+    total = 0
+    for start in range(0, len(widths), per_step):
+        step = widths[start : start + per_step]
+        rows = [step[at : at + layout.world_size] for at in range(0, per_step, layout.world_size)]
+        if layout.waits_each_micro_batch:
+            total += sum(map(max, rows))
+        else:
+            total += max(map(sum, zip(*rows, strict=True)))
+    return layout.world_size * total
+
+
+@pytest.mark.parametrize(
+    ("waits", "batch", "accum", "world", "most"),
+    [
+        (False, 2, 8, 1, 1.05),
+        (False, 1, 8, 4, 1.07),  # 1.20 where sequences were dealt whole
+        (False, 2, 8, 4, 1.06),  # 1.12
+        (False, 4, 4, 8, 1.08),  # 1.13
+        (True, 2, 8, 4, 1.10),  # 1.12
+    ],
+)
+def test_neither_padding_nor_waiting_costs_much(waits, batch, accum, world, most) -> None:
+    lengths = conversations(4096, 2048)
+    layout = packed(layout_of(batch, accum, world, waits_each_micro_batch=waits), lengths)
+    assert computed_by_slowest(lengths, layout) < most * sum(lengths)
+
+
+def test_padded_rows_are_dealt_so_that_no_rank_has_all_the_longest() -> None:
+    lengths = conversations(4096, 2048)
+    layout = layout_of(4, 4, 4)
+    waiting = replace(layout, waits_each_micro_batch=True)  # the longest of each turn decide
+    assert computed_by_slowest(lengths, layout) < 1.25 * sum(lengths)
+    assert computed_by_slowest(lengths, waiting) > 1.5 * sum(lengths)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_document_is_packed_once_and_nothing_is_too_long(seed: int) -> None:
+    """Also where the documents of a step barely fit, so that few ways to deal them do."""
+    draw = random.Random(seed)
+    max_seq_len = draw.choice([8, 64, 1000])
+    layout = layout_of(
+        draw.randint(1, 4),
+        draw.randint(1, 4),
+        draw.randint(1, 5),
+        max_seq_len,
+        waits_each_micro_batch=draw.random() < 0.5,
+        pair_cost=draw.choice([0.0, 0.01]),
+    )
+    most = draw.choice([max_seq_len, max_seq_len // 2])
+    lengths = [draw.randint(1, most) for _ in range(draw.randint(1, layout.rows_per_step))]
+    layout = packed(layout, lengths)
+    ranks = pack_for_ranks(lengths, layout)
+    assert [len(batches) for batches in ranks] == [layout.micro_batches] * layout.world_size
+    sequences = [one for batches in ranks for batch in batches for one in batch]
+    assert sorted(itertools.chain(*sequences)) == list(range(len(lengths)))
+    assert max(len(batch) for batches in ranks for batch in batches) <= layout.sequences
+    assert max(sum(lengths[i] for i in one) for one in sequences) <= max_seq_len
+
+
+def test_one_long_document_is_weighed_with_its_attention() -> None:
+    """Where a pair costs 1/16, 64 tokens cost 5 times as many, and 8 tokens 1.5 times."""
+    lengths = [64, *[8] * 40]
+    layout = layout_of(1, 64, 2, max_seq_len=64, pair_cost=1 / 16).packed(12)
+    ranks = pack_for_ranks(lengths, layout)
+    tokens = [sum(lengths[i] for batch in own for one in batch for i in one) for own in ranks]
+    assert sorted(tokens) == [64 + 7 * 8, 33 * 8]
+    assert slowest_cost(ranks, lengths, layout) < 1.02 * (64 * 5 + 40 * 8 * 1.5) / 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_hand_is_over_four_thirds_of_the_least_possible(seed: int) -> None:
+    draw = random.Random(seed)
+    hands, share = draw.randint(1, 8), 1000
+    cuts = [sorted(draw.sample(range(1, share), draw.randint(0, 5))) for _ in range(hands)]
+    costs = [b - a for cut in cuts for a, b in zip([0, *cut], [*cut, share], strict=True)]
+    draw.shuffle(costs)
+    dealt = deal(costs, hands)
+    assert sorted(itertools.chain(*dealt)) == list(range(len(costs)))
+    assert max(sum(costs[item] for item in hand) for hand in dealt) <= 4 / 3 * share
+
+
+def test_sequences_are_as_short_as_the_number_of_them_allows() -> None:
+    def sizes(lengths: list[int], max_sequences: int, max_seq_len: int = 64) -> list[int]:
+        return sorted(map(len, pack_shortest(lengths, max_sequences, max_seq_len)))
+
+    assert sizes([8] * 8, 8) == [1] * 8
+    assert sizes([8] * 8, 2) == [4, 4]
+    assert sizes([8] * 8, 1) == [8]
+    assert sizes([40, 8, 8, 8, 8, 8], 5) == [1, 5], "no shorter than the longest sample"
+    assert sizes([8] * 7, 3) == [2, 2, 3], "of one length"
+    assert len(pack_shortest([60, 60, 60], 2, 64)) == 3, "more, where the limit leaves no choice"
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    found = doctest.testmod(balance)
+    assert found.attempted >= 2 and found.failed == 0
