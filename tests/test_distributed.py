@@ -303,7 +303,6 @@ def test_two_processes_of_a_bare_torchrun_train_as_one(settings_of, taught_base,
 
 def note_ddp_settings(folder: Path) -> None:
     """Make a rank's check of its engine write down how DDP was set up."""
-    import torch
 
     from sft_play.training import worker
 
@@ -478,44 +477,3 @@ def test_a_deepspeed_run_that_was_stopped_resumes_where_it_was(plan_run):
     curve = [entry["loss"] for entry in run_json(again)["loss"]]
     assert len(curve) == step + 2
     assert curve[:step] == [entry["loss"] for entry in run_json(folder)["loss"]]
-
-
-def save_last_state(folder: Path) -> None:
-    """Make a rank save its parameters and its part of the optimizer after the last step."""
-    from sft_play.training import worker
-
-    finish = worker.finish
-
-    def save(recorder, trainer, stopped):
-        parameters = {name: value.detach() for name, value in trainer.model.named_parameters()}
-        state = {"parameters": parameters, "optimizer": list(trainer.optimizer.state.values())}
-        torch.save(state, folder / f"state-{torch.distributed.get_rank()}.pt")
-        finish(recorder, trainer, stopped)
-
-    worker.finish = save
-
-
-@pytest.mark.parametrize(("engine", "packing"), [("ddp", True), ("ddp", False), (2, True)])
-def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
-    """Parameters and optimizer of both ranks and every loss; inside an epoch, with dropout."""
-    settings = {
-        "train.max_steps": 4,  # 10 rows, 8 a step: two an epoch
-        "train.packing": packing,
-        "train.predict_with_generate": False,
-        "tuning.lora.dropout": 0.1,
-    }
-
-    def trained(changes: dict[str, object]) -> RunFolder:
-        folder = plan_run({**settings, **changes}, num_gpus=2, deepspeed_config=STAGE.get(engine))
-        exits = run_two_workers(folder, save_last_state, folder.path)
-        assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
-        return folder
-
-    whole = trained({"train.save_strategy": "steps", "train.save_steps": 3})
-    again = trained({"train.resume_from": whole.checkpoints / "checkpoint-3"})
-    assert len(run_json(whole)["loss"]) == 4
-    assert run_json(again)["loss"] == run_json(whole)["loss"]
-    for name in ("state-0.pt", "state-1.pt"):
-        states = [torch.load(folder.path / name) for folder in (again, whole)]
-        assert states[0]["optimizer"] and states[0]["parameters"]
-        torch.testing.assert_close(*states, rtol=0, atol=0)

@@ -47,6 +47,7 @@ from sft_play.training.memory_lines import lines_before_training
 from sft_play.training.observers import Observers
 from sft_play.training.out_of_memory import OutOfMemoryExplainer
 from sft_play.training.probe import Probe, apply_probe
+from sft_play.training.rank_parity import check_equal_ranks, has_equal_copies
 from sft_play.training.recorder import Clock, RunRecorder
 from sft_play.training.resume import checkpoint_to_resume, make_stamp
 from sft_play.training.summary import summary_lines
@@ -111,6 +112,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     observers.close(arguments.settings, held_out.last_scores())
     is_complete = not (stop.stopped or stop_after.stopped)
     record_experts(trainer, process, recorder)
+    compare_ranks(context, trainer, recorder)
     weights = save_weights(context, trainer, recorder, is_complete)
     clock.lap("save")
     finish(recorder, trainer, reason_of_stop(stop, stop_after))
@@ -194,6 +196,15 @@ def record_experts(trainer: SftTrainer, process: Process, recorder: RunRecorder)
     recorder.note(experts=report)
     if process.is_main:
         log_experts(report)
+
+
+def compare_ranks(context: RunContext, trainer: SftTrainer, recorder: RunRecorder) -> None:
+    """Check that the trained weights are equal on all ranks, where each has all of them."""
+    process = context.process
+    step = trainer.state.global_step
+    if process.world_size > 1 and has_equal_copies(trainer.model, process):
+        with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
+            check_equal_ranks(trainer.model, process, step)
 
 
 def save_weights(
