@@ -184,7 +184,7 @@ class TrainSection(Section):
     dataloader_num_workers: NonNegativeInt = Field(
         0,
         description="Processes of each rank that collate batches ahead; 0 collates in the training "
-        "process.",
+        "process, a few milliseconds a batch while the GPU computes, at any number of ranks.",
     )
     dataloader_pin_memory: bool | Auto = Field(
         "auto",
