@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
 
 
+STUCK = (
+    "another rank is gone or hangs: this one was told to stop while it waited; "
+    "logs/rank-*.log of the run say which"
+)
+
+
 class OutOfMemoryExplanation(NamedTuple):
     """What is known about an out-of-memory error beyond its message."""
 
@@ -138,16 +144,13 @@ class RunRecorder:
         if self.rank == 0 or force:
             self.folder.write_report(self.report)
 
-    def abandon(self) -> NoReturn:
+    def abandon(self, cause: str = STUCK) -> NoReturn:
         """Record that this rank hangs waiting for another rank, and end the process.
 
         Called by another thread while the main thread is stuck.
         """
         self.exit_class = ExitClass.PEER_LOST
-        self._record_failure(
-            "another rank is gone or hangs: this one was told to stop while it waited; "
-            "logs/rank-*.log of the run say which"
-        )
+        self._record_failure(cause)
         os._exit(self.exit_class)
 
     def follow(self, rank: int, exit_class: ExitClass, cause: str) -> None:

@@ -46,6 +46,7 @@ from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
 from sft_play.training.observers import Observers
 from sft_play.training.out_of_memory import OutOfMemoryExplainer
+from sft_play.training.preflight import preflight
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.rank_parity import check_equal_ranks, has_equal_copies
 from sft_play.training.recorder import Clock, RunRecorder
@@ -82,6 +83,8 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     arguments = training_arguments(planned, folder)
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
+    preflight(context, run_stamp, checkpoint, len(data.train), recorder)
+    clock.lap("preflight")
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
     observers = Observers(context, open_trackers(context))

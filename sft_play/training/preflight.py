@@ -1,0 +1,239 @@
+"""Before weights load: do all ranks run the same, reach each other, and have room for the run?
+
+Every rank gathers the same facts and comes to the same verdict, so all of them end together, with
+the name of the machine and the rank that is at fault.
+"""
+
+import logging
+import platform
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.config.schema import settings
+from sft_play.errors import ConfigError, DataError, EnvironmentFault, SftPlayError
+from sft_play.plan.devices import GIB
+from sft_play.plan.disk import run_bytes
+from sft_play.plan.probe_fit import digest_of_code
+from sft_play.runs import stamp
+from sft_play.training.collectives import Collectives, limited, measure_collectives
+from sft_play.training.context import RunContext
+from sft_play.training.recorder import RunRecorder
+
+logger = logging.getLogger(__name__)
+
+# Where files are, which machines may say differently: what is in the files is compared.
+PLACES = ("train.output_dir", "train.run_name", "train.resume_from", "data.cache_dir")
+DATA_PLACES = ("data.train_path", "data.val_path", "data.test_path")
+ROOM = 0.97  # of the planned peak: an estimate is no reason to give up for little
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank finds where it runs."""
+
+    rank: int
+    host: str
+    node: int
+    device: str  # the GPU's name, or CPU
+    free_bytes: int | None  # of the GPU, for this rank; None on a CPU
+    free_disk_bytes: int  # of the run folder
+    has_main_folder: bool  # whether it sees the file that rank 0 wrote into its run folder
+    agreement: str  # digest of all that must be the same
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+def preflight(
+    context: RunContext,
+    run_stamp: stamp.Stamp,
+    checkpoint: Path | None,
+    samples: int,
+    recorder: RunRecorder,
+) -> None:
+    """Check what the ranks have in common and the room that they have, and log a line a machine.
+
+    `samples` is the number of training rows. Every rank must call it, after the process group was
+    joined. Raises: ConfigError, DataError or EnvironmentFault, on every rank alike.
+    """
+    process = context.process
+    collectives = None
+    own = {**must_agree(context, run_stamp, checkpoint), "training rows": samples}
+    with limited(process, recorder.abandon):
+        ranks = gather_facts(context, own)
+        if process.world_size > 1:
+            with recorder.check("all ranks have the same versions, settings and rows"):
+                refuse_differences(ranks, own, process.gather)
+            with recorder.check("sums over the ranks are right"):
+                collectives = measure_collectives(process)
+    refuse_little_memory(ranks, context)
+    refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, samples))
+    if process.is_main and collectives is not None:
+        logger.info("%s", "\n".join(machine_lines(ranks, collectives)))
+
+
+def gather_facts(context: RunContext, own: Mapping[str, Any]) -> list[RankFacts]:
+    """Return the facts of all ranks, by rank. Every rank must call it."""
+    process = context.process
+    # a file of rank 0, which the machines that share its disk see
+    mark = context.folder.path.absolute() / f".preflight-{secrets.token_hex(8)}"
+    if process.is_main:
+        mark.touch()
+    ranks = process.gather(_own_facts(context, own, process.gather(mark)[0]))
+    if process.is_main:
+        mark.unlink()
+    return ranks
+
+
+def must_agree(
+    context: RunContext, run_stamp: stamp.Stamp, checkpoint: Path | None
+) -> dict[str, Any]:
+    """Return all that must be the same on every rank, by name."""
+    values = context.config.model_dump(mode="json")
+    found = {path: reduce(getitem, path.split("."), values) for path in settings()}
+    for path in PLACES + DATA_PLACES:
+        del found[path]
+    if run_stamp["base_digest"] is not None:
+        del found["model.name"]
+    for fact in ("base_digest", "tokenizer_digest", "template_digest", "data_digest"):
+        found[fact] = run_stamp[fact]
+    found |= {f"layout.{name}": value for name, value in asdict(context.plan.layout).items()}
+    found["strategy"] = context.plan.ranks.strategy
+    found["device"] = context.plan.ranks.device
+    found["checkpoint to resume"] = checkpoint and checkpoint.name
+    found |= {f"version of {name}": version for name, version in stamp.versions().items()}
+    found["version of Python"] = platform.python_version()
+    found["version of SFT-Play"] = digest_of_code()[:12]
+    return found
+
+
+def refuse_differences(
+    ranks: Sequence[RankFacts],
+    own: Mapping[str, Any],
+    gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+) -> None:
+    """Raise an error of the first thing that is not the same on all ranks, with both values."""
+    if len({facts.agreement for facts in ranks}) == 1:
+        return
+    values = gather(own)
+    pairs = zip(ranks, values, strict=True)
+    first, other = next((facts, there) for facts, there in pairs if there != values[0])
+    names = [name for name in {**values[0], **other} if values[0].get(name) != other.get(name)]
+    name = min(names, key=_severity)
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    raise _error_of(name)(
+        f"{first}: {name} is {_word(other.get(name))}, and {_word(values[0].get(name))} for "
+        f"{ranks[0]}{more}; {_remedy(name)}"
+    )
+
+
+def refuse_little_memory(ranks: Sequence[RankFacts], context: RunContext) -> None:
+    """Raise EnvironmentFault for a GPU that cannot hold the planned step any more."""
+    plan = context.plan
+    chooses_again = context.config.train.probe and not plan.is_batch_explicit
+    if not plan.fits or chooses_again:
+        return  # the plan has said so, or the probe finds what fits
+    needed = ROOM * (plan.memory.predicted_peak - plan.memory.peak.context)
+    for facts in ranks:
+        if facts.free_bytes is not None and facts.free_bytes < needed:
+            raise EnvironmentFault(
+                f"{facts}: its GPU has {facts.free_bytes / GIB:.1f} GiB free, and the plan needs "
+                f"{needed / GIB:.1f}: another program has begun to use it; nvidia-smi shows which"
+            )
+
+
+def refuse_little_disk(ranks: Sequence[RankFacts], needed: int) -> None:
+    """Raise EnvironmentFault where the disk of a run folder that is written has too little room.
+
+    Rank 0 writes checkpoints; ranks that see its folder share its disk.
+    """
+    main = ranks[0]
+    if main.free_disk_bytes < needed:
+        raise EnvironmentFault(
+            f"{main}: {main.free_disk_bytes / GIB:.1f} GiB are free on the disk of its run folder, "
+            f"and the run writes up to {needed / GIB:.1f}; free some, set TRAIN_OUTPUT_DIR to "
+            "another disk, or TRAIN_SAVE_TOTAL_LIMIT=1 to keep fewer checkpoints"
+        )
+
+
+def machine_lines(ranks: Sequence[RankFacts], collectives: Collectives) -> list[str]:
+    """Return a line for each machine, and one for the links between the ranks."""
+    lines = []
+    for node in sorted({facts.node for facts in ranks}):
+        own = [facts for facts in ranks if facts.node == node]
+        words = [f"machine {node} host={own[0].host} ranks={len(own)} device={own[0].device}"]
+        free = [facts.free_bytes for facts in own if facts.free_bytes is not None]
+        if free:
+            words.append(f"free={min(free) / GIB:.1f}GiB")
+        words.append(f"disk={own[0].free_disk_bytes / GIB:.1f}GiB")
+        if node:
+            words.append("shared" if own[0].has_main_folder else "of its own")
+        lines.append(" ".join(words))
+    return [*lines, str(collectives)]
+
+
+def _own_facts(context: RunContext, own: Mapping[str, Any], mark: Path) -> RankFacts:
+    process = context.process
+    is_gpu = process.device.type == "cuda"
+    return RankFacts(
+        rank=process.rank,
+        host=socket.gethostname(),
+        node=process.rank // context.plan.ranks.per_node,
+        device=torch.cuda.get_device_name(process.device) if is_gpu else "CPU",
+        free_bytes=context.memory.allocatable_bytes() if is_gpu else None,
+        free_disk_bytes=shutil.disk_usage(context.folder.path).free,
+        has_main_folder=mark.exists(),
+        agreement=stamp.digest_of_text(*(f"{name}={value!r}" for name, value in own.items())),
+    )
+
+
+def _severity(name: str) -> int:
+    """Return the order in which differences are named: a cause before what follows from it."""
+    order = (
+        "version of ",
+        "strategy",
+        "device",
+        "base_digest",
+        "tokenizer",
+        "template",
+        "data_digest",
+        "training rows",
+    )
+    for number, start in enumerate(order):
+        if name.startswith(start):
+            return number
+    return len(order) + name.startswith("layout.")
+
+
+def _error_of(name: str) -> type[SftPlayError]:
+    if name.startswith("version of ") or name == "base_digest":
+        return EnvironmentFault
+    return (
+        DataError
+        if name in ("data_digest", "training rows", "layout.fullest_step")
+        else ConfigError
+    )
+
+
+def _remedy(name: str) -> str:
+    if name.startswith("version of "):
+        return "install the same on all machines (make install), of the same commit"
+    if name.endswith("_digest") or name == "training rows":
+        return "all machines need the same files; copy them, or read them from a shared disk"
+    return (
+        "start all machines with the same command and config; numbers that are auto follow from "
+        "each machine's own GPUs, so set them where GPUs differ"
+    )
+
+
+def _word(value: Any) -> str:
+    return "missing" if value is None else str(value)
