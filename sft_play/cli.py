@@ -242,7 +242,8 @@ def doctor() -> None:
     from sft_play.monitor import doctor as checks
 
     called = _call()
-    findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ)
+    num_gpus = called.invocation.num_gpus
+    findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ, num_gpus)
     _echo_lines(checks.report_lines(findings))
     raise typer.Exit(int(checks.exit_class(findings)))
 

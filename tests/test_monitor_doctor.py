@@ -121,3 +121,27 @@ def test_the_report_puts_each_fix_below_its_finding():
         "missing  torch  not installed",
         "                fix: make install",
     ]
+
+
+def gpus(*sizes: float) -> tuple[Gpu, ...]:
+    sizes_of = enumerate(int(size * GIB) for size in sizes)
+    return tuple(Gpu(index, "a card", size, size, (8, 0)) for index, size in sizes_of)
+
+
+def test_fewer_or_smaller_gpus_than_several_need_are_named():
+    (few,) = doctor.several_gpus_findings(gpus(24), 2)
+    assert (few.level, few.found, few.fix[:10]) == ("warn", "NUM_GPUS=2, 1 here", "NUM_GPUS=1")
+    (small,) = doctor.several_gpus_findings(gpus(24, 11.65), None)
+    assert small.level == "warn" and small.found.startswith("cuda:1 has 11.6 GiB; ")
+    assert not list(doctor.several_gpus_findings(gpus(14.56, 15.75), None)), "sold as 16 GB"
+    assert not list(doctor.several_gpus_findings(gpus(11.65), None)), "one is enough for one"
+    assert not list(doctor.several_gpus_findings((), 1))
+
+
+def test_variables_that_slow_training_are_warned_of():
+    findings = list(doctor.switch_findings({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_TIMEOUT": "600"}))
+    assert [(finding.level, finding.fix) for finding in findings] == [
+        ("warn", "unset CUDA_LAUNCH_BLOCKING"),
+        ("ok", ""),
+    ]
+    assert "NCCL_TIMEOUT=600: no library reads it" in findings[1].found

@@ -61,7 +61,7 @@ READS: dict[str, frozenset[str]] = {
     "setup-accelerate": RUN | {"GPUS"},
     "gpu-info": NOTHING,
     "memory-check": OUTPUTS,
-    "doctor": OUTPUTS,
+    "doctor": OUTPUTS | {"NUM_GPUS"},
     "init": SETTINGS | MACHINE | {"GPUS", "OUT"},
     "tensorboard": OUTPUTS | {"TB_PORT"},
     "tb-stop": OUTPUTS,

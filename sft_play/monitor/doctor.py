@@ -25,6 +25,7 @@ from sft_play.monitor.packages import (
     python_finding,
     torch_findings,
 )
+from sft_play.plan import switches
 from sft_play.plan.devices import Gpu, nvml_gpus
 
 __all__ = ["examine", "exit_class", "report_lines"]
@@ -32,15 +33,25 @@ __all__ = ["examine", "exit_class", "report_lines"]
 NVIDIA_VENDOR = "0x10de"  # on the PCI bus
 # two checkpoints in full mode of 1 B weights: 4 bytes a weight, 8 for Adam's two moments
 LOW_DISK_BYTES = 2 * 12 * 10**9
+SMALL_GPU_BYTES = 14.5 * 2**30  # cards sold as 16 GB have 14.56 GiB (T4) and more
 SHOWN_VARIABLES = re.compile(
-    r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_\w+|GLOO_\w+|MASTER_(ADDR|PORT)|OMP_NUM_THREADS"
+    r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|UNSLOTH_\w+|NCCL_\w+|GLOO_\w+|MASTER_(ADDR|PORT)|OMP_NUM_THREADS"
     r"|HF_HUB_OFFLINE"
 )
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
-def examine(project_root: Path, output_dir: Path, environ: Mapping[str, str]) -> list[Finding]:
-    """Return every finding about this host; `output_dir`, where the runs go, need not exist yet."""
+def examine(
+    project_root: Path,
+    output_dir: Path,
+    environ: Mapping[str, str],
+    num_gpus: int | None = None,
+) -> list[Finding]:
+    """Return every finding about this host.
+
+    `output_dir`, where the runs go, need not exist yet. `num_gpus` is how many are asked for, None
+    for all that are here.
+    """
     gpus, reason = nvml_gpus(environ)
     build = torch_build()
     return [
@@ -50,12 +61,14 @@ def examine(project_root: Path, output_dir: Path, environ: Mapping[str, str]) ->
         *gpu_kernel_findings(project_root / GPU_REQUIREMENTS, bool(gpus)),
         *torch_findings(build, gpus, nvidia_driver()),
         gpu_finding(gpus, reason),
+        *several_gpus_findings(gpus, num_gpus),
         *link_findings(gpus),
         nccl_finding(build),
         disk_finding(output_dir),
         *compiler_findings(environ),
         *network_findings(environ),
         environment_finding(environ),
+        *switch_findings(environ),
     ]
 
 
@@ -74,6 +87,18 @@ def gpu_finding(
         found = f"NVIDIA hardware is here but cannot be used: {reason}"
         return Finding("warn", "gpu", found, "do what the line says, then `make gpu-info`")
     return Finding("ok", "gpu", f"none, training runs on the CPU; {reason}")
+
+
+def several_gpus_findings(gpus: tuple[Gpu, ...], num_gpus: int | None) -> Iterator[Finding]:
+    """Report where training on several GPUs lacks some, or some have under 16 GB."""
+    if num_gpus is not None and num_gpus > max(1, len(gpus)):
+        fix = f"NUM_GPUS={max(1, len(gpus))}, or look for the others with `make gpu-info`"
+        yield Finding("warn", "several GPUs", f"NUM_GPUS={num_gpus}, {len(gpus)} here", fix)
+    small = [gpu for gpu in gpus[:num_gpus] if gpu.total_bytes < SMALL_GPU_BYTES]
+    if len(gpus[:num_gpus]) > 1 and small:
+        sizes = ", ".join(f"cuda:{gpu.index} has {gib(gpu.total_bytes)} GiB" for gpu in small)
+        fix = "`make plan` says what fits: TUNING_MODE=qlora, or ZeRO by `make train-deepspeed`"
+        yield Finding("warn", "several GPUs", f"{sizes}; models of 7B want 16 GB on each", fix)
 
 
 def link_findings(gpus: tuple[Gpu, ...]) -> list[Finding]:
@@ -184,3 +209,16 @@ def environment_finding(environ: Mapping[str, str]) -> Finding:
     shown += [f"{name} is set" for name in SECRET_VARIABLES if environ.get(name)]
     found = ", ".join(shown) or "no variable of CUDA, NCCL or a hub is set"
     return Finding("ok", "environment", found)
+
+
+def switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Report variables that slow training, and one that only this program reads.
+
+    `make plan` warns of those that a run does not read: that depends on its settings.
+    """
+    for sentence in switches.slow(environ):
+        fix = f"unset {sentence.partition('=')[0]}"
+        yield Finding("warn", "environment", sentence, fix)
+    if environ.get("NCCL_TIMEOUT"):
+        found = f"NCCL_TIMEOUT={environ['NCCL_TIMEOUT']}: no library reads it, here it sets "
+        yield Finding("ok", "environment", found + "train.ddp_timeout")

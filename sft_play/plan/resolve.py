@@ -11,7 +11,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import activations, advice, memory, recipe, sources
+from sft_play.plan import activations, advice, memory, recipe, sources, switches
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
@@ -127,7 +127,7 @@ def _resolve(
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
-    warnings += _offloading_warnings(inputs, layout)
+    warnings += _offloading_warnings(inputs, layout) + switches.warnings(config, ranks, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
     plan = RunPlan(
