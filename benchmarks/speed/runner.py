@@ -31,8 +31,11 @@ from benchmarks.speed.results import (
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import COMPARED_STEPS, check_run
 from benchmarks.speed.workloads import ARMS, LORA_RANK, WARM_UP, Arm, Attempt, Workload
+from sft_play.config.schema import Config
+from sft_play.plan.adapters import AdapterOptions
+from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.flops import step_flops
-from sft_play.plan.model_shape import load_shape
+from sft_play.plan.model_shape import ModelShape
 from sft_play.runs.files import read_json
 
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
@@ -199,16 +202,21 @@ class Benchmark:
         error = failure_cause(status, seconds, out / "log")
         return ArmRun("failed", job.started, error=error)
 
+    def count_shape(self, model: Path) -> ModelShape:
+        """Return the shape of a model, counted on its modules where its config does not say it."""
+        settings = {"model": {"name": str(model)}, "data": {"cache_dir": str(self.folder)}}
+        return load_counted_shape(Config.model_validate(settings), os.environ)
+
     def peak_shares(
         self, workload: Workload, inputs: Inputs, samples: Samples, run: ArmRun
     ) -> PeakShares:
         """Return how much of the card's peaks went into operations that the workload needs."""
         if run.measured is None:
             return PeakShares()
-        shape = load_shape(str(inputs.model), None, {})
+        shape = self.count_shape(inputs.model)
         adapters = None
         if workload.mode != "full":
-            adapters = shape.lora_parameters(LORA_RANK, "all-linear")
+            adapters = AdapterOptions().active_adapter_weights(shape, LORA_RANK, "all-linear")
         flops = step_flops(shape, adapters, samples.lengths.tolist(), int(samples.trained.sum()))
         flops_per_token = flops / int(samples.lengths.sum())
         used = flops_per_token * run.measured.real_tokens / run.measured.seconds

@@ -21,13 +21,17 @@ RECOMPUTED = 0.46
 OVERHEAD_TOKENS = 300
 # Seconds of a token = operations / (PRODUCTS x reached)
 #                      + layers x (hidden + intermediate) x 2 bytes x PASSES / bandwidth
-#                      + inputs and outputs of its experts x 2 bytes x EXPERT_PASSES / bandwidth.
+#                      + inputs and outputs of its experts x 2 bytes x EXPERT_PASSES / bandwidth
+#                      + recurrent layers x hidden x 2 bytes x RECURRENT_PASSES / bandwidth.
 # The first term is the matrix products, the second all passes over the activations between them,
 # adapters included. Fitted to 8B and 1B; qlora unfused was not measured. The third is that of fused
-# experts: sorting, gathering and their many small products. Fitted to 12 layers of Qwen3-30B-A3B;
-# the module of gpt-oss-20b alone took 22 passes.
+# experts: sorting, gathering and their many small products. Fitted to 12 layers of Qwen3-30B-A3B
+# and 8 of gpt-oss-20b, and 7 and 9 % off. The last is that of a gated delta rule and its
+# convolution in kernels of flash-linear-attention. Fitted to Qwen3.5 4B, whose recurrent layers mix
+# 4.8 features for each hidden one.
 PRODUCTS = 0.88
-EXPERT_PASSES = 25
+EXPERT_PASSES = 29
+RECURRENT_PASSES = 500
 FUSED_PASSES = {"lora": 42, "qlora": 46, "full": 36}
 UNFUSED_PASSES = {"lora": 185, "qlora": 190, "full": 106}
 LABELLED = 0.5  # of a chat's tokens, where nobody has counted
@@ -143,7 +147,9 @@ def _passed_bytes(step: StepSpec) -> int:
     features += (model.layers - expert_layers) * model.intermediate
     of_experts = sum(kind.count * kind.active * (kind.inputs + kind.outputs) for kind in experts)
     passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]
-    return 2 * (features * passes + of_experts * EXPERT_PASSES)
+    recurrent = model.structure.recurrent_layers if model.structure else 0
+    of_recurrences = recurrent * model.hidden * RECURRENT_PASSES
+    return 2 * (features * passes + of_experts * EXPERT_PASSES + of_recurrences)
 
 
 def _trained_bytes(step: StepSpec) -> int:

@@ -27,7 +27,7 @@ def speed_words(plan: RunPlan) -> str:
     about = ""
     rate = speed.tokens_per_second
     if unmeasured:
-        about = f"by operations alone, as {unmeasured}: about "
+        about = f"roughly, as {unmeasured}: about "
         rate = float(f"{rate:.2g}")
     return (
         f"{about}{rate:,.0f} tokens/s{share} where rows are full, "
@@ -36,7 +36,7 @@ def speed_words(plan: RunPlan) -> str:
 
 
 def _unmeasured(step: StepSpec) -> str | None:
-    """Return why a speed is no more than a count of operations, None where runs were measured."""
+    """Return why a speed is rough, None where such runs were measured."""
     model = step.model
     if model.guess is not None:
         return "the model's layers are not known"
@@ -45,7 +45,7 @@ def _unmeasured(step: StepSpec) -> str | None:
     if model.structure.experts and not (step.mode == "lora" and step.is_fast):
         return "no such run of a model with experts was measured"
     if model.structure.recurrent_layers:
-        return "no run of a model with recurrent layers was measured"
+        return "of models with recurrent layers one alone was measured"
     return None if step.is_fast else "no run of such a model without fused kernels was measured"
 
 
