@@ -75,7 +75,6 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     tokenizer = load_tokenizer(config)
     data = load_data(context, recorder)
     clock.lap("data")
-
     # Before the weights: under ZeRO-3 the arguments cause them to be partitioned over the process
     # group while they load.
     runtime.join_group(planned.plan, process.timeout)
@@ -115,7 +114,6 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     observers.close(arguments.settings, held_out.last_scores())
     is_complete = not (stop.stopped or stop_after.stopped)
     record_experts(trainer, process, recorder)
-    compare_ranks(context, trainer, recorder)
     weights = save_weights(context, trainer, recorder, is_complete)
     clock.lap("save")
     finish(recorder, trainer, reason_of_stop(stop, stop_after))
@@ -215,11 +213,12 @@ def save_weights(
 ) -> Path:
     """Save adapter/ or model/, read it back, stamp it, and return the folder.
 
-    Raises: CheckpointError, DivergedError.
+    Raises: CheckpointError, DivergedError, and EnvironmentFault where the ranks' weights differ.
     """
     mode = context.config.tuning.mode
     zero_stage = context.plan.zero_stage
     weights = context.folder.weights(mode)
+    compare_ranks(context, trainer, recorder)
     with context.memory.phase("save"):
         trainer.save_model(str(weights))  # a collective under ZeRO-3; one rank writes
     if context.process.is_main:
