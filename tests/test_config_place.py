@@ -50,6 +50,10 @@ SECOND = Place(1, 2, 1, 2, "127.0.0.1", 29500)
         (TORCHRUN, SECOND),
         (ACCELERATE, SECOND),
         (ACCELERATE_DEEPSPEED, Place(1, 2, 1, 2, "127.0.0.1", 29500, True, "mine.json")),
+        (
+            {**ACCELERATE, "ACCELERATE_USE_FSDP": "true"},
+            Place(1, 2, 1, 2, "127.0.0.1", 29500, uses_fsdp=True),
+        ),
         (DEEPSPEED, Place(1, 2, 1, 2, "127.0.0.1", 29500, True)),
         ({**DEEPSPEED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
          Place(0, 1, 0, 1, "127.0.0.1", 29500, True)),
@@ -81,7 +85,6 @@ def test_torch_finds_the_place_by_the_same_variables_whoever_set_them() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0: write a whole"),
         ({**TORCHRUN, "WORLD_SIZE": "3"}, "every machine must run as many processes"),
         ({**TORCHRUN, "RANK": "0"}, "every machine must run as many processes"),
-        ({**TORCHRUN, "ACCELERATE_USE_FSDP": "true"}, "leave it out, and add --deepspeed"),
     ],
 )  # fmt: skip
 def test_a_place_that_cannot_be_is_refused(environ: dict[str, str], message: str) -> None:
@@ -95,6 +98,8 @@ def test_a_place_that_cannot_be_is_refused(environ: dict[str, str], message: str
         (TORCHRUN, {"NUM_GPUS": "2"}),
         (ACCELERATE, {"NUM_GPUS": "2"}),
         (ACCELERATE_DEEPSPEED, {"NUM_GPUS": "2", "DEEPSPEED_CONFIG": "mine.json"}),
+        ({**ACCELERATE, "ACCELERATE_USE_FSDP": "true"},
+         {"NUM_GPUS": "2", "TRAIN_STRATEGY": "fsdp"}),
         (DEEPSPEED, {"NUM_GPUS": "2"}),
         ({"RANK": "1", "WORLD_SIZE": "2"}, {"NUM_GPUS": "2"}),
         ({**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
@@ -126,6 +131,12 @@ def test_the_users_own_deepspeed_json_wins_over_accelerates() -> None:
 def test_another_number_of_processes_than_was_started_is_refused() -> None:
     with pytest.raises(ConfigError, match="NUM_GPUS=4: the launcher has started 2 processes"):
         as_for_make({**TORCHRUN, "NUM_GPUS": "4"}, SECOND)
+
+
+def test_another_strategy_than_accelerates_fsdp_is_refused() -> None:
+    environ = {**ACCELERATE, "ACCELERATE_USE_FSDP": "true", "TRAIN_STRATEGY": "ddp"}
+    with pytest.raises(ConfigError, match="TRAIN_STRATEGY=ddp: accelerate launch --use_fsdp"):
+        as_for_make(environ, read(environ))
 
 
 def test_a_number_type_of_accelerate_is_not_dropped_without_a_word() -> None:

@@ -33,7 +33,7 @@ ANSWERS = {
     "assistant_only_loss": "answers alone carry loss here",
     "dataset_text_field": "data.columns: {text:",
     "deepspeed": "DEEPSPEED_CONFIG=",
-    "fsdp": "make train-deepspeed",
+    "fsdp": "train.strategy: fsdp",
     "torch_compile": "train.fast_path",
     "group_by_length": "train.packing",
     # PEFT's LoraConfig

@@ -19,6 +19,7 @@ EXPLICIT_70B = (
     "model.max_seq_len=4096",
     "train.batch_size=16",
     "train.grad_accum=2",
+    "train.strategy=ddp",
 )
 EXPLICIT_8B = ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpointing=false")
 SHORT = [
@@ -26,7 +27,7 @@ SHORT = [
     ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
     ("4x4090", QWEN_32B, ("tuning.mode=lora",)),
     ("8xH200", LLAMA_70B, ("tuning.mode=full",)),
-    ("2xH100", LLAMA_8B, ("tuning.mode=full",)),
+    ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
     ("4xH200", LLAMA_70B, EXPLICIT_70B),
     ("1x4090", LLAMA_8B, EXPLICIT_8B),
 ]

@@ -156,6 +156,38 @@ def test_several_machines_meet_at_one_address() -> None:
     assert named[named.index("--master_port") + 1] == "4000"
 
 
+# The words between Python and the worker's script, but for ports
+LAUNCHERS = {
+    ("single", 1): (),
+    ("ddp", 1): ("-m", "accelerate.commands.launch", "--config_file"),
+    ("fsdp", 1): ("-m", "accelerate.commands.launch", "--config_file"),
+    ("deepspeed", 1): ("-m", "deepspeed.launcher.runner", "--hostfile"),
+    ("ddp", 2): ("-m", "accelerate.commands.launch", "--config_file"),
+    ("fsdp", 2): ("-m", "accelerate.commands.launch", "--config_file"),
+    ("deepspeed", 2): ("-m", "torch.distributed.run", "--nnodes"),
+}
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), LAUNCHERS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_strategy_has_its_launcher(strategy: str, nodes: int, device: str) -> None:
+    per_node = 1 if strategy == "single" else 2
+    ranks = ranks_of(strategy, device, per_node, nodes=nodes, node_rank=nodes - 1)
+    started = command(ranks)
+    expected = LAUNCHERS[strategy, nodes]
+    assert started.argv[1 : 1 + len(expected)] == expected
+    assert started.argv[-2:] == (str(WORKER), str(RUN))
+    if device == "cpu":
+        assert started.env["ACCELERATE_USE_CPU"] == str(strategy != "deepspeed").lower()
+
+
+def test_fsdp_is_started_as_ddp_whose_worker_divides_the_model() -> None:
+    ranks = ranks_of("fsdp", "cuda", 2, nodes=2, node_rank=1, master_addr="10.0.0.1")
+    ddp = replace(ranks, strategy="ddp")
+    assert command(ranks) == command(ddp)
+    assert accelerate_config(ranks, "bf16") == accelerate_config(ddp, "bf16")
+
+
 # Environment
 
 

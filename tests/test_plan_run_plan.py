@@ -102,7 +102,7 @@ def refusal(tmp_path: Path, text: str) -> str:
     [
         ("layout.batch_size", "four"),
         ("step.model.layers", None),
-        ("ranks.strategy", "fsdp"),
+        ("ranks.strategy", "pipeline"),
         ("packing", "sometimes"),
         ("memory.phases", 7),
     ],

@@ -55,6 +55,7 @@ class Backend:
     computes_in_float32: bool
     has_paged_full_optimizers: bool  # train.optim=paged_* under tuning.mode=full
     runs_under_deepspeed: bool
+    runs_under_fsdp: bool
     recomputes_by_layer: bool  # activation checkpointing of any number of layers; else all or none
     is_traceable: bool  # by `make plan EXACT=1`
     supports_probe: bool  # train.probe=auto measures a step before training
@@ -77,6 +78,7 @@ BNB = Backend(
     computes_in_float32=True,
     has_paged_full_optimizers=True,
     runs_under_deepspeed=True,
+    runs_under_fsdp=True,
     recomputes_by_layer=True,
     is_traceable=True,
     supports_probe=True,
@@ -98,6 +100,7 @@ UNSLOTH = Backend(
     computes_in_float32=False,
     has_paged_full_optimizers=False,
     runs_under_deepspeed=False,
+    runs_under_fsdp=False,
     recomputes_by_layer=False,
     is_traceable=False,
     supports_probe=False,

@@ -199,7 +199,7 @@ NO_PISSA = (
 )
 NOT_8_BIT = "an 8-bit base cannot be trained here; write tuning.mode: qlora for a 4-bit one"
 DEEPSPEED = "name the JSON with DEEPSPEED_CONFIG=, as in make train-deepspeed DEEPSPEED_CONFIG=..."
-FSDP = "FSDP is not supported; make train-deepspeed shards a model over GPUs"
+FSDP = "write train.strategy: fsdp, which chooses the rest itself"
 PROCESSES = "the number of processes that tokenize follows from the machine; nothing to set"
 EARLY_STOP = "there is no early stopping; train.eval_strategy shows the loss on validation rows"
 

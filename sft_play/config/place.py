@@ -36,6 +36,7 @@ class Place:
     master_port: int
     uses_deepspeed: bool = False
     deepspeed_config: str | None = None
+    uses_fsdp: bool = False
 
     @property
     def nodes(self) -> int:
@@ -67,6 +68,8 @@ class Place:
             variables["MASTER_PORT"] = str(self.master_port)
         if self.deepspeed_config:
             variables["DEEPSPEED_CONFIG"] = self.deepspeed_config
+        if self.uses_fsdp:
+            variables["TRAIN_STRATEGY"] = "fsdp"
         return variables
 
 
@@ -76,11 +79,6 @@ def read(environ: Mapping[str, str]) -> Place | None:
     Raises: ConfigError that lists every variable that is missing or wrong.
     """
     words = Words(environ)
-    if words.is_on("ACCELERATE_USE_FSDP"):
-        words.problems.append(
-            "accelerate launch --use_fsdp: runs are sharded by ZeRO here; leave it out, and add "
-            "--deepspeed behind the script's name"
-        )
     rank, world_size = _pair(words, "RANK", "WORLD_SIZE")
     size_name = "LOCAL_SIZE" if words.text("LOCAL_SIZE") else "LOCAL_WORLD_SIZE"  # deepspeed's
     local_rank, local_world_size = _pair(words, "LOCAL_RANK", size_name)
@@ -101,6 +99,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
         port,
         bool(words.text("CROSS_SIZE")) or words.is_on("ACCELERATE_USE_DEEPSPEED"),
         words.text("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+        words.is_on("ACCELERATE_USE_FSDP"),
     )
     _refuse_impossible(place)
     return place if world_size > 1 or place.uses_deepspeed else None
@@ -128,6 +127,14 @@ def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
             [
                 f"NUM_GPUS={word(asked)}: the launcher has started {place.local_world_size} "
                 "processes on this machine; leave NUM_GPUS out"
+            ]
+        )
+    strategy = Words(environ).text("TRAIN_STRATEGY")
+    if place.uses_fsdp and strategy not in (None, "auto", "fsdp"):
+        refuse(
+            [
+                f"TRAIN_STRATEGY={word(strategy)}: accelerate launch --use_fsdp asks for fsdp; "
+                "leave one of them out"
             ]
         )
     if environ.get("DEEPSPEED_CONFIG"):

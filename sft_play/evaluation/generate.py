@@ -30,7 +30,7 @@ class Generator:
     tokenizer: PreTrainedTokenizerBase
     train: TrainSection
     process: Process
-    synced_gpus: bool = False  # ZeRO-3: every rank must take part in every forward pass
+    synced_gpus: bool = False  # divided weights: every rank takes part in every forward pass
     saved_stops: tuple[int, ...] = ()  # ids that end an answer; () is the tokenizer's `stop_ids`
 
     @property

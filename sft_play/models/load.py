@@ -22,7 +22,7 @@ from transformers import (
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.models import bnb, lora
+from sft_play.models import bnb, lora, sharding
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
@@ -37,10 +37,13 @@ logger = logging.getLogger(__name__)
 SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
 
 
-def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrainedModel:
+def load_model(
+    config: Config, process: Process, zero_stage: int = 0, is_fsdp: bool = False
+) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
-    `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed.
+    `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed; `is_fsdp` divides base weights
+    among the ranks.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
@@ -49,11 +52,12 @@ def load_model(config: Config, process: Process, zero_stage: int = 0) -> PreTrai
         from sft_play.models import unsloth  # only here: it patches transformers
 
         return unsloth.load(config, process)
-    model = load_base(config, process, zero_stage)
+    model = base = load_base(config, process, zero_stage, is_fsdp=is_fsdp)
     if config.tuning.mode == "full":
         _freeze_what_its_class_freezes(model)
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
+    sharding.start(base, process)
     install_fused_kernels(model, config, process, zero_stage)
     return model
 
@@ -76,8 +80,9 @@ def load_base(
     process: Process,
     zero_stage: int = 0,
     dtype: torch.dtype | Literal["auto"] | None = None,
+    is_fsdp: bool = False,
 ) -> PreTrainedModel:
-    """Return the base model on this rank's device (ZeRO-3: partitioned); no weight is frozen.
+    """Return the base model on this rank's device (ZeRO-3, FSDP: divided); no weight is frozen.
 
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
     in the files.
@@ -101,6 +106,9 @@ def load_base(
     with contextlib.ExitStack() as stack:
         if quantization is not None:
             stack.enter_context(packing_experts(quantization))
+        elif is_fsdp:
+            trains_weights = config.tuning.mode == "full"
+            stack.enter_context(sharding.dividing_while_loading(process, trains_weights))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, options)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from peft import PeftModel
 from torch import Tensor, nn
 
+from sft_play.models.sharding import own_part
+
 
 class ParameterCount(NamedTuple):
     """Numbers of parameters of a model."""
@@ -29,9 +31,9 @@ def base_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def stored_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield the tensors that store parameters, with ZeRO-3's shards and 4-bit constants."""
+    """Yield what stores parameters on this rank, with ZeRO-3's shards and 4-bit constants."""
     for parameter in parameters:
-        yield parameter
+        yield own_part(parameter)
         if hasattr(parameter, "ds_tensor"):  # this rank's shard under ZeRO-3
             yield parameter.ds_tensor
         state = getattr(parameter, "quant_state", None)  # bitsandbytes' QuantState

@@ -10,7 +10,9 @@ from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.inputs import PlanInputs, choose_layout
 from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
+from sft_play.plan.strategy import why_not_fsdp
 
 MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
 MAX_COMBINED = 3  # changes at once
@@ -73,6 +75,8 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
     changed = inputs
     for option in options:
         changed = _merged(inputs, changed, option.inputs)
+    if changed.ranks.strategy == "fsdp" and why_not_fsdp(changed.config):
+        return None
     layout = choose_layout(changed)
     if not changed.fits(layout):
         return None
@@ -130,7 +134,7 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     if host_bytes and not inputs.step.offload_activations:
         costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
         yield Option("TRAIN_ACTIVATION_OFFLOADING=true", offloaded, "offloading", costs)
-    yield from _zero_options(inputs, gpu_count)
+    yield from _engine_options(inputs, gpu_count)
     if tuning.mode == "full":
         yield from _options_of_full(inputs)
     if tuning.mode != "qlora":
@@ -157,29 +161,44 @@ def _options_of_full(inputs: PlanInputs) -> Iterator[Option]:
     yield Option("TUNING_MODE=lora", changed, "mode", "trains adapters")
 
 
-def _zero_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
-    """Yield ZeRO on the GPUs of the plan, and on all of the host if the plan leaves some idle."""
+def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
+    """Yield FSDP and ZeRO on the GPUs of the plan, and on all of the host if some are idle."""
     ranks = inputs.ranks
-    if ranks.device != "cuda" or not backend_of(inputs.config).runs_under_deepspeed:
+    if ranks.device != "cuda":
         return
     for per_node in sorted({ranks.per_node, gpu_count}):
         if per_node * ranks.nodes < 2 or per_node < ranks.per_node:
             continue
-        words = "make train-deepspeed"
+        number = ""
         first_stage = max(2, inputs.zero_stage + 1)
         if per_node != ranks.per_node:
-            words += f" NUM_GPUS={per_node}"
+            number = f" NUM_GPUS={per_node}"
             first_stage = max(2, inputs.zero_stage)
+        if number or ranks.strategy != "fsdp":
+            changed = _with_engine(inputs, "fsdp", per_node, zero_stage=0)
+            yield Option(f"make train-distributed{number} TRAIN_STRATEGY=fsdp", changed, "engine")
+        if not backend_of(inputs.config).runs_under_deepspeed:
+            continue
         for stage in range(first_stage, 4):
-            changed = replace(
-                inputs,
-                ranks=replace(ranks, strategy="deepspeed", per_node=per_node),
-                zero_stage=stage,
-                offload=False,
-                offload_weights=False,
+            changed = _with_engine(inputs, "deepspeed", per_node, stage)
+            words = (
+                f"make train-deepspeed{number} DEEPSPEED_CONFIG=configs/deepspeed_zero{stage}.json"
             )
-            path = f"configs/deepspeed_zero{stage}.json"
-            yield Option(f"{words} DEEPSPEED_CONFIG={path}", changed, "engine")
+            if inputs.config.train.strategy != "auto":
+                words += f" TRAIN_STRATEGY=zero{stage}"
+            yield Option(words, changed, "engine")
+
+
+def _with_engine(
+    inputs: PlanInputs, strategy: Strategy, per_node: int, zero_stage: int
+) -> PlanInputs:
+    return replace(
+        inputs,
+        ranks=replace(inputs.ranks, strategy=strategy, per_node=per_node),
+        zero_stage=zero_stage,
+        offload=False,
+        offload_weights=False,
+    )
 
 
 def _with(inputs: PlanInputs, section: str, **settings: Any) -> PlanInputs:

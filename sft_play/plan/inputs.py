@@ -116,6 +116,7 @@ class PlanInputs:
             fuses_loss=fuses_loss(self.fast_setup),
             adapter_options=AdapterOptions.of(tuning.lora),
             zero_stage=self.zero_stage,
+            is_fsdp=self.ranks.strategy == "fsdp",
             offload=self.offload,
             is_gpu=is_gpu,
             eval_batch_size=eval_batch_size,

@@ -45,7 +45,8 @@ def _launcher(ranks: Ranks, run_folder: Path, port: str) -> list[str]:
     """Return the words between Python and the worker's script."""
     if ranks.strategy == "single":
         return []
-    if ranks.strategy == "ddp":
+    if ranks.strategy in ("ddp", "fsdp"):
+        # as DDP: the worker shares the weights out itself
         config = ["--config_file", str(run_folder / "accelerate.yaml")]
         return ["-m", "accelerate.commands.launch", *config, "--main_process_port", port]
     if ranks.nodes > 1 or not all(entry.isdigit() for entry in ranks.visible):

@@ -34,6 +34,7 @@ GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, beside the al
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
+GATHERED_LAYERS = 3  # of FSDP: one computes, the next one's pieces arrive and are put together
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 
@@ -49,6 +50,7 @@ class PhaseBytes:
     logits: int = 0
     buckets: int = 0
     context: int = 0
+    gathered: int = 0  # whole layers of FSDP, and their gradients before they are divided
     measured_beyond: int = 0  # by a probe, beyond the components above
 
     @property
@@ -56,10 +58,14 @@ class PhaseBytes:
         return sum(asdict(self).values())
 
     def components(self) -> dict[str, int]:
-        """Return the bytes by component, the last of which a probe alone brings."""
+        """Return the bytes by component.
+
+        Of the last two, FSDP alone has the first, and a probe alone brings the second.
+        """
         found = asdict(self)
-        if not self.measured_beyond:
-            del found["measured_beyond"]
+        for name in ("gathered", "measured_beyond"):
+            if not found[name]:
+                del found[name]
         return found
 
 
@@ -89,7 +95,8 @@ class StepBytes:
 def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     """Return the bytes of one rank in each phase.
 
-    ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3.
+    ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3. FSDP divides
+    base weights, and what trains them; every rank holds adapters whole.
     """
     held = _held(step, layout)
     working = working_of(step, layout)
@@ -99,17 +106,17 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         activations=working.forward,
         logits=working.forward_logits,
     )
-    gathered = 0
+    whole = 0
     if step.zero_stage == 3 and step.is_full:  # the whole model, on the rank that saves it
         shard = step.weight_bytes * step.model.parameters // layout.world_size
-        gathered = shard * (layout.world_size - 1)
+        whole = shard * (layout.world_size - 1)
     phases = {
         "load": _loading(step, held),
         "forward": forward,
         "backward": max(_backward(step, layout), key=lambda moment: moment.total),
         "optimizer": replace(held, activations=_gradient_copies(step) * held.gradients),
         "evaluation": _evaluation(step, layout, held),
-        "save": replace(held, gradients=0, activations=gathered),
+        "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
     return StepBytes(phases)
 
@@ -156,6 +163,13 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Weights as they are read: below stage 3 ZeRO reads them whole, then converts their type."""
     weights = held.weights
+    if step.is_fsdp and step.mode != "qlora":  # each rank reads its own part
+        return PhaseBytes(
+            weights=weights,
+            adapters=held.adapters,
+            gathered=_gathered_one(step),
+            context=held.context,
+        )
     if step.zero_stage < 3:
         weights = base_weight_bytes(step, step.weight_bytes)
     return PhaseBytes(weights=weights, adapters=held.adapters, context=held.context)
@@ -198,12 +212,20 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
         rows = evaluation_rows(step, layout)
         in_layers = int(step.traced.layers_peak(rows, layout.max_seq_len, share=1))
     activations = max(cache, in_layers - logits)
-    return replace(held, gradients=0, activations=activations, logits=logits)
+    return replace(
+        held,
+        gradients=0,
+        activations=activations,
+        logits=logits,
+        gathered=_gathered_layers(step) if step.is_fsdp else 0,
+    )
 
 
 def _computing(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Add to what is held the 16-bit copies of float32 weights that autocast keeps."""
     is_cast = step.is_full and step.weight_bytes == 4 and step.is_half and not step.zero_stage
+    if step.is_fsdp:
+        return replace(held, gathered=_gathered_layers(step))
     if not is_cast or step.traced is not None:  # a trace has them among the activations
         return held
     return replace(held, weights=held.weights + step.compute_bytes * step.model.block_weights)
@@ -221,9 +243,9 @@ def _gradients_in_forward(step: StepSpec, layout: Layout, held: PhaseBytes) -> i
 def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     """What is held between steps from the first one on, with all gradients."""
     world_size = layout.world_size
-    optimizer_shards = world_size if step.zero_stage >= 1 else 1
-    gradient_shards = world_size if step.zero_stage >= 2 else 1
-    weight_shards = world_size if step.zero_stage >= 3 else 1
+    optimizer_shards = world_size if step.zero_stage >= 1 or step.divides_training else 1
+    gradient_shards = world_size if step.zero_stage >= 2 or step.divides_training else 1
+    weight_shards = world_size if step.zero_stage >= 3 or step.is_fsdp else 1
     trained = step.trained_weights
     weight_bytes = step.weight_bytes
     adapter_bytes = 4
@@ -238,19 +260,44 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     buckets = 0
     if step.zero_stage:
         buckets = OFFLOAD_BUCKET_BYTES
-    elif world_size > 1:
+    elif world_size > 1 and not step.divides_training:
         buckets = step.trained_bytes * trained
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
     optimizer = state_bytes * trained // optimizer_shards
     return PhaseBytes(
         weights=0 if step.offload_weights and step.is_gpu else weights,
-        adapters=adapter_bytes * step.adapter_weights // weight_shards,
+        adapters=adapter_bytes * step.adapter_weights // (1 if step.is_fsdp else weight_shards),
         gradients=step.trained_bytes * trained // gradient_shards,
         optimizer=0 if step.offload and step.is_gpu else optimizer,
         buckets=buckets,
         context=_context_bytes(step, world_size),
     )
+
+
+def _gathered_layers(step: StepSpec) -> int:
+    """Bytes that FSDP holds beside its shares while it computes.
+
+    These are the output head, which stays whole from the forward to the backward pass, and a few
+    layers. A full run also has the gradients of the head or of two layers, and copies of them to be
+    summed in float32.
+    """
+    model = step.model
+    unquantised = step.compute_bytes * (model.parameters - model.block_weights)
+    layer = (base_weight_bytes(step, step.compute_bytes) - unquantised) // model.layers
+    head = step.compute_bytes * model.vocab * model.hidden
+    weights = head + GATHERED_LAYERS * layer
+    if not step.is_full:
+        return weights
+    copies = (step.compute_bytes + 4) / step.compute_bytes
+    return int(weights + copies * max(head, 2 * layer))
+
+
+def _gathered_one(step: StepSpec) -> int:
+    """Bytes of the largest matrix, which FSDP gathers by itself to save it."""
+    if not step.is_fsdp:
+        return 0
+    return step.weight_bytes * step.model.vocab * step.model.hidden
 
 
 def _context_bytes(step: StepSpec, world_size: int) -> int:

@@ -19,7 +19,12 @@ from sft_play.plan.memory import GIB
 from sft_play.plan.probe_fit import MeasuredFit
 from sft_play.plan.run_plan import RunPlan
 
-TARGETS = {"single": "train", "ddp": "train-distributed", "deepspeed": "train-deepspeed"}
+TARGETS = {
+    "single": "train",
+    "ddp": "train-distributed",
+    "fsdp": "train-distributed",
+    "deepspeed": "train-deepspeed",
+}
 MICRO_BATCH_PHASES = ("forward", "backward")
 ZERO3_CONFIG = PROJECT_ROOT / "configs" / "deepspeed_zero3.json"
 # Settings that a checkpoint of the run does not depend on
@@ -52,6 +57,8 @@ def start_command(
     variables = {name: value for name, value in given.items() if name in READS[target]}
     if plan.deepspeed:
         variables["DEEPSPEED_CONFIG"] = os.path.relpath(plan.deepspeed.source)
+    if plan.ranks.strategy == "fsdp":
+        variables["TRAIN_STRATEGY"] = "fsdp"
     if plan.ranks.strategy != "single":
         variables["NUM_GPUS"] = str(plan.ranks.per_node)
     return make_command(target, {**variables, **overrides})

@@ -8,7 +8,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.devices import Hardware
 
-Strategy = Literal["single", "ddp", "deepspeed"]
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,12 @@ from sft_play.plan.workload import Workload
 
 LINE_WIDTH = 110
 LABEL_WIDTH = 14  # of a line's first column, which says what the line is about
-STRATEGIES = {"single": "one process", "ddp": "DDP", "deepspeed": "DeepSpeed ZeRO-"}
+STRATEGIES = {
+    "single": "one process",
+    "ddp": "DDP",
+    "fsdp": "FSDP",
+    "deepspeed": "DeepSpeed ZeRO-",
+}
 MEMORY_SOURCES = {
     "closed form": "by the closed form",
     "traced": "by a trace of the model's own code",
@@ -32,6 +37,7 @@ MEMORY_SOURCES = {
 COMPONENT_NAMES = {
     "logits": "logits and loss",
     "buckets": "gradient buckets",
+    "gathered": "gathered layers",
     "context": "context, libraries",
 }
 
@@ -245,11 +251,11 @@ def _phase_table(planned: PlannedRun) -> list[str]:
     names = [name + "*" * (name == plan.memory.peak_phase) for name in plan.memory.phases]
     rows = [_row(f"GiB on each {device}", names)]
     phases = [phase.components() for phase in plan.memory.phases.values()]
-    for component in phases[0]:
+    for component in dict.fromkeys(name for phase in phases for name in phase):
         label = COMPONENT_NAMES.get(component, component)
         if component == "weights":
             label = f"weights ({_weight_types(planned)})"
-        rows.append(_row(label, [_gib_or_dash(phase[component]) for phase in phases]))
+        rows.append(_row(label, [_gib_or_dash(phase.get(component, 0)) for phase in phases]))
     totals = plan.memory.totals().values()
     return [*rows, _row("total", [_gib_or_dash(size) for size in totals])]
 

@@ -2,13 +2,14 @@
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.invocation import Invocation
-from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import activations, advice, memory, recipe, sources, switches
@@ -22,14 +23,18 @@ from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.ranks import Ranks, plan_ranks
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import StepSpec
+from sft_play.plan.strategy import (
+    UNSHARDED,
+    Engine,
+    alternatives,
+    asked_strategy,
+    resolved_name,
+)
 from sft_play.plan.tracing import Tracer
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
-# What train-deepspeed tries where no JSON is named
-ZERO_CONFIGS = tuple(PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (2, 3))
 NCCL_SECONDS = 1800
 # accelerate puts DeepSpeed's CPU Adam in the place of any other optimizer too, without a word
-UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")  # settings of tuning.lora
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -43,26 +48,24 @@ def resolve(
 ) -> PlannedRun:
     """Return the plan of a run, which need not fit.
 
-    `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO, where no
-    JSON is named of the first stage that fits.
+    `distributed` asks for all GPUs where NUM_GPUS says nothing; `use_deepspeed` for ZeRO. Of the
+    engines that the settings leave open, the first that fits is planned.
     Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError
     for numbers that contradict; DataError for a missing data file.
     """
     # assumes what no look at model and rows has settled
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
-    ranks = plan_ranks(invocation, hardware, environ, distributed, use_deepspeed)
+    asked = asked_strategy(loaded, invocation, use_deepspeed)
+    distributed = distributed or asked.is_shared
+    ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
-    if not use_deepspeed:
-        return _resolve(loaded, hardware, environ, ranks, None)
-    if invocation.deepspeed_config:
-        return _resolve(loaded, hardware, environ, ranks, Path(invocation.deepspeed_config))
-    first, *others = ZERO_CONFIGS
+    first, *others = asked.engines(loaded.config, ranks)
     planned = _resolve(loaded, hardware, environ, ranks, first)
-    for path in others:
+    for engine in others:
         if planned.plan.fits:
             break
-        other = _resolve(loaded, hardware, environ, ranks, path)
+        other = _resolve(loaded, hardware, environ, ranks, engine)
         if other.plan.fits:
             planned = other
     return planned
@@ -74,7 +77,7 @@ def fastest(
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> PlannedRun:
-    """Return the plan of the fastest strategy that fits on all GPUs: one process, DDP or ZeRO.
+    """Return the plan of the fastest strategy that fits on all GPUs, unless one is asked for.
 
     Where nobody knows how fast a card is, whole weights on every GPU come first.
     Raises: as `resolve`.
@@ -82,10 +85,13 @@ def fastest(
     planned = resolve(loaded, invocation, hardware, environ, True, False)
     ranks = planned.plan.ranks
     is_alone = ranks.world_size == 1 or ranks.device == "cpu"
-    if is_alone or not backend_of(loaded.config).runs_under_deepspeed:
+    if is_alone or loaded.config.train.strategy != "auto":
         return planned
-    sharded = resolve(loaded, invocation, hardware, environ, True, True)
-    return max(planned, sharded, key=_fits_and_speed)
+    loaded = recipe.settle(loaded, recipe.RecipeFacts())
+    plans = []
+    for engine in alternatives(loaded.config):
+        plans.append(_resolve(loaded, hardware, environ, ranks, engine))
+    return max(plans, key=_fits_and_speed)
 
 
 def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
@@ -98,10 +104,12 @@ def _resolve(
     hardware: Hardware,
     environ: Mapping[str, str],
     ranks: Ranks,
-    deepspeed_path: Path | None,
+    engine: Engine,
 ) -> PlannedRun:
-    """Return the plan under one strategy: the DeepSpeed JSON's, else DDP or a single process."""
+    """Return the plan under one strategy."""
     config = loaded.config
+    ranks = replace(ranks, strategy=engine.strategy)
+    deepspeed_path = engine.deepspeed_path
     raw = deepspeed.read(deepspeed_path) if deepspeed_path else {}
     model = load_counted_shape(config, environ)
     precision, warnings = choose_precision(loaded, hardware, deepspeed.precision(raw))
@@ -318,6 +326,7 @@ def _resolved(
     is_gpu = plan.ranks.device == "cuda"
     train = config.train
     settings: dict[str, object] = {
+        "strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
         "packing": plan.packing,
         "activation_offloading": plan.step.offload_activations,
         "bf16": precision == "bf16",

@@ -84,6 +84,11 @@ class RunPlan:
         return self.deepspeed.zero_stage if self.deepspeed else 0
 
     @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP divides the base weights among the ranks."""
+        return self.ranks.strategy == "fsdp"
+
+    @property
     def checkpointing(self) -> Literal["none", "selective", "full"]:
         """How many layers are recomputed in the backward pass."""
         if self.layout.checkpointed_layers == self.step.model.layers:

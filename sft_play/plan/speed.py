@@ -168,7 +168,8 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
     if step.optim in memory.TORCH_ADAM and not step.zero_stage:
         state = 2 * size
     trained = step.trained_weights
-    share = trained / (layout.world_size if step.zero_stage else 1)
+    is_divided = step.zero_stage or step.divides_training
+    share = trained / (layout.world_size if is_divided else 1)
     if step.offload:
         moved = share * 2 * size / HOST_LINK_BYTES
         return moved + trained * (6 * size + 2 * state) / HOST_MEMORY_BYTES
@@ -188,10 +189,16 @@ def _collective_seconds(
 
     A ring moves (N - 1) / N of the bytes for a gather or a scatter, and twice that to sum gradients
     (Patarasuk and Yuan 2009). DDP sums during the last micro-batch's backward pass, half of its
-    time; DeepSpeed does little of it meanwhile.
+    time; DeepSpeed does little of it meanwhile. FSDP gathers weights, and divides gradients, of
+    every micro-batch while layers compute.
     """
     ring = (layout.world_size - 1) / layout.world_size / link_bytes
     gradients = step.trained_weights * _trained_bytes(step) * ring
+    if step.is_fsdp:
+        gathered = 2 * memory.base_weight_bytes(step, step.compute_bytes) * ring
+        if step.is_full:
+            return max(0.0, work.micro_batches * (gathered + gradients) - compute_seconds)
+        return max(0.0, work.micro_batches * gathered + 2 * gradients - compute_seconds)
     if step.zero_stage == 3:
         gathers = 2 + layout.checkpointed_layers / step.model.layers
         weights = memory.base_weight_bytes(step, step.compute_bytes)

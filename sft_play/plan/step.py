@@ -32,6 +32,7 @@ class StepSpec:
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
     traced: TracedStep | None = None  # where the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
+    is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
 
     def with_trace(self, traced: TracedStep) -> "StepSpec":
         """Return the step with what a trace found of it."""
@@ -50,6 +51,11 @@ class StepSpec:
     def is_full(self) -> bool:
         """Whether every weight is trained."""
         return self.mode == "full"
+
+    @property
+    def divides_training(self) -> bool:
+        """Whether FSDP divides gradients and optimizer too; adapters are whole on every rank."""
+        return self.is_fsdp and self.is_full
 
     @property
     def is_half(self) -> bool:

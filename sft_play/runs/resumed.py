@@ -40,6 +40,7 @@ PLANNED_ANEW = (
     "train.ddp_timeout",
     "train.dataloader_pin_memory",
     "train.probe",
+    "train.strategy",
 )
 # What a resumed run may change; every other setting is part of what is trained
 MAY_CHANGE = {
@@ -71,6 +72,13 @@ MAY_CHANGE = {
 }
 # Files may have moved: the digest of their content decides, once the rows are read
 BY_DIGEST = {"data.train_path", "data.val_path", "data.test_path"}
+# Folder in a checkpoint with the optimizer's state, where FSDP divides the trained weights
+DIVIDED_OPTIMIZER = "divided_optimizer"
+FILES_OF_OPTIMIZER = {
+    "whole": ("optimizer.pt", "scheduler.pt"),
+    "fsdp": (f"{DIVIDED_OPTIMIZER}/.metadata", "scheduler.pt"),
+    "deepspeed": ("latest",),
+}
 SCHEDULE_LENGTH = {"train.epochs", "train.max_steps"}
 QUANTISATION = {"tuning.bnb_4bit_quant_type", "tuning.bnb_4bit_use_double_quant"}
 
@@ -212,27 +220,38 @@ def check_resumable(
     """Raise CheckpointError unless this run can load the checkpoint's optimizer.
 
     Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
-    shard of the optimizer for each rank, so the world size must be the same.
+    shard of the optimizer for each rank, so the world size must be the same. FSDP divides the
+    optimizer of a full run, whose parts fit any world size; that of adapters is whole.
     """
-    is_deepspeed = strategy == "deepspeed"
-    was_deepspeed = saved.get("strategy") == "deepspeed"
+    is_full = saved.get("mode") == "full"
+    form = _form_of_optimizer(strategy, is_full)
+    saved_form = _form_of_optimizer(saved.get("strategy"), is_full)
     has_other_world_size = saved.get("world_size") != world_size
-    if was_deepspeed != is_deepspeed or (is_deepspeed and has_other_world_size):
+    if saved_form != form or (form == "deepspeed" and has_other_world_size):
         saved_by = f"strategy={saved.get('strategy')} world={saved.get('world_size')}"
-        command = "make train or make train-distributed"
-        if was_deepspeed:
+        command = "make train or make train-distributed TRAIN_STRATEGY=ddp"
+        if saved_form == "deepspeed":
             command = f"make train-deepspeed NUM_GPUS={saved.get('world_size')}"
+        elif saved_form == "fsdp":
+            command = "make train-distributed TRAIN_STRATEGY=fsdp"
         raise CheckpointError(
             f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is "
             f"strategy={strategy} world={world_size}; go on with {command}"
         )
-    needed = ("latest",) if is_deepspeed else ("optimizer.pt", "scheduler.pt")
+    needed = FILES_OF_OPTIMIZER[form]
     missing = [name for name in needed if not (checkpoint / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{checkpoint}: has no {', '.join(missing)}, so the run would start its optimizer "
             "anew; choose another checkpoint"
         )
+
+
+def _form_of_optimizer(strategy: str | None, is_full: bool) -> str:
+    """Return how the optimizer lies in a checkpoint, a key of FILES_OF_OPTIMIZER."""
+    if strategy == "deepspeed" or (strategy == "fsdp" and is_full):
+        return strategy
+    return "whole"
 
 
 def _has_equal_file(then: str | None, now: str | None) -> bool:

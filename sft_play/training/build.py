@@ -105,5 +105,7 @@ def build_evaluator(
     context: RunContext, split: Split, tokenizer: PreTrainedTokenizerBase
 ) -> Evaluator:
     """Return the evaluator of a split, whose rows are shared among the ranks."""
-    is_zero3 = context.plan.zero_stage == 3
-    return Evaluator(split, tokenizer, context.config.train, context.process, synced_gpus=is_zero3)
+    plan = context.plan
+    is_divided = plan.zero_stage == 3 or plan.is_fsdp
+    train = context.config.train
+    return Evaluator(split, tokenizer, train, context.process, synced_gpus=is_divided)

@@ -6,13 +6,16 @@ from pathlib import Path
 import torch
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
 
 from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
+from sft_play.models.sharding import is_divided, own_part
 
-WRAPPER_OF_STRATEGY = {
-    "single": None,
-    "ddp": "DistributedDataParallel",
-    "deepspeed": "DeepSpeedEngine",
+WRAPPERS_OF_STRATEGY = {
+    "single": (None,),
+    "ddp": ("DistributedDataParallel",),
+    "fsdp": (None, "DistributedDataParallel"),  # that of adapters, over divided weights
+    "deepspeed": ("DeepSpeedEngine",),
 }
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
 
@@ -24,9 +27,15 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
     """
     wrapped = type(model).__name__
     found = wrapped if wrapped in WRAPPERS else None
-    if found != WRAPPER_OF_STRATEGY[strategy]:
+    if found not in WRAPPERS_OF_STRATEGY[strategy]:
         raise EnvironmentFault(
             f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make "
+            "doctor"
+        )
+    if is_divided(model) != (strategy == "fsdp"):
+        divided = "not " if strategy == "fsdp" else ""
+        raise EnvironmentFault(
+            f"strategy={strategy} was planned, and FSDP has {divided}divided the weights; try make "
             "doctor"
         )
 
@@ -118,7 +127,11 @@ def _check_saved(folder: Path, trained: Mapping[str, torch.Tensor] | None) -> se
 
 
 def _is_equal(saved: torch.Tensor, trained: torch.Tensor) -> bool:
-    return torch.equal(trained.detach().cpu(), saved.to(trained.dtype))
+    """Compare a saved tensor with the trained one; of a divided one the main rank's rows."""
+    own = own_part(trained.detach()).cpu()
+    if isinstance(trained, DTensor):
+        saved = saved[: len(own)]
+    return torch.equal(own, saved.to(trained.dtype))
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,10 +24,12 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation.evaluator import Evaluator, Scores
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
+from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
 from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
 from sft_play.runs.files import share
 from sft_play.runs.metrics import SampleAnswer
+from sft_play.training import sharded
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.checks import check_finite
 from sft_play.training.expert_use import ExpertUse
@@ -204,6 +206,17 @@ class SftTrainer(Trainer):
         self.memory.enter("backward")
         return loss * self.accelerator.num_processes
 
+    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if is_divided(model):
+            return sharded.wrapped(model, self.accelerator)
+        return super()._wrap_model(model, *args, **kwargs)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        return sharded.whole(super()._clip_grad_norm(model))
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        return sharded.whole(super()._get_grad_norm(model, grad_norm))
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 0. Trainer's own estimate visits all parameters in each micro-step, unused."""
         return 0
@@ -283,12 +296,37 @@ class SftTrainer(Trainer):
             )
         self.throughput.save_seconds += time.perf_counter() - started
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; where its trained weights are divided, every rank must call it."""
+        if not trains_divided(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        state_dict = whole_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not trains_divided(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharded.save_optimizer(Path(output_dir), self)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not trains_divided(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharded.load_optimizer(Path(checkpoint), self)
+
+    def _load_from_checkpoint(self, *args: Any) -> None:
+        if not trains_divided(self.model):  # else its weights were loaded from there
+            super()._load_from_checkpoint(*args)
+
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         # unlike Trainer's, without training_args.bin, which contains the hub token in plain text
         target = output_dir or self.args.output_dir
-        if not is_deepspeed_zero3_enabled():
+        if not (is_deepspeed_zero3_enabled() or trains_divided(self.model)):
             # the model has all weights; below stage 3 DeepSpeed's copy has tied weights twice
             state_dict = None
         options = {}

@@ -87,7 +87,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
     observers = Observers(context, open_trackers(context))
-    model = load_weights(context, recorder)
+    model = load_weights(context, recorder, checkpoint)
     clock.lap("load")
 
     trainer = build_trainer(
@@ -139,8 +139,16 @@ def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
     return data
 
 
-def load_weights(context: RunContext, recorder: RunRecorder) -> PreTrainedModel:
-    """Return the model on this rank's device, and record which fused kernels it has."""
+def load_weights(
+    context: RunContext, recorder: RunRecorder, checkpoint: Path | None
+) -> PreTrainedModel:
+    """Return the model on this rank's device, and record which fused kernels it has.
+
+    Trained weights that FSDP divides are read from the checkpoint that the run resumes.
+    """
+    config, plan = context.config, context.plan
+    if checkpoint is not None and plan.step.divides_training:
+        config = with_base(config, checkpoint)
     runtime.allow_tf32(context.process)
     if context.process.is_main:
         log_large_weights(context)
@@ -148,12 +156,18 @@ def load_weights(context: RunContext, recorder: RunRecorder) -> PreTrainedModel:
         f"loading {context.config.model.name}", measure=lambda: held_memory(context.process)
     )
     with context.memory.phase("load"), watched(stage, context.process.is_main):
-        model = load_model(context.config, context.process, context.plan.zero_stage)
+        model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp)
     context.memory.note_before_training()
     if context.process.is_main:
         log_model(model, context)
     recorder.update(fast_path=dataclasses.asdict(fused_kernels_of(model)))
     return model
+
+
+def with_base(config: Config, folder: Path) -> Config:
+    """Return a config whose model is read from a folder."""
+    changed = {"name": str(folder), "revision": None}
+    return config.model_copy(update={"model": config.model.model_copy(update=changed)})
 
 
 def before_first_step(

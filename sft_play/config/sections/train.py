@@ -167,6 +167,12 @@ class TrainSection(Section):
         "it; auto is on for bnb on a GPU. On a CPU, under DeepSpeed and on resuming true measures "
         "and changes nothing.",
     )
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"] = Field(
+        "auto",
+        description="How GPUs share a run: ddp gives all of it to each; fsdp, and zero1, zero2 and "
+        "zero3 of DeepSpeed, divide parts of it (docs/planner.md). auto is ddp, and fsdp where "
+        "only that fits.",
+    )
     ddp_find_unused_parameters: bool = Field(
         False, description="Let DDP look for parameters without a gradient in every step (slower)."
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sft_play.models.fast.capture import SEED, Call
+from sft_play.models.sharding import shallow_copy
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Trial:
         call = Call(_in_float32(self.call.args), _in_float32(self.call.kwargs))
         process = replace(self.process, compute_dtype=torch.float32)
         try:
-            module = copy.deepcopy(self.module).float()
+            module = copy.deepcopy(shallow_copy(self.module)).float()
             for child in module.modules():
                 vars(child).pop("forward", None)  # of parts that are fused already
             return Trial(module, call, process, self.mixes_tokens).run(code, choices=choices)

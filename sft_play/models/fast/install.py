@@ -57,7 +57,8 @@ def install_fused_kernels(
     Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
     setup = TrainingSetup(model, config, process, zero_stage)
-    with watched(Stage("checking fused kernels against the model's own code"), process.is_main):
+    stage = Stage("checking fused kernels against the model's own code")
+    with watched(stage, process.is_main), setup.gathered(setup.base):
         kernels = _with_mixers(setup, _install(setup))
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))

@@ -86,7 +86,11 @@ def _why_not_proved(
         if batch == PACKED and not mixes_tokens and PLAIN in sample.calls:
             continue
         given = fused_call(call, batch) if mixes_tokens else call
-        with as_it_was(module, setup.process.device), comparable(module):
+        with (
+            setup.gathered(module),
+            as_it_was(module, setup.process.device),
+            comparable(module),
+        ):
             module.train()
             trial = Trial(module, call, setup.process, mixes_tokens)
             # its own code may see across documents, where the model gives it no mask of them

@@ -23,6 +23,7 @@ from sft_play.models.fast.attention.rope import rotate_reference
 from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
 from sft_play.models.fast.norms.residual import LayerRoles, Reference
 from sft_play.models.fast.norms.rms import NormKind, epsilon
+from sft_play.models.sharding import shallow_copy
 
 # What a class's own code may raise when it is called on children that it does not expect
 MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
@@ -73,7 +74,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     """Return a shallow copy of a module with other children, which runs its class's own code."""
-    copied = copy.copy(module)
+    copied = shallow_copy(module)
     vars(copied)["_modules"] = {**module._modules, **children}
     vars(copied).pop("forward", None)
     return copied

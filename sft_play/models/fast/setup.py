@@ -1,6 +1,7 @@
 """A model to install fused kernels on, and how it will be trained."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.capture import ProofInputs, capture
+from sft_play.models.sharding import gathered, units_by_module
 from sft_play.process import Process
 
 
@@ -32,6 +34,7 @@ class TrainingSetup:
     left_out: list[str] = field(default_factory=list)
     # Linears that a larger fused function computes: they need no fused forward method
     taken: set[nn.Module] = field(default_factory=set)
+    _whole_units: set[nn.Module] = field(default_factory=set)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -66,6 +69,22 @@ class TrainingSetup:
     def proof_inputs(self) -> ProofInputs:
         """Return the inputs that modules are proved on; the first use runs the decoder."""
         return capture(self.base, self.process, self.longest_row)
+
+    @cached_property
+    def _units(self) -> dict[nn.Module, Any]:
+        return units_by_module(self.base)
+
+    @contextlib.contextmanager
+    def gathered(self, module: nn.Module) -> Iterator[None]:
+        """Keep a module's own weights whole where FSDP divides them; layers gather their own."""
+        unit = self._units.get(module)
+        if unit is None or unit in self._whole_units:
+            yield
+            return
+        self._whole_units.add(unit)
+        with gathered(unit):
+            yield
+        self._whole_units.remove(unit)
 
     @property
     def longest_row(self) -> int | None:

@@ -5,7 +5,6 @@
 The code of the model's class runs on stubs, as in `recognise`: no weights are read.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from sft_play.models.fast.recognise import Stub, numbers, own_result
+from sft_play.models.sharding import shallow_copy
 
 TOKENS = 2
 SCORES = 5
@@ -68,7 +68,7 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
             children[name].weight = hidden  # models cast its input to the dtype of its weight
         else:
             children[name] = DecoderStub(child, output)
-    copied = copy.copy(base)
+    copied = shallow_copy(base)
     vars(copied)["_modules"] = children
     with unset_fake_temporarily():
         ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="cpu")

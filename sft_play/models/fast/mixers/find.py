@@ -7,7 +7,8 @@ reset. Linears and norms cannot leak, and attention leaks only where its mask ig
 Legend: T tokens of the row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +52,21 @@ def packed_batch(device: torch.device, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def find_mixers(decoder: nn.Module, kinds: dict[nn.Module, Kind]) -> list[ModuleCall]:
+def find_mixers(
+    decoder: nn.Module,
+    kinds: dict[nn.Module, Kind],
+    gathered: Callable[[nn.Module], AbstractContextManager] = nullcontext,
+) -> list[ModuleCall]:
     """Return one call of each kind of module that keeps a state across documents.
 
     `kinds` are those of `capture.kinds_of`. The decoder is in evaluation mode: dropout would look
-    like a leak.
+    like a leak. In the context `gathered` a module has its weights, where ranks divide them.
     """
-    leaking = [call for call in _calls_of_each_kind(decoder, kinds) if leaks(call)]
+    leaking: list[ModuleCall] = []
+    for call in _calls_of_each_kind(decoder, kinds):
+        with gathered(call.module):
+            if leaks(call):
+                leaking.append(call)
     leaking_kinds = {kinds[call.module] for call in leaking}
     innermost: list[ModuleCall] = []
     for call in leaking:

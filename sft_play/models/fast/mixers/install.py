@@ -83,12 +83,13 @@ def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kerne
     """Reset mixers from the innermost outwards, until no module leaks."""
     kinds = kinds_of(setup.decoder, setup.base.config.get_text_config())
     for _ in range(MAX_PASSES):
-        found = find_mixers(setup.decoder, kinds)
+        found = find_mixers(setup.decoder, kinds, setup.gathered)
         if not found:
             return
         for call in found:
             alike = [module for module in kinds if kinds[module] == kinds[call.module]]
-            _install_kind(alike, call, packed, use_kernels, setup.process.is_main)
+            with setup.gathered(call.module):
+                _install_kind(alike, call, packed, use_kernels, setup.process.is_main)
     name = type(found[0].module).__name__
     raise Unsupported(f"{name} keeps a state across documents")
 

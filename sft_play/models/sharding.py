@@ -1,0 +1,163 @@
+"""Base weights that are divided among the ranks, by torch's FSDP2 (`fully_shard`).
+
+Each decoder layer is a unit: its weights are gathered before its forward pass and freed after it,
+and again around its backward pass, while the next unit's are on their way. What belongs to no layer
+is the root's, the output head above all; it stays whole from the forward to the backward pass.
+
+Adapters are added to a divided base, so they belong to no unit: every rank holds them whole, in
+float32, and DDP sums their gradients. A frozen unit has nothing to reduce. Where every weight is
+trained, units gather them in the type that is computed with and sum gradients in float32.
+
+A gathered weight lies in the same memory each time. What the forward pass kept of it is valid again
+in the backward pass, so fused kernels need to know nothing of this.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sft_play.errors import ConfigError
+from sft_play.process import Process
+
+
+@contextlib.contextmanager
+def dividing_while_loading(process: Process, trains_weights: bool) -> Iterator[None]:
+    """Let from_pretrained divide a model once it is built, on the meta device.
+
+    transformers reads into a divided parameter the rows of this rank alone, so no rank ever holds
+    a whole model, on its GPU or on the host.
+    """
+
+    def distribute(cls: type, model: PreTrainedModel, *args: Any) -> PreTrainedModel:
+        divide(model, process, trains_weights)
+        return model
+
+    # where transformers divides a model itself, by lists of names that few models have
+    with patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(distribute)):
+        yield
+
+
+def divide(model: PreTrainedModel, process: Process, trains_weights: bool) -> None:
+    """Divide the weights of a model among the ranks; every rank must call it.
+
+    `trains_weights` says that they are trained, and not adapters beside them.
+    Raises: ConfigError for a model without layers to divide.
+    """
+    policy = MixedPrecisionPolicy()
+    if trains_weights and process.compute_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(
+            param_dtype=process.compute_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+    layers = _outermost_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"train.strategy=fsdp: {type(model).__name__} has no layers that could be gathered one "
+            "at a time; set TRAIN_STRATEGY=zero3"
+        )
+    mesh = init_device_mesh(process.device.type, (process.world_size,))
+    model.tie_weights()
+    units: list[nn.Module] = [*layers]
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        units.append(embedding)  # a tied one is the head, and the root's
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+
+
+def _outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the layers of all stacks of a model, vision parts included."""
+    found: list[GradientCheckpointingLayer] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # a module comes before what it holds
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return whether FSDP has divided weights of a model."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def trains_divided(model: nn.Module) -> bool:
+    """Return whether divided weights are trained, and not adapters beside them."""
+    return any(isinstance(p, DTensor) and p.requires_grad for p in model.parameters())
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a divided tensor that this rank holds; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def start(base: PreTrainedModel, process: Process) -> None:
+    """Run one token through a divided model, once it is known which weights are trained.
+
+    FSDP takes the first unit that runs for the root, and so it must be the root.
+    """
+    if not is_divided(base):
+        return
+    was_training = base.training
+    token = torch.zeros((1, 1), dtype=torch.int64, device=process.device)
+    with process.autocast():
+        base.eval()(input_ids=token, use_cache=False)
+    base.train(was_training)
+
+
+def units_by_module(model: nn.Module) -> dict[nn.Module, FSDPModule]:
+    """Return the unit that each module's weights belong to, {} for a model that is not divided."""
+    found: dict[nn.Module, FSDPModule] = {}
+    for module in model.modules():  # a unit comes before those inside it
+        if isinstance(module, FSDPModule):
+            found.update(dict.fromkeys(module.modules(), module))
+    return found
+
+
+@contextlib.contextmanager
+def gathered(unit: FSDPModule) -> Iterator[None]:
+    """Keep a unit's weights whole, to run modules inside it by themselves."""
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with the same children and weights; of a unit without FSDP."""
+    if not isinstance(module, FSDPModule):
+        return copy.copy(module)
+    own_class = type(module).__bases__[1]  # fully_shard has put FSDPModule before it
+    copied = own_class.__new__(own_class)
+    copied.__dict__ = {**vars(module), "_forward_hooks": {}, "_forward_pre_hooks": {}}
+    return copied
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all weights whole, tied ones once, in the main rank's host memory; {} on others.
+
+    Every rank must call it.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    once = {name for name, _ in model.named_parameters()}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in once:
+            state.pop(name, None)
+    return state

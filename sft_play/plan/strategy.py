@@ -1,0 +1,155 @@
+"""How the processes of a run share it: what train.strategy and the make target ask for.
+
+Loads no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_play.config import deepspeed
+from sft_play.config.backends import backend_of
+from sft_play.config.invocation import Invocation
+from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
+from sft_play.plan.ranks import Ranks, Strategy
+
+# For a stage where the user names no JSON
+ZERO_CONFIGS = {
+    f"zero{stage}": PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (1, 2, 3)
+}
+# What make train-deepspeed tries, in order
+ZERO_ORDER = ("zero2", "zero3")
+# Settings of tuning.lora for which PEFT reads whole weights
+UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
+# The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take whole tensors
+DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A strategy, with DeepSpeed's JSON where it is ZeRO."""
+
+    strategy: Strategy
+    deepspeed_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class AskedStrategy:
+    """What a config and a make target ask for."""
+
+    name: str  # of train.strategy
+    described: str  # with its value and where it was written
+    uses_deepspeed: bool
+    deepspeed_path: Path | None  # the user's own JSON
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is for several processes, and so takes all GPUs where nobody says how many."""
+        return self.name not in ("auto", "ddp")
+
+    def engines(self, config: Config, ranks: Ranks) -> tuple[Engine, ...]:
+        """Return what may run, the first that fits: the others are for where it does not fit.
+
+        Raises: ConfigError where the one that is asked for cannot run.
+        """
+        if self.uses_deepspeed:
+            return self._zero_engines()
+        if self.name == "fsdp":
+            self._refuse_fsdp(config, ranks)
+            return (Engine("fsdp"),)
+        if ranks.world_size == 1:
+            return (Engine("single"),)
+        if self.name == "auto" and not why_not_fsdp(config):
+            return Engine("ddp"), Engine("fsdp")
+        return (Engine("ddp"),)
+
+    def _zero_engines(self) -> tuple[Engine, ...]:
+        if self.deepspeed_path is not None:
+            return (Engine("deepspeed", self.deepspeed_path),)
+        stages: Sequence[str] = ZERO_ORDER if self.name == "auto" else (self.name,)
+        return tuple(Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
+
+    def _refuse_fsdp(self, config: Config, ranks: Ranks) -> None:
+        if ranks.world_size == 1:
+            raise ConfigError(
+                f"{self.described}: FSDP shares a model among processes, and this run has one; set "
+                "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto"
+            )
+        reason = why_not_fsdp(config)
+        if reason:
+            raise ConfigError(f"{self.described}: {reason}")
+
+
+def asked_strategy(
+    loaded: LoadedConfig, invocation: Invocation, use_deepspeed: bool
+) -> AskedStrategy:
+    """Return what is asked for; `use_deepspeed` is that of make train-deepspeed.
+
+    Raises: ConfigError where train.strategy contradicts the target or the user's DeepSpeed JSON.
+    """
+    name = loaded.config.train.strategy
+    described = loaded.described("train.strategy")
+    is_zero = name in ZERO_CONFIGS
+    if use_deepspeed and not is_zero and name != "auto":
+        raise ConfigError(
+            f"{described}: make train-deepspeed trains with ZeRO; use make train-distributed for "
+            f"{name}, or set TRAIN_STRATEGY=zero3"
+        )
+    path = None
+    if (use_deepspeed or is_zero) and invocation.deepspeed_config:
+        path = Path(invocation.deepspeed_config)
+        stage = deepspeed.zero_stage(deepspeed.read(path))
+        if is_zero and name != f"zero{stage}":
+            raise ConfigError(
+                f"{described}: zero_optimization.stage={stage} in DEEPSPEED_CONFIG={path}; set "
+                f"TRAIN_STRATEGY={f'zero{stage}' if stage else 'auto'}, or name another JSON"
+            )
+    return AskedStrategy(name, described, use_deepspeed or is_zero, path)
+
+
+def alternatives(config: Config) -> tuple[Engine, ...]:
+    """Return every engine that may run on several GPUs, those first that are preferred."""
+    engines = [Engine("ddp")]
+    if not why_not_fsdp(config):
+        engines.append(Engine("fsdp"))
+    if backend_of(config).runs_under_deepspeed:
+        engines += [Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in ZERO_ORDER]
+    return tuple(engines)
+
+
+def resolved_name(strategy: Strategy, zero_stage: int) -> str:
+    """Return the train.strategy that asks for a strategy; DDP of one process is that process."""
+    if strategy == "deepspeed":
+        return f"zero{zero_stage}" if zero_stage else "auto"
+    return "ddp" if strategy == "single" else strategy
+
+
+def why_not_fsdp(config: Config) -> str | None:
+    """Return why a config cannot run under FSDP and what can, None if it can."""
+    backend = backend_of(config)
+    if not backend.runs_under_fsdp:
+        return (
+            f"tuning.backend={backend.name} does not run under FSDP; set TRAIN_STRATEGY=ddp, or "
+            "TUNING_BACKEND=bnb"
+        )
+    if config.tuning.mode == "full":
+        if config.train.optim not in DIVISIBLE_OPTIMIZERS:
+            return (
+                f"train.optim={config.train.optim} steps whole weights, which FSDP divides in "
+                "tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=zero2"
+            )
+        return None
+    if config.tuning.mode == "qlora":
+        return (
+            "tuning.mode=qlora keeps its 4-bit weights whole on each GPU; set TRAIN_STRATEGY=ddp "
+            "or zero2, or TUNING_MODE=lora"
+        )
+    for name in UNSHARDED:
+        if getattr(config.tuning.lora, name):
+            return (
+                f"tuning.lora.{name}: PEFT reads whole weights for it, which FSDP divides; set "
+                "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
+            )
+    return None

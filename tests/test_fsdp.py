@@ -1,0 +1,147 @@
+"""Two processes that divide a model by FSDP: equal to DDP, saved in the same form, resumed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from rank_processes import run_two_workers
+from run_files import run_json
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sft_play.runs.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+# 10 rows, 8 a step: two steps an epoch, and the second holds 2 rows and 6 fillers
+SETTINGS = {
+    "train.max_steps": 4,
+    "train.learning_rate": 1e-3,
+    "train.save_strategy": "steps",
+    "train.save_steps": 3,
+    "train.gradient_checkpointing": True,
+    "tuning.lora.dropout": 0.1,
+}
+Finished = Callable[..., RunFolder]
+
+
+def note_held_weights(folder: Path) -> None:
+    """Make a rank's check of its engine write down how many weights the rank holds, and of how many."""
+    from sft_play.models.sharding import own_part
+    from sft_play.training import worker
+
+    check = worker.check_engine
+
+    def note(model, strategy):
+        check(model, strategy)
+        frozen = [p for n, p in model.named_parameters() if "lora_" not in n]
+        found = [sum(own_part(p).numel() for p in frozen), sum(p.numel() for p in frozen)]
+        (folder / f"held-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+    worker.check_engine = note
+
+
+@pytest.fixture(scope="module")
+def finished(plan_run, taught_base) -> Finished:
+    """A function that returns a finished run of two processes, the same one to every test."""
+    runs: dict[tuple, RunFolder] = {}
+
+    def run(strategy: str, mode: str, resume_from: Path | None = None) -> RunFolder:
+        key = (strategy, mode, resume_from)
+        if key not in runs:
+            changes = {**SETTINGS, "model.name": taught_base, "tuning.mode": mode}
+            if resume_from is not None:
+                changes["train.resume_from"] = resume_from
+            folder = plan_run({**changes, "train.strategy": strategy}, num_gpus=2)
+            exits = run_two_workers(folder, note_held_weights, folder.path)
+            assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+            runs[key] = folder
+        return runs[key]
+
+    return run
+
+
+def saved(folder: RunFolder, mode: str) -> dict[str, torch.Tensor]:
+    (path,) = folder.weights(mode).glob("*.safetensors")
+    return load_file(path)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> None:
+    ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
+    one, two = run_json(ddp), run_json(fsdp)
+    assert two["strategy"] == "fsdp"
+    assert two["fast_path"] == one["fast_path"]
+    assert two["fast_path"]["on"]
+    losses = [[entry["loss"] for entry in report["loss"]] for report in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    for when in ("before", "after"):
+        scores = [report["metrics"][when] for report in (one, two)]
+        for name in ("eval_loss", "rougeL"):
+            assert scores[1][name] == pytest.approx(scores[0][name], abs=1e-5)
+    assert one["metrics"]["after"]["rougeL"] > 0.5, "empty answers are equal too"
+    torch.testing.assert_close(saved(fsdp, mode), saved(ddp, mode), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> None:
+    folder = finished("fsdp", mode)
+    for rank in (0, 1):
+        held, total = json.loads((folder.path / f"held-{rank}.json").read_text())
+        assert held == total // 2
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_what_is_saved_has_the_form_of_ddp(finished: Finished, mode: str) -> None:
+    ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
+    assert files(fsdp.weights(mode)) == files(ddp.weights(mode))
+    before, after = (folder.checkpoints / "checkpoint-3" for folder in (ddp, fsdp))
+    changed = files(before) ^ files(after)
+    assert changed == ({"optimizer.pt", "divided_optimizer"} if mode == "full" else set())
+    config = json.loads(
+        (fsdp.weights(mode) / f"{'adapter_' * (mode == 'lora')}config.json").read_text()
+    )
+    assert "fsdp" not in json.dumps(config).lower()
+
+
+def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, taught_base) -> None:
+    ids = torch.arange(5, 25)[None]
+    logits = []
+    for strategy in ("ddp", "fsdp"):
+        base = AutoModelForCausalLM.from_pretrained(taught_base, dtype=torch.float32)
+        untrained = base(ids).logits
+        model = PeftModel.from_pretrained(base, finished(strategy, "lora").weights("lora"))
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+        assert not torch.allclose(logits[-1], untrained)
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+
+
+def test_plain_transformers_opens_a_divided_model(finished: Finished) -> None:
+    folder = finished("fsdp", "full").weights("full")
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("begun", "goes_on", "mode"),
+    [("fsdp", "fsdp", "lora"), ("fsdp", "fsdp", "full"), ("ddp", "fsdp", "lora")],
+)
+def test_a_resumed_run_is_the_one_that_never_stopped(
+    finished: Finished, begun: str, goes_on: str, mode: str
+) -> None:
+    whole = finished(begun, mode)
+    again = finished(goes_on, mode, whole.checkpoints / "checkpoint-3")
+    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (whole, again)]
+    assert len(losses[0]) == 4
+    tolerance = 0.0 if begun == goes_on else 1e-5
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=tolerance)
+    torch.testing.assert_close(saved(again, mode), saved(whole, mode), rtol=0, atol=tolerance)

@@ -1,0 +1,103 @@
+"""sft_play.plan.strategy: what train.strategy and the target ask for, or why it cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_examples import CPU, plan_for
+
+from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
+from sft_play.plan.strategy import ZERO_CONFIGS
+
+LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
+LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
+
+
+def planned(gpus: str, strategy: str, *settings: str, **options: Any) -> tuple[str, int, bool]:
+    """Return strategy, ZeRO stage, and whether it fits."""
+    plan = plan_for(gpus, f"train.strategy={strategy}", *settings, **options).plan
+    return plan.ranks.strategy, plan.zero_stage, plan.fits
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "expected"),
+    [
+        ("auto", (LLAMA_8B,), ("ddp", 0, True)),
+        ("auto", (LLAMA_70B,), ("fsdp", 0, True)),
+        ("auto", (LLAMA_8B, "tuning.mode=full"), ("fsdp", 0, True)),
+        ("auto", (LLAMA_70B, "tuning.mode=full"), ("ddp", 0, False)),
+        ("ddp", (LLAMA_70B,), ("ddp", 0, False)),
+        ("fsdp", (LLAMA_8B,), ("fsdp", 0, True)),
+        ("zero1", (LLAMA_8B,), ("deepspeed", 1, True)),
+        ("zero2", (LLAMA_8B,), ("deepspeed", 2, True)),
+        ("zero3", (LLAMA_8B,), ("deepspeed", 3, True)),
+    ],
+)
+def test_a_strategy_is_taken_as_it_is_asked_and_auto_divides_what_does_not_fit(
+    strategy: str, settings: tuple[str, ...], expected: tuple[str, int, bool]
+) -> None:
+    assert planned("2xH200", strategy, "tuning.mode=lora", *settings) == expected
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+def test_a_strategy_for_several_gpus_takes_all_of_them(strategy: str) -> None:
+    plan = plan_for("4xH200", f"train.strategy={strategy}", distributed=False).plan
+    assert plan.ranks.world_size == 4
+
+
+@pytest.mark.parametrize(("strategy", "resolved"), [("auto", "ddp"), ("zero3", "zero3")])
+def test_the_run_folder_names_the_strategy_that_runs(strategy: str, resolved: str) -> None:
+    setting = f"train.strategy={strategy}"
+    assert plan_for("2xH200", setting).config.train.strategy == resolved
+    alone = plan_for("1xH200", "train.strategy=auto")
+    assert (alone.plan.ranks.strategy, alone.config.train.strategy) == ("single", "ddp")
+
+
+REFUSED = [
+    ("fsdp", (), {"gpus": "1xH200"}, "this run has one; set NUM_GPUS=2 or more"),
+    ("fsdp", (), {"gpus": CPU}, "this run has one; set NUM_GPUS=2 or more"),
+    ("fsdp", (), {"use_deepspeed": True}, "make train-deepspeed trains with ZeRO"),
+    ("ddp", (), {"use_deepspeed": True}, "use make train-distributed for ddp"),
+    ("fsdp", ("tuning.lora.use_dora=true",), {}, "use_dora: PEFT reads whole weights"),
+    ("fsdp", ("tuning.lora.modules_to_save=[norm]",), {}, "TRAIN_STRATEGY=ddp or zero2"),
+    ("fsdp", ("tuning.mode=qlora",), {}, "set TRAIN_STRATEGY=ddp or zero2, or TUNING_MODE=lora"),
+    ("fsdp", ("tuning.mode=full", "train.optim=adamw_8bit"), {}, "TRAIN_OPTIM=adamw_torch_fused"),
+    ("zero3", ("tuning.lora.use_dora=true",), {}, "ZeRO-3 shares among the GPUs"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "settings", "options", "words"), REFUSED)
+def test_what_cannot_run_is_refused_with_what_can(
+    strategy: str, settings: tuple[str, ...], options: dict[str, Any], words: str
+) -> None:
+    hardware = {"gpus": "2xH200", **options}
+    with pytest.raises(ConfigError, match=words):
+        plan_for(hardware.pop("gpus"), f"train.strategy={strategy}", *settings, **hardware)
+
+
+def test_what_fsdp_cannot_divide_is_ddp_where_nothing_is_asked() -> None:
+    full = ("tuning.mode=full", "train.optim=adamw_8bit", LLAMA_70B)
+    assert planned("2xH200", "auto", *full)[0] == "ddp"
+
+
+def test_unsloth_is_no_strategy_of_several_parts() -> None:
+    with pytest.raises(SftPlayError) as refused:
+        plan_for("2xH200", "train.strategy=fsdp", "tuning.backend=unsloth", config="run_unsloth")
+    assert isinstance(refused.value, EnvironmentFault | ConfigError)
+
+
+def test_a_json_of_another_stage_is_refused_with_both_stages(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    environ = {"DEEPSPEED_CONFIG": str(path)}
+    with pytest.raises(ConfigError, match=r"zero3.*stage=2 in DEEPSPEED_CONFIG=.*mine.json"):
+        planned("2xH200", "zero3", environ=environ)
+    with pytest.raises(ConfigError, match="set TRAIN_STRATEGY=zero2"):
+        planned("2xH200", "zero3", environ=environ, use_deepspeed=True)
+    plan = plan_for("2xH200", "train.strategy=zero2", environ=environ).plan
+    assert plan.deepspeed.source == str(path)
+
+
+def test_every_stage_has_a_json_that_ships() -> None:
+    assert all(path.is_file() for path in ZERO_CONFIGS.values())
