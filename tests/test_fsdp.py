@@ -73,7 +73,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> None:
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     one, two = run_json(ddp), run_json(fsdp)
@@ -90,7 +90,7 @@ def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> N
     torch.testing.assert_close(saved(fsdp, mode), saved(ddp, mode), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> None:
     folder = finished("fsdp", mode)
     for rank in (0, 1):
@@ -98,16 +98,15 @@ def test_each_rank_holds_its_part_of_the_base(finished: Finished, mode: str) -> 
         assert held == total // 2
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_what_is_saved_has_the_form_of_ddp(finished: Finished, mode: str) -> None:
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     assert files(fsdp.weights(mode)) == files(ddp.weights(mode))
     before, after = (folder.checkpoints / "checkpoint-3" for folder in (ddp, fsdp))
     changed = files(before) ^ files(after)
     assert changed == ({"optimizer.pt", "divided_optimizer"} if mode == "full" else set())
-    config = json.loads(
-        (fsdp.weights(mode) / f"{'adapter_' * (mode == 'lora')}config.json").read_text()
-    )
+    name = "config.json" if mode == "full" else "adapter_config.json"
+    config = json.loads((fsdp.weights(mode) / name).read_text())
     assert "fsdp" not in json.dumps(config).lower()
 
 

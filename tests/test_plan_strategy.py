@@ -61,7 +61,6 @@ REFUSED = [
     ("ddp", (), {"use_deepspeed": True}, "use make train-distributed for ddp"),
     ("fsdp", ("tuning.lora.use_dora=true",), {}, "use_dora: PEFT reads whole weights"),
     ("fsdp", ("tuning.lora.modules_to_save=[norm]",), {}, "TRAIN_STRATEGY=ddp or zero2"),
-    ("fsdp", ("tuning.mode=qlora",), {}, "set TRAIN_STRATEGY=ddp or zero2, or TUNING_MODE=lora"),
     ("fsdp", ("tuning.mode=full", "train.optim=adamw_8bit"), {}, "TRAIN_OPTIM=adamw_torch_fused"),
     ("zero3", ("tuning.lora.use_dora=true",), {}, "ZeRO-3 shares among the GPUs"),
 ]

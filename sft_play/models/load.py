@@ -117,6 +117,8 @@ def load_base(
     if quantization is not None:
         bnb.keep_differentiable(model)
         log_packed(model)
+        if is_fsdp:
+            sharding.divide_packed(model, process)
     keep_soft_caps(model)
     bind_by_device(model)
     if model.can_generate():

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from bitsandbytes.nn import Params4bit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -75,6 +76,32 @@ def divide(model: PreTrainedModel, process: Process, trains_weights: bool) -> No
         units.append(embedding)  # a tied one is the head, and the root's
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
+
+
+def divide_packed(model: PreTrainedModel, process: Process) -> None:
+    """Divide a model with 4-bit weights, which this rank holds whole until now.
+
+    A rank keeps the constants of each block of weights whole. FSDP gathers plain bytes, into the
+    same parameter each time: here it becomes bitsandbytes' again, and keeps that.
+    """
+    model.requires_grad_(False)
+    packed: dict[tuple[nn.Module, str], dict[str, Any]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Params4bit):
+                packed[module, name] = vars(parameter)
+                module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
+    divide(model, process, trains_weights=False)
+    units = units_by_module(model)
+    for unit in dict.fromkeys(units[module] for module, _ in packed):
+        names = [(module, name) for module, name in packed if units[module] is unit]
+        for module, name in names:
+            vars(module._parameters[name]).update(packed[module, name])
+        with gathered(unit):
+            for module, name in names:
+                whole = module._parameters[name]
+                whole.__class__ = Params4bit
+                vars(whole).update(packed[module, name])
 
 
 def _outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

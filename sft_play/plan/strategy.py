@@ -141,11 +141,6 @@ def why_not_fsdp(config: Config) -> str | None:
                 "tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY=zero2"
             )
         return None
-    if config.tuning.mode == "qlora":
-        return (
-            "tuning.mode=qlora keeps its 4-bit weights whole on each GPU; set TRAIN_STRATEGY=ddp "
-            "or zero2, or TUNING_MODE=lora"
-        )
     for name in UNSHARDED:
         if getattr(config.tuning.lora, name):
             return (
