@@ -262,7 +262,7 @@ def test_a_token_that_rounding_sends_to_another_expert_is_no_difference() -> Non
     call = Call((torch.randn(64, 8),), {"position_ids": torch.arange(64)[None]})
     trial = Trial(Routed(), call, Process.alone(torch.device("cpu")), False)
     own = trial.run(lambda module: module.forward)
-    assert [value.shape for value in own.choices["picked"]] == [(64, 1)]
+    assert [value.shape for value in own.choices] == [(64, 1)]
     trial.module.noise = 1.0
     again = trial.run(lambda module: module.forward, choices=own.choices)
     assert difference(own, again) is None
@@ -271,7 +271,7 @@ def test_a_token_that_rounding_sends_to_another_expert_is_no_difference() -> Non
 
 def result_of(output: torch.Tensor, reach: bool = True) -> Result:
     tensors = {"output": output, "reach of the last token": torch.tensor([reach])}
-    return Result(tensors, torch.bfloat16, {})
+    return Result(tensors, torch.bfloat16, [])
 
 
 def test_fused_code_may_round_as_much_as_its_own() -> None:

@@ -17,6 +17,8 @@ from sft_play.errors import ConfigError
 from sft_play.models import expert_quantization, lora
 from sft_play.models.experts import expert_weights, packed_weight, routing_linears
 from sft_play.models.fake_model import build_on_meta
+from sft_play.models.fast.capture import kinds_of
+from sft_play.models.fast.experts.install import find_experts
 from sft_play.models.load import load_base
 from sft_play.models.packed import PackedWeights, packed_weights
 from sft_play.models.parameters import count_parameters
@@ -92,6 +94,35 @@ def test_experts_are_packed_and_compute_and_train_as_their_values_in_16_bits(
     packed.eval(), plain.eval()
     with torch.no_grad():
         torch.testing.assert_close(packed(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+def test_a_copy_in_float32_has_the_unpacked_values_and_the_adapters(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "qwen2_moe")
+    packed = load_base(config_of(base), CPU)
+    plain = with_adapters(plain_copy(packed, base), config_of(base, "lora"))
+    adapted = with_adapters(packed, config_of(base))
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    copied = expert_quantization.in_float32(adapted)
+    weights = [parameter for parameter in copied.parameters() if not parameter.requires_grad]
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (copied, plain)]
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+    outputs[0].loss.backward()
+    trained = [name for name, parameter in copied.named_parameters() if parameter.requires_grad]
+    assert all(copied.get_parameter(name).grad is not None for name in trained)
+    assert all(adapted.get_parameter(name).grad is None for name in trained)
+    for name, tensor in adapted.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_layers_of_packed_experts_are_of_one_kind(tmp_path: Path) -> None:
+    """torch gives each parametrized module a class of its own."""
+    base = base_of(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    model = with_adapters(load_base(config_of(base), CPU), config_of(base))
+    kinds = kinds_of(model, model.config)
+    experts = find_experts(model)
+    assert len(experts) > 1
+    assert len({kinds[module] for module in experts}) == 1
 
 
 def test_routers_stay_in_16_bits_and_the_share_in_4_bits_is_logged(

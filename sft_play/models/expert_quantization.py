@@ -10,6 +10,7 @@ unpacks it, once in a forward pass. Fused kernels unpack it themselves.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -204,6 +205,36 @@ def unpack_with_adapter(wrapper: ParamWrapper) -> None:
     wrapper._activate_lora = MethodType(_activate_lora, wrapper)
     for hook in vars(experts).pop(CACHE_HOOKS, ()):
         hook.remove()  # the wrapper has a cache of its own, and hooks would keep it from fusing
+
+
+@torch.no_grad()
+def in_float32(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, which may have adapters, with every weight in float32.
+
+    4-bit weights are unpacked: those of experts, and those of linear layers.
+    """
+    copied = copy.deepcopy(module)
+    for child in list(copied.modules()):
+        for name in list(getattr(child, "parametrizations", ())):
+            if packed_weight(child, name) is not None:
+                weight = getattr(child, name).float()
+                parametrize.remove_parametrizations(child, name, leave_parametrized=False)
+                child._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
+        for name, linear in child.named_children():
+            if isinstance(linear, Linear4bit):
+                setattr(child, name, _unpacked(linear))
+    return copied.float()
+
+
+def _unpacked(linear: Linear4bit) -> nn.Linear:
+    """Return a linear layer with unpacked weights."""
+    packed = linear.weight
+    weight = bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
+    plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
+    plain.weight = nn.Parameter(weight.float(), requires_grad=False)
+    plain.bias = linear.bias
+    return plain
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_play.models.fast.documents import Documents
@@ -65,7 +66,8 @@ def kinds_of(root: nn.Module, config: PretrainedConfig) -> dict[nn.Module, Kind]
     def visit(module: nn.Module) -> Kind:
         if module not in kinds:
             children = tuple((name, visit(child)) for name, child in module.named_children())
-            own = (type(module), _attributes(module), _tensors(module))
+            # parametrized modules, such as experts in 4 bits, have a class each
+            own = (type_before_parametrizations(module), _attributes(module), _tensors(module))
             signature = (*own, _config_of_layer(module, config), children)
             kinds[module] = numbers.setdefault(signature, len(numbers))
         return kinds[module]

@@ -3,16 +3,16 @@
 Legend: B rows, T tokens of a row.
 """
 
-import contextlib
-import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from sft_play.models.expert_quantization import in_float32
 from sft_play.models.fast.capture import SEED, Call
 from sft_play.models.sharding import shallow_copy
 from sft_play.process import Process
@@ -20,8 +20,7 @@ from sft_play.process import Process
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
-# The integers that each module inside was given, such as the experts of each token, by its name
-Choices = dict[str, list[Tensor]]
+Choices = list[Tensor]  # the indices that each topk chose, such as the experts of each token
 
 # Largest difference of two rows of features (of a token, of a matrix), over the root mean square
 # of all rows of the own result. Float32: sums in another order. 16 bits: fused code rounds less
@@ -36,6 +35,31 @@ TOLERANCES = {
 # How far fused code may be from float32 where its own code in 16 bits is farther than the above, in
 # errors of the own code: those of two ways to round are of one size, and not equal.
 MAX_ROUNDING = 1.5
+
+
+class Choosing(TorchFunctionMode):
+    """Keeps the indices that each topk in a context chooses, or repeats those of another run."""
+
+    def __init__(self, again: Choices | None):
+        super().__init__()
+        self.made: Choices = []
+        self._again = iter(again or ())
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, and `topk` with the choice of the other run."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return output
+        chosen = next(self._again, None)
+        if chosen is not None and chosen.shape == output.indices.shape:
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            source = args[0] if args else kwargs["input"]
+            output = torch.return_types.topk((source.gather(dim, chosen), chosen))
+        self.made.append(output.indices)
+        return output
 
 
 class Result(NamedTuple):
@@ -64,9 +88,8 @@ class Trial:
         """Return output and gradients of a forward call, for one random gradient of its output.
 
         `code` returns the forward method of the module, and `call` are its arguments where they are
-        not those of its own code. `choices` of another run are given to the modules inside again:
-        rounding sends a token to another expert, which is no difference of the code that is
-        compared.
+        not those of its own code. `choices` of another run are made again: rounding sends a token
+        to another expert, which is no difference of the code that is compared.
 
         The gradients are those of the input and of the trained parameters. Where a module mixes
         tokens, those of the input for the last token of each row alone tell which tokens reach it:
@@ -75,11 +98,7 @@ class Trial:
         call, inputs = _with_gradients(call or self.call)
         forward = code(self.module)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if choices is None:
-            choices = {}
-            choosing = _recording(self.module, call, choices)
-        else:
-            choosing = _repeating(self.module, call, choices)
+        choosing = Choosing(choices)
         with torch.enable_grad(), self.process.autocast(), choosing:
             output = _first_tensor(forward(*call.args, **call.kwargs))
         generator = torch.Generator().manual_seed(SEED)
@@ -98,25 +117,23 @@ class Trial:
             tensors[f"gradient of {name}"] = gradient
         dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        return Result(tensors, coarsest, choices)
+        return Result(tensors, coarsest, choosing.made)
 
     def run_in_float32(
         self, code: Callable[[nn.Module], Forward], choices: Choices
     ) -> Result | None:
         """Return the same of a float32 copy of the module, with the code of its classes alone.
 
-        None where it has packed weights, or does not run in float32 or in the memory there is.
+        None where it does not run in float32 or in the memory there is.
         """
-        if not all(weight.is_floating_point() for weight in self.module.parameters()):
-            return None
         call = Call(_in_float32(self.call.args), _in_float32(self.call.kwargs))
         process = replace(self.process, compute_dtype=torch.float32)
         try:
-            module = copy.deepcopy(shallow_copy(self.module)).float()
+            module = in_float32(shallow_copy(self.module))
             for child in module.modules():
                 vars(child).pop("forward", None)  # of parts that are fused already
             return Trial(module, call, process, self.mixes_tokens).run(code, choices=choices)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             logger.debug("%s in float32: %s", type(self.module).__name__, error)
             return None
 
@@ -130,83 +147,6 @@ def _in_float32(value: Any) -> Any:
     if type(value) is dict:
         return {name: _in_float32(item) for name, item in value.items()}
     return value
-
-
-@contextlib.contextmanager
-def _recording(module: nn.Module, call: Call, choices: Choices) -> Iterator[None]:
-    """Record the integers that the modules inside are given, but for those of the call itself."""
-    is_choice = _choice_beside(call)
-
-    def record(name: str, value: Any) -> Any:
-        if is_choice(value):
-            choices.setdefault(name, []).append(value)
-        return value
-
-    names = [name for name, _ in module.named_modules() if name]
-    with _arguments_passed_through(module, names, record):
-        yield
-
-
-@contextlib.contextmanager
-def _repeating(module: nn.Module, call: Call, choices: Choices) -> Iterator[None]:
-    """Give the modules inside what was recorded.
-
-    Fused code does not run where a module inside has a hook, so that none has one but the outermost
-    that were given a choice.
-    """
-    is_choice = _choice_beside(call)
-    recorded = {name: iter(values) for name, values in choices.items()}
-
-    def repeat(name: str, value: Any) -> Any:
-        if not is_choice(value):
-            return value
-        again = next(recorded[name], value)
-        return again if again.shape == value.shape else value
-
-    with _arguments_passed_through(module, _outermost(choices), repeat):
-        yield
-
-
-@contextlib.contextmanager
-def _arguments_passed_through(
-    module: nn.Module, names: Sequence[str], change: Callable[[str, Any], Any]
-) -> Iterator[None]:
-    """Give each named module inside `change(name, value)` for each value that it is given."""
-
-    def hook_of(name: str) -> Callable:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            changed = {key: change(name, value) for key, value in kwargs.items()}
-            return tuple(change(name, value) for value in args), changed
-
-        return hook
-
-    hooks = []
-    for name in names:
-        child = module.get_submodule(name)
-        hooks.append(child.register_forward_pre_hook(hook_of(name), with_kwargs=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _choice_beside(call: Call) -> Callable[[Any], bool]:
-    """Return what tells a table of integers that a module made from those that it was given."""
-
-    def is_table(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 2
-
-    def memory(value: Tensor) -> int:  # that of a view too
-        return value.untyped_storage().data_ptr()
-
-    given = {memory(value) for value in (*call.args, *call.kwargs.values()) if is_table(value)}
-    return lambda value: is_table(value) and memory(value) not in given
-
-
-def _outermost(choices: Choices) -> list[str]:
-    """Return the names of modules that are inside no other one."""
-    return [name for name in choices if not any(name.startswith(f"{other}.") for other in choices)]
 
 
 def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:
