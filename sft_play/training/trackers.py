@@ -18,6 +18,7 @@ from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
 
+REACH_RETRIES = 1  # of the first call to MLflow's server
 # The settings that the page HPARAMS has columns for; trackers get all of them besides
 HPARAMS = (
     "model.name",
@@ -79,9 +80,16 @@ def _begin_wandb(context: RunContext) -> None:
 
 
 def _reach_mlflow() -> None:
-    """Ask the tracking server, or the store on disk, for its experiments."""
-    import mlflow
+    """Ask the tracking server, or the store on disk, for its experiments.
 
+    By itself mlflow would try again for minutes.
+    """
+    import mlflow
+    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
+
+    given = RETRIES.get_raw()
+    if given is None:
+        RETRIES.set(REACH_RETRIES)
     try:
         mlflow.search_experiments(max_results=1)
     except mlflow.exceptions.MlflowException as error:
@@ -89,6 +97,9 @@ def _reach_mlflow() -> None:
             f"train.report_to=mlflow: MLFLOW_TRACKING_URI={mlflow.get_tracking_uri()}: "
             f"{first_line(error)}"
         ) from error
+    finally:
+        if given is None:
+            RETRIES.unset()
 
 
 class TensorBoardLog(TensorBoardCallback):
