@@ -129,7 +129,8 @@ def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
 def test_signs_of_life_are_not_kept_but_for_the_last(tmp_path):
     signs = tuple(MetricsLine(21, 40, NOW + 90 + second) for second in range(100))
     run = recorded(tmp_path / "run", running(), LINES + signs)
-    assert len(run.lines) == len(LINES)  # the first line was one too
+    assert len(run.lines) == len(LINES)  # the first line was one too, and begins the time
+    assert run.begun == LINES[0]
     assert run.last.time == NOW + 189
 
 
@@ -268,7 +269,7 @@ def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
     terminal.wait_for("GPU 1 NVIDIA H200: 96 % busy")
     assert "\x1b[?1049h" in terminal.shown  # the terminal's other screen
     terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("not watched any more; the run goes on: make watch RUN=run")
+    terminal.wait_for(f"not watched any more; the run goes on: make watch RUN={folder.path}")
     assert terminal.process.wait(30) == 0
     assert "\x1b[?1049l" in terminal.shown and "\x1b[?25h" in terminal.shown
     assert "Traceback" not in terminal.shown

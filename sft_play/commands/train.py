@@ -101,6 +101,7 @@ def prepare_run(
     folder.write_report(planned_report(folder))
     print(report.plan_line(planned))
     print(f"run {folder.path}")
+    print(f"watch it from another terminal: make watch RUN={folder.path}")
     with failure_recorded(folder):
         from sft_play.data.pipeline import tokenize_run
 

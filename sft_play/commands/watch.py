@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 import time
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, TextIO
 
 from sft_play.commands.call import Call
@@ -23,6 +24,8 @@ def watch(call: Call, output: TextIO = sys.stdout) -> None:
 
     Ctrl-C ends the look, not the run. Raises: EnvironmentFault where there is no run.
     """
+    if isinstance(output, TextIOWrapper):
+        output.reconfigure(errors="replace")  # a terminal that is not in UTF-8 draws no curves
     run = Follower(chosen_run(call))
     run.update()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it also gives the terminal back
@@ -32,7 +35,7 @@ def watch(call: Call, output: TextIO = sys.stdout) -> None:
         else:
             print("\n".join(frame(run)), file=output)
     except KeyboardInterrupt:
-        print(f"not watched any more; the run goes on: make watch RUN={run.folder.name}")
+        print(f"not watched any more; the run goes on: make watch RUN={run.folder.path}")
         return
     if not run.goes_on:
         print("\n".join(["", *verdict_lines(run.folder)]), file=output)

@@ -37,6 +37,8 @@ class Follower:
     lines: list[MetricsLine] = field(default_factory=list)
     log: str = ""
     now: float = 0.0  # seconds since the epoch
+    begun: MetricsLine | None = None  # the first line of this run, not of one that it goes on from
+    _gpus: dict[int, GpuSample] = field(default_factory=dict)  # by rank, the last sample
     _offset: int = 0
 
     def update(self, now: float | None = None) -> list[MetricsLine]:
@@ -54,18 +56,16 @@ class Follower:
     def _keep(self, lines: Sequence[MetricsLine]) -> None:
         """Keep the lines that say more than a step: a long run has a sign of life every 5 s."""
         for line in lines:
+            if self.begun is None and line.time is not None:
+                self.begun = line
             if self.lines and not (self.lines[-1].values or self.lines[-1].answers):
                 self.lines.pop()
             self.lines.append(line)
+            self._gpus |= {sample.rank: sample for sample in line.gpus}
 
     @property
     def goes_on(self) -> bool:
         return self.report.state in GOING_ON
-
-    @property
-    def begun(self) -> MetricsLine | None:
-        """The first line of this run, not of one that it goes on from."""
-        return next((line for line in self.lines if line.time is not None), None)
 
     @property
     def last(self) -> MetricsLine | None:
@@ -76,8 +76,10 @@ class Follower:
         return [(line.step, line.values[name]) for line in self.lines if name in line.values]
 
     def latest(self, name: str) -> float | None:
-        found = self.values(name)
-        return found[-1][1] if found else None
+        """Return the value that was logged last under a name."""
+        return next(
+            (line.values[name] for line in reversed(self.lines) if name in line.values), None
+        )
 
     @property
     def answers(self) -> Sequence[SampleAnswer]:
@@ -87,10 +89,7 @@ class Follower:
     @property
     def gpus(self) -> list[GpuSample]:
         """The last sample of each GPU."""
-        found: dict[int, GpuSample] = {}
-        for line in self.lines:
-            found |= {sample.rank: sample for sample in line.gpus}
-        return [found[rank] for rank in sorted(found)]
+        return [self._gpus[rank] for rank in sorted(self._gpus)]
 
     def seconds_left(self) -> float | None:
         """Return the time that the steps left will take, evaluations included; None before two.
