@@ -93,6 +93,7 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "zero_stage": plan.zero_stage,
         "deepspeed": plan.deepspeed.settings if plan.deepspeed else None,
         "deepspeed_source": plan.deepspeed.source if plan.deepspeed else None,
+        "deepspeed_digest": plan.deepspeed.source_digest if plan.deepspeed else None,
         "backend_of_collectives": ranks.collective_backend,
         "memory": {**plan.memory.peak.components(), "predicted_peak": plan.memory.predicted_peak},
         "phases": phases_json(plan.memory),

@@ -31,6 +31,7 @@ from sft_play.plan.strategy import (
     resolved_name,
 )
 from sft_play.plan.tracing import Tracer
+from sft_play.runs import stamp
 
 RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
 NCCL_SECONDS = 1800
@@ -188,7 +189,8 @@ def _deepspeed_plan(
         max_grad_norm=inputs.config.train.max_grad_norm,
         hidden_size=inputs.model.hidden,
     )
-    return DeepSpeedPlan(deepspeed.resolve(raw, run, source=str(path)), str(path))
+    settings = deepspeed.resolve(raw, run, source=str(path))
+    return DeepSpeedPlan(settings, str(path), stamp.digest_of_text(path.read_text("utf-8")))
 
 
 def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:

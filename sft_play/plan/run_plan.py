@@ -32,6 +32,7 @@ class DeepSpeedPlan:
 
     settings: dict[str, Any]  # in DeepSpeed's own format, no number "auto"
     source: str  # the JSON that they come from
+    source_digest: str = ""  # SHA-256 of that file, shortened
 
     @property
     def zero_stage(self) -> int:

@@ -26,6 +26,7 @@ from sft_play.plan.probe_fit import digest_of_code
 from sft_play.runs import stamp
 from sft_play.training.collectives import Collectives, limited, measure_collectives
 from sft_play.training.context import RunContext
+from sft_play.training.deepspeed_start import prepare_deepspeed
 from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,9 @@ def preflight(
 ) -> None:
     """Check what the ranks have in common and the room that they have, and log a line a machine.
 
-    `samples` is the number of training rows. Every rank must call it, after the process group was
-    joined. Raises: ConfigError, DataError or EnvironmentFault, on every rank alike.
+    `samples` is the number of training rows. DeepSpeed compiles here what it needs. Every rank must
+    call it, after the process group was joined. Raises: ConfigError, DataError or EnvironmentFault,
+    on every rank alike.
     """
     process = context.process
     collectives = None
@@ -79,6 +81,8 @@ def preflight(
     refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, samples))
     if process.is_main and collectives is not None:
         logger.info("%s", "\n".join(machine_lines(ranks, collectives)))
+    if context.plan.deepspeed is not None:
+        prepare_deepspeed(context.plan, process)
 
 
 def gather_facts(context: RunContext, own: Mapping[str, Any]) -> list[RankFacts]:

@@ -34,6 +34,7 @@ def make_stamp(
         "data_digest": stamp.digest_of_text(*data.digests),
         "world_size": plan.ranks.world_size,
         "strategy": plan.ranks.strategy,
+        "deepspeed_digest": plan.deepspeed.source_digest if plan.deepspeed else None,
         "effective_batch": plan.layout.rows_per_step,
         "versions": stamp.versions(),
     }

@@ -1,0 +1,113 @@
+"""What DeepSpeed is given and what it compiles, said before weights load.
+
+Offloaded optimizers step on the CPU, by code that is compiled at its first use on a machine: for
+minutes, in which nothing would be printed. torch keeps it in its cache of extensions behind a lock
+file. A process that was killed while it compiled leaves the file, and everyone would wait for it
+without a word.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from torch.utils import cpp_extension
+
+from sft_play.errors import EnvironmentFault, first_line
+from sft_play.plan.run_plan import RunPlan
+from sft_play.process import Process
+from sft_play.progress import Stage, watched
+
+logger = logging.getLogger(__name__)
+
+CPU_ADAM = "cpu_adam"
+# Types of file systems that other machines may hold locks on
+SHARED = ("nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "gpfs", "9p", "fuse.glusterfs")
+
+
+def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
+    """Log the JSON in force, once, and compile what it needs. Every rank must call it.
+
+    Raises: EnvironmentFault.
+    """
+    if process.is_main:
+        given = plan.deepspeed
+        words = json.dumps(given.settings, sort_keys=True)
+        logger.info("deepspeed json=%s digest=%s %s", given.source, given.source_digest, words)
+    if plan.step.offload:
+        compile_cpu_adam(process)
+
+
+def compile_cpu_adam(process: Process) -> None:
+    """Compile the optimizer of the CPU, one rank of each machine, where it is not compiled yet.
+
+    Every rank must call it. Raises: EnvironmentFault where it cannot be compiled.
+    """
+    failure = None
+    if process.local_rank == 0:
+        folder = Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
+        free_lock(folder / "lock")
+        stage = Stage(f"DeepSpeed compiles {CPU_ADAM} in {folder}, once on a machine")
+        with watched(stage, process.is_main):
+            failure = _compile()
+    failures = process.gather(failure)
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise EnvironmentFault(
+                f"rank {rank}: DeepSpeed cannot compile {CPU_ADAM}, which steps an offloaded "
+                f"optimizer: {message}; see make doctor, or leave offload_optimizer out"
+            )
+
+
+def free_lock(lock: Path) -> None:
+    """Remove the lock of a compilation that has ended without removing it; say who holds another.
+
+    Whoever compiles has the file open.
+    """
+    if not lock.exists():
+        return
+    holder = next(holders(lock), None)
+    if holder is not None:
+        logger.warning("process %d compiles %s already; waiting for it", holder, lock.parent)
+    elif lock.stat().st_uid != os.getuid() or file_system(lock) in SHARED:
+        logger.warning(
+            "%s says that another user or machine compiles; waiting for it. Where none does, an "
+            "earlier run was killed: rm %s",
+            lock,
+            lock,
+        )
+    else:
+        logger.warning("%s was left by a run that was killed while it compiled; removed", lock)
+        lock.unlink(missing_ok=True)
+
+
+def holders(path: Path) -> Iterator[int]:
+    """Yield the processes of this user and machine that have a file open."""
+    path = path.resolve()
+    for process in psutil.process_iter():
+        descriptors = Path(f"/proc/{process.pid}/fd")
+        try:
+            if any(Path(os.readlink(link)) == path for link in descriptors.iterdir()):
+                yield process.pid
+        except OSError:  # another user's, or it has ended
+            continue
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that holds a path, such as ext4 or nfs4."""
+    places = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((places[place] for place in path.resolve().parents if place in places), "unknown")
+
+
+def _compile() -> str | None:
+    """Compile and load the optimizer; return the first line of what went wrong, if anything."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # seconds, so only where it is needed
+
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except (OSError, RuntimeError) as error:
+        logging.getLogger("traceback").warning("while %s was compiled", CPU_ADAM, exc_info=error)
+        return first_line(error)
+    return None
