@@ -76,7 +76,7 @@ def test_a_compilation_that_fails_ends_the_run_with_its_reason(monkeypatch, tmp_
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(deepspeed_start, "_compile", lambda: "no g++")
     with pytest.raises(
-        EnvironmentFault, match="rank 0: DeepSpeed cannot compile cpu_adam, .* no g"
+        EnvironmentFault, match=r"rank 0: DeepSpeed cannot compile cpu_adam, .* no g"
     ):
         compile_cpu_adam(ALONE)
 
