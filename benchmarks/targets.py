@@ -1,7 +1,7 @@
 """The training targets on one workload, each as a user types it, and a table of their run.json.
 
 python benchmarks/inputs.py --out /tmp/8b
-python benchmarks/targets.py --inputs /tmp/8b --steps 20 bnb-lora ddp-lora zero2-lora zero3-lora
+python benchmarks/targets.py --inputs /tmp/8b --steps 20 bnb-lora ddp-lora fsdp-lora zero3-lora
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from benchmarks.machine import GIB, ROOT
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import PeakBytes, RunReport
 
-ZERO_3 = "configs/deepspeed_zero3.json"
-
 
 class Arm(NamedTuple):
-    """A make target and how it tunes."""
+    """A make target, how it tunes, and how its GPUs share a run."""
 
     target: str
     mode: str
-    deepspeed_config: str | None = None
+    strategy: str = "auto"
 
 
 ARMS = {
@@ -34,12 +32,10 @@ ARMS = {
     "bnb-qlora": Arm("train-bnb", "qlora"),
     "unsloth-lora": Arm("train-unsloth", "lora"),
     "unsloth-qlora": Arm("train-unsloth", "qlora"),
-    "ddp-lora": Arm("train-distributed", "lora"),
-    "ddp-qlora": Arm("train-distributed", "qlora"),
-    "zero2-lora": Arm("train-deepspeed", "lora"),
-    "zero3-lora": Arm("train-deepspeed", "lora", ZERO_3),
-    "zero3-qlora": Arm("train-deepspeed", "qlora", ZERO_3),
 }
+for strategy in ("ddp", "fsdp", "zero2", "zero3"):
+    for mode in ("lora", "qlora", "full"):
+        ARMS[f"{strategy}-{mode}"] = Arm("train-distributed", mode, strategy)
 
 
 class ArmRun(NamedTuple):
@@ -65,9 +61,8 @@ def run_arm(name: str, inputs: Path, steps: int, out: Path, seconds: int) -> Arm
         "CONFIG": "configs/base.yaml",
         "PY": sys.executable,
         "TUNING_MODE": arm.mode,
+        "TRAIN_STRATEGY": arm.strategy,
     }
-    if arm.deepspeed_config:
-        settings["DEEPSPEED_CONFIG"] = arm.deepspeed_config
     command = ["timeout", "-k", "20", str(seconds), "make", arm.target]
     command += [f"{variable}={value}" for variable, value in settings.items()]
     with (out / f"{name}.log").open("w") as log:

@@ -23,6 +23,7 @@ SETTINGS = {
     "train.save_strategy": "steps",
     "train.save_steps": 3,
     "train.gradient_checkpointing": True,
+    "train.probe": True,
     "tuning.lora.dropout": 0.1,
 }
 Finished = Callable[..., RunFolder]

@@ -103,7 +103,7 @@ NOT_RUN = {
         "make bench",
         "export TRAIN_EFFECTIVE_BATCH_SIZE=8",
         "python benchmarks/inputs.py --out /tmp/8b",
-        "python benchmarks/targets.py --inputs /tmp/8b ddp-lora zero2-lora zero3-lora",
+        "python benchmarks/targets.py --inputs /tmp/8b ddp-lora fsdp-lora zero2-lora zero3-lora",
     ),
     "these tests": ("make test",),
     "goes on until make tb-stop": ("make tensorboard",),

@@ -57,6 +57,8 @@ def load_model(
         _freeze_what_its_class_freezes(model)
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
+        if is_fsdp and config.tuning.mode == "qlora":
+            sharding.divide_packed(base, process)
     sharding.start(base, process)
     install_fused_kernels(model, config, process, zero_stage)
     return model
@@ -82,7 +84,9 @@ def load_base(
     dtype: torch.dtype | Literal["auto"] | None = None,
     is_fsdp: bool = False,
 ) -> PreTrainedModel:
-    """Return the base model on this rank's device (ZeRO-3, FSDP: divided); no weight is frozen.
+    """Return the base model on this rank's device; no weight is frozen.
+
+    Under ZeRO-3 and FSDP it is divided, but 4-bit weights under FSDP are whole.
 
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
     in the files.
@@ -106,7 +110,7 @@ def load_base(
     with contextlib.ExitStack() as stack:
         if quantization is not None:
             stack.enter_context(packing_experts(quantization))
-        elif is_fsdp:
+        elif is_fsdp:  # 4-bit weights are packed whole first
             trains_weights = config.tuning.mode == "full"
             stack.enter_context(sharding.dividing_while_loading(process, trains_weights))
         if _has_experts(stored):
@@ -117,8 +121,6 @@ def load_base(
     if quantization is not None:
         bnb.keep_differentiable(model)
         log_packed(model)
-        if is_fsdp:
-            sharding.divide_packed(model, process)
     keep_soft_caps(model)
     bind_by_device(model)
     if model.can_generate():

@@ -4,9 +4,9 @@ Each decoder layer is a unit: its weights are gathered before its forward pass a
 and again around its backward pass, while the next unit's are on their way. What belongs to no layer
 is the root's, the output head above all; it stays whole from the forward to the backward pass.
 
-Adapters are added to a divided base, so they belong to no unit: every rank holds them whole, in
-float32, and DDP sums their gradients. A frozen unit has nothing to reduce. Where every weight is
-trained, units gather them in the type that is computed with and sum gradients in float32.
+Adapters belong to no unit: every rank holds them whole, in float32, and DDP sums their gradients. A
+frozen unit has nothing to reduce. Where every weight is trained, units gather them in the type that
+is computed with and sum gradients in float32.
 
 A gathered weight lies in the same memory each time. What the forward pass kept of it is valid again
 in the backward pass, so fused kernels need to know nothing of this.
@@ -40,7 +40,8 @@ def dividing_while_loading(process: Process, trains_weights: bool) -> Iterator[N
     """
 
     def distribute(cls: type, model: PreTrainedModel, *args: Any) -> PreTrainedModel:
-        divide(model, process, trains_weights)
+        model.tie_weights()
+        _divide(model, process, trains_weights)
         return model
 
     # where transformers divides a model itself, by lists of names that few models have
@@ -48,8 +49,13 @@ def dividing_while_loading(process: Process, trains_weights: bool) -> Iterator[N
         yield
 
 
-def divide(model: PreTrainedModel, process: Process, trains_weights: bool) -> None:
-    """Divide the weights of a model among the ranks; every rank must call it.
+def _divide(
+    model: PreTrainedModel,
+    process: Process,
+    trains_weights: bool,
+    left_whole: set[nn.Parameter] | None = None,
+) -> None:
+    """Divide the weights of a model among the ranks.
 
     `trains_weights` says that they are trained, and not adapters beside them.
     Raises: ConfigError for a model without layers to divide.
@@ -68,30 +74,29 @@ def divide(model: PreTrainedModel, process: Process, trains_weights: bool) -> No
             "at a time; set TRAIN_STRATEGY=zero3"
         )
     mesh = init_device_mesh(process.device.type, (process.world_size,))
-    model.tie_weights()
     units: list[nn.Module] = [*layers]
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if head is not None and head.weight is not embedding.weight:
         units.append(embedding)  # a tied one is the head, and the root's
     for unit in (*units, model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=left_whole)
 
 
 def divide_packed(model: PreTrainedModel, process: Process) -> None:
-    """Divide a model with 4-bit weights, which this rank holds whole until now.
+    """Divide a model with 4-bit weights, which this rank holds whole until now, below adapters.
 
     A rank keeps the constants of each block of weights whole. FSDP gathers plain bytes, into the
     same parameter each time: here it becomes bitsandbytes' again, and keeps that.
     """
-    model.requires_grad_(False)
+    adapters = {parameter for parameter in model.parameters() if parameter.requires_grad}
     packed: dict[tuple[nn.Module, str], dict[str, Any]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, Params4bit):
                 packed[module, name] = vars(parameter)
                 module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
-    divide(model, process, trains_weights=False)
+    _divide(model, process, trains_weights=False, left_whole=adapters)
     units = units_by_module(model)
     for unit in dict.fromkeys(units[module] for module, _ in packed):
         names = [(module, name) for module, name in packed if units[module] is unit]
@@ -162,6 +167,13 @@ def gathered(unit: FSDPModule) -> Iterator[None]:
         yield
     finally:
         unit.reshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that the last forward pass has left whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

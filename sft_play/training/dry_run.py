@@ -19,6 +19,7 @@ from torch import nn
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
+from sft_play.models.sharding import is_divided, own_part, reshard
 from sft_play.plan.layout import Layout
 from sft_play.plan.probe_fit import Point
 from sft_play.training.classify import classify
@@ -69,9 +70,9 @@ class DryRun:
     def measure(self, layout: Layout) -> Point | None:
         """Return the peak memory of a step of full rows on this rank; None if it does not fit.
 
-        Under DeepSpeed the out-of-memory error is raised, since the other ranks wait for this one
-        inside their passes. The first call takes a warm-up step that is not counted: it allocates
-        what is kept, such as optimizer state, workspaces and compiled kernels.
+        Where ranks divide the weights the out-of-memory error is raised, since the others wait for
+        this one inside their passes. The first call takes a warm-up step that is not counted: it
+        allocates what is kept, such as optimizer state, workspaces and compiled kernels.
         """
         rows = layout.sequences
         length = layout.max_seq_len
@@ -85,7 +86,8 @@ class DryRun:
             return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
             is_out_of_memory = classify(error).exit_class is ExitClass.OUT_OF_MEMORY
-            if self.trainer.is_deepspeed_enabled or not is_out_of_memory:
+            has_divided = self.trainer.is_deepspeed_enabled or is_divided(self.trainer.model)
+            if has_divided or not is_out_of_memory:
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))
         self._drop_gradients()
@@ -174,8 +176,10 @@ def step_without_change(optimizer: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def _weights_checked(model: nn.Module) -> Iterator[None]:
     """Raise EnvironmentFault on leaving when a parameter or buffer has changed."""
+    reshard(model)
     before = digest(model)
     yield
+    reshard(model)
     after = digest(model)
     changed = [name for name in before if after.get(name) != before[name]]
     if changed or after.keys() != before.keys():
@@ -188,11 +192,11 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
 def digest(model: nn.Module) -> dict[str, int]:
     """Return the sum modulo 2^64 of each parameter and buffer, with elements read as integers.
 
-    Under ZeRO-3 it is the sum of this rank's shard.
+    Under ZeRO-3 and FSDP it is the sum of this rank's part.
     """
     sums: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(model):
-        sums[name] = _sum_of_bits(getattr(tensor, "ds_tensor", tensor))
+        sums[name] = _sum_of_bits(own_part(getattr(tensor, "ds_tensor", tensor)))
     numbers = torch.stack(list(sums.values())).tolist()  # synchronizes with the GPU once
     return dict(zip(sums, numbers, strict=True))
 

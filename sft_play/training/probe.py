@@ -62,7 +62,8 @@ class Probe:
         self.layout = plan.layout
         self.request = probe_fit.request_of_started_run(plan.request, plan.layout)
         self.is_resumed = context.config.train.resume_from is not None
-        is_free = plan.ranks.strategy != "deepspeed" and not self.is_resumed
+        # DeepSpeed's batch is fixed, and under FSDP a rank without memory leaves others waiting
+        is_free = plan.ranks.strategy in ("single", "ddp") and not self.is_resumed
         self.chooses = self.memory.is_exact and is_free
         self.device = "a GPU" if plan.ranks.device == "cuda" else "this host"
 

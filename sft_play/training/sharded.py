@@ -32,8 +32,8 @@ def wrapped(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     if trains_divided(model):
         model._is_accelerate_prepared = True
         return model
-    divided = [name for name, tensor in model.named_parameters() if isinstance(tensor, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, divided)
+    frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     on_gpu = accelerator.device.type == "cuda"
     return DistributedDataParallel(
         model,

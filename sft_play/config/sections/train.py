@@ -164,8 +164,8 @@ class TrainSection(Section):
     probe: bool | Auto = Field(
         "auto",
         description="Measure a step's memory before training and choose batch and checkpointing by "
-        "it; auto is on for bnb on a GPU. On a CPU, under DeepSpeed and on resuming true measures "
-        "and changes nothing.",
+        "it; auto is on for bnb on a GPU. On a CPU, under FSDP and DeepSpeed and on resuming it "
+        "measures and changes nothing.",
     )
     strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"] = Field(
         "auto",
