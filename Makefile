@@ -30,7 +30,7 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop sweep runs watch compare report eval infer chat merge embedded bench bench-data bench-plan \
+  tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data bench-plan \
   test test-fast test-faults test-long test-architectures test-gpu lint clean
 
 help: ## list the targets and variables
@@ -87,6 +87,8 @@ train-deepspeed: $(ENV) ## train with ZeRO on all GPUs or NUM_GPUS, set up by DE
 	@$(SFT) train --distributed --deepspeed
 train-deepspeed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --deepspeed --tensorboard
+slurm: $(ENV) ## write the batch script of a run to OUT=job.sh, for NNODES machines of GPUS=8xH100
+	@$(SFT) slurm
 sweep: $(ENV) ## train all combinations of OVER="tuning.lora.r=8,16 ..."; HALVING=1 ends worse
 	@$(SFT) sweep
 

@@ -51,6 +51,7 @@ READS: dict[str, frozenset[str]] = {
     "train-distributed-tb": RUN | {"TB_PORT"},
     "train-deepspeed": RUN | {"DEEPSPEED_CONFIG"},
     "train-deepspeed-tb": RUN | {"DEEPSPEED_CONFIG", "TB_PORT"},
+    "slurm": LOOK | {"OUT"},
     "sweep": RUN | {"OVER", "HALVING"},
     "config": LOOK,
     "plan": LOOK | {"EXACT"},

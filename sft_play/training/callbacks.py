@@ -18,7 +18,8 @@ from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+# USR1 is what batch systems send before the time limit of a job
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # A main thread that has not handled a signal after this time is stuck in a collective. Launchers
 # kill after 30 seconds.
 STUCK_SECONDS = 20.0
