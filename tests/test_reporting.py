@@ -235,6 +235,15 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path):
     assert verdict.next == f"make train TRAIN_RESUME_FROM={folder.path}"
 
 
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
+    killed = replace(DONE, status="running", pid=2**22 + 1)  # no such process
+    folder = run_folder(tmp_path / "run", killed)
+    assert read_summary(folder).verdict.next is None
+    write_text(folder.checkpoints / "checkpoint-20" / "stamp.json", "{}")
+    command = f"make train TRAIN_RESUME_FROM={folder.path}"
+    assert read_summary(folder).verdict.next == command
+
+
 def test_a_report_that_is_written_anew_says_that_its_run_was_killed(tmp_path):
     killed = replace(DONE, status="running", exit_class=None, pid=2**22 + 1)  # no such process
     run_folder(tmp_path / "run", killed, after="")

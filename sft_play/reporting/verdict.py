@@ -60,18 +60,23 @@ def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdic
         return _done(folder, scores)
     cause = report.cause.splitlines() if report.cause else []
     if report.status == "stopped":
-        target = TARGETS.get(report.strategy or "", "train")
-        resume = " ".join(make_command(target, {"TRAIN_RESUME_FROM": folder.path}))
-        has_checkpoint = any(folder.checkpoints.glob("checkpoint-*/stamp.json"))
         headline = f"Stopped on request at step {report.global_step or 0}"
-        return Verdict("open", headline, cause, resume if has_checkpoint else None)
+        return Verdict("open", headline, cause, _resume_command(folder, report))
     if report.status == "failed":
         advice = report.out_of_memory.next if report.out_of_memory else None
         return Verdict("bad", f"Failed: {exit_words(report.exit_class)}", cause, advice)
     if report.state == "died":
         headline = "Died: the run was killed before it could say how it ended"
-        return Verdict("bad", headline, cause, None)
+        return Verdict("bad", headline, cause, _resume_command(folder, report))
     return Verdict("open", f"Not ended: {report.state}", cause, None)
+
+
+def _resume_command(folder: RunFolder, report: RunReport) -> str | None:
+    """Return the command that goes on from the last checkpoint, None where there is none."""
+    if not any(folder.checkpoints.glob("checkpoint-*/stamp.json")):
+        return None
+    target = TARGETS.get(report.strategy or "", "train")
+    return " ".join(make_command(target, {"TRAIN_RESUME_FROM": folder.path}))
 
 
 def exit_words(exit_class: int | None) -> str:
