@@ -126,19 +126,11 @@ def plan(
 
 
 @app.command()
-def slurm(
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", help="GPUs of each machine, such as 8xH100.")
-    ] = None,
-    distributed: DistributedOption = False,
-    deepspeed: DeepspeedOption = False,
-) -> None:
+def slurm(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Write the batch script of a run for Slurm; it is submitted with sbatch."""
     from sft_play.commands import slurm as scripts
 
-    typer.echo(scripts.slurm(_call(config, set_, gpus), distributed, deepspeed))
+    typer.echo(scripts.slurm(_call(config, set_)))
 
 
 @app.command()

@@ -53,6 +53,7 @@ RUN = (
     "make memory-check",
     "make gpu-info",
     "make train-distributed DEVICE=cpu NUM_GPUS=2",
+    "make slurm NNODES=2 GPUS=8xH100 CONFIG=medium OUT=job.sh",
     "make train-bnb",
     "make compare RUNS=a,b",
     "make eval RUN=name DATA_TEST_PATH=held.jsonl",

@@ -111,7 +111,7 @@ def cluster(tmp_path, settings_of, tiny_base) -> tuple[Path, dict[str, str]]:
     environ = {name.upper().replace(".", "_"): str(value) for name, value in settings.items()}
     environ |= {"CONFIG": "tests/fixtures/empty.yaml", "DEVICE": "cpu", "NNODES": "2"}
     path = tmp_path / "job.sh"
-    command = [sys.executable, "-m", "sft_play", "slurm", "--distributed"]
+    command = [sys.executable, "-m", "sft_play", "slurm"]
     environ |= {"OUT": str(path), "RUN": "mine", "NUM_GPUS": "1"}
     made = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True

@@ -26,14 +26,16 @@ TRAIN = {
 }
 
 
-def slurm(call: Call, distributed: bool, use_deepspeed: bool) -> str:
+def slurm(call: Call) -> str:
     """Write the script to OUT and return what to type next; without OUT return the script.
 
+    Under DeepSpeed where DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
     Raises: OutOfMemory for a plan that does not fit, ConfigError where OUT cannot be written.
     """
     environ = {"MASTER_ADDR": "the-first-machine", **call.environ}  # the script finds it out
     call = dataclasses.replace(call, environ=environ)
-    planned = plan_for_display(call, distributed, use_deepspeed)
+    use_deepspeed = call.invocation.deepspeed_config is not None
+    planned = plan_for_display(call, use_deepspeed, use_deepspeed)
     refuse_what_does_not_fit(planned.plan)
     job = job_of(call, planned)
     text = script(job)
@@ -48,7 +50,7 @@ def slurm(call: Call, distributed: bool, use_deepspeed: bool) -> str:
             f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
         ) from None
     return (
-        f"wrote {path}: {job.nodes} x {job.per_node} processes, {job.limit} hours "
+        f"wrote {path}: {job.nodes} x {job.per_node} processes for {job.limit} "
         f"({job.limit_reason})\nsubmit it with: sbatch {path}"
     )
 

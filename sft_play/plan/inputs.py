@@ -54,7 +54,7 @@ class PlanInputs:
             layers=self.model.layers,
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
             pair_cost=self._pair_cost,
-            waits_each_micro_batch=self.zero_stage >= 2,
+            waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
         )
 
     @property

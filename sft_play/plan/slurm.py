@@ -14,42 +14,7 @@ UNKNOWN_HOURS = 24
 CPUS_PER_GPU = 8
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """What the script asks of Slurm, and the command that each machine runs."""
-
-    name: str  # of the job, and the start of its runs' names
-    nodes: int
-    per_node: int  # processes of a machine: one a GPU
-    device: str
-    seconds: float | None  # of training by the plan; None: not known
-    command: str  # quoted for a shell, without an apostrophe
-    variables: Sequence[str]  # that it reads, as `NAME=value`, quoted for a shell
-    project: Path
-    output_dir: Path
-
-    @property
-    def limit(self) -> str:
-        """The time limit as hours:minutes:seconds."""
-        if self.seconds is None:
-            return f"{UNKNOWN_HOURS}:00:00"
-        wanted = START_SECONDS + NOTICE_SECONDS + MARGIN * self.seconds
-        minutes = math.ceil(wanted / STEP_SECONDS) * STEP_SECONDS // 60
-        return f"{minutes // 60}:{minutes % 60:02}:00"
-
-    @property
-    def limit_reason(self) -> str:
-        if self.seconds is None:
-            return "unknown: the plan knows no speed here; set what your queue allows"
-        return f"{self.seconds / 3600:.1f} hours of training by the plan, x {MARGIN:g}, and start"
-
-
-def script(job: SlurmJob) -> str:
-    """Return the script. It submits nothing: `sbatch FILE` does."""
-    gpus = f"#SBATCH --gpus-per-node={job.per_node}\n" if job.device == "cuda" else ""
-    cpus = job.per_node * (CPUS_PER_GPU if job.device == "cuda" else 1)
-    exports = "".join(f"export {words}\n" for words in job.variables)
-    return f"""#!/bin/bash
+TEMPLATE = """#!/bin/bash
 # Written by make slurm. Partition and account: sbatch --partition=... --account=... THIS_FILE
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
@@ -59,13 +24,13 @@ def script(job: SlurmJob) -> str:
 #SBATCH --time={job.limit}
 # Before the time limit every process gets USR1: the run saves a checkpoint and ends with exit class
 # 75, and the job is queued again to go on from it.
-#SBATCH --signal=USR1@{NOTICE_SECONDS}
+#SBATCH --signal=USR1@{notice}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={_pattern(job.output_dir)}/slurm-%j.log
+#SBATCH --output={pattern}/slurm-%j.log
 set -uo pipefail
-cd {shlex.quote(str(job.project))} || exit 13
-outputs={shlex.quote(str(job.output_dir))}
+cd {project} || exit 13
+outputs={outputs}
 
 {exports}export NNODES="$SLURM_NNODES"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -108,6 +73,48 @@ exit "$status"
 """
 
 
-def _pattern(folder: Path) -> str:
-    """Return a folder for --output, where % begins what Slurm fills in."""
-    return str(folder).replace("%", "%%")
+@dataclass(frozen=True)
+class SlurmJob:
+    """What the script asks of Slurm, and the command that each machine runs."""
+
+    name: str  # of the job, and the start of its runs' names
+    nodes: int
+    per_node: int  # processes of a machine: one a GPU
+    device: str
+    seconds: float | None  # of training by the plan; None: not known
+    command: str  # quoted for a shell, without an apostrophe
+    variables: Sequence[str]  # that it reads, as `NAME=value`, quoted for a shell
+    project: Path
+    output_dir: Path
+
+    @property
+    def limit(self) -> str:
+        """The time limit as hours:minutes:seconds."""
+        if self.seconds is None:
+            return f"{UNKNOWN_HOURS}:00:00"
+        wanted = START_SECONDS + NOTICE_SECONDS + MARGIN * self.seconds
+        minutes = math.ceil(wanted / STEP_SECONDS) * STEP_SECONDS // 60
+        return f"{minutes // 60}:{minutes % 60:02}:00"
+
+    @property
+    def limit_reason(self) -> str:
+        if self.seconds is None:
+            return "unknown: the plan knows no speed here; set what your queue allows"
+        return (
+            f"{self.seconds / 3600:.2f} hours of training by the plan, x {MARGIN:g}, and the start"
+        )
+
+
+def script(job: SlurmJob) -> str:
+    """Return the script. It submits nothing: `sbatch FILE` does."""
+    is_gpu = job.device == "cuda"
+    return TEMPLATE.format(
+        job=job,
+        gpus=f"#SBATCH --gpus-per-node={job.per_node}\n" if is_gpu else "",
+        cpus=job.per_node * (CPUS_PER_GPU if is_gpu else 1),
+        exports="".join(f"export {words}\n" for words in job.variables),
+        notice=NOTICE_SECONDS,
+        pattern=str(job.output_dir).replace("%", "%%"),  # % begins what Slurm fills in
+        project=shlex.quote(str(job.project)),
+        outputs=shlex.quote(str(job.output_dir)),
+    )
