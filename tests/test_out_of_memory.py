@@ -177,10 +177,13 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
     run = changed(planned[0], mode="full")
     path = planned[1].path
     words = after_out_of_memory(run.config, run.plan, path, "optimizer", has_checkpoint=True)
-    assert (
-        "make train-deepspeed " in words
-        and "NUM_GPUS=2 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json" in words
-    )
+    assert words.startswith("make train-distributed ")
+    assert "NUM_GPUS=2 " in words
+    assert words.endswith("TRAIN_STRATEGY=fsdp")
+    whole = run.config.train.model_copy(update={"optim": "adamw_8bit"})
+    config = run.config.model_copy(update={"train": whole})
+    words = after_out_of_memory(config, run.plan, path, "optimizer", has_checkpoint=True)
+    assert words.endswith("TRAIN_STRATEGY=zero3")
     assert "TRAIN_RESUME_FROM" not in words
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from sft_play.config.backends import backend_of
 from sft_play.config.layers import displayed
-from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config, env_name
 from sft_play.config.targets import READS
 from sft_play.errors import OutOfMemory
@@ -18,6 +17,7 @@ from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.probe_fit import MeasuredFit
 from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.strategy import why_not_fsdp
 
 TARGETS = {
     "single": "train",
@@ -26,7 +26,6 @@ TARGETS = {
     "deepspeed": "train-deepspeed",
 }
 MICRO_BATCH_PHASES = ("forward", "backward")
-ZERO3_CONFIG = PROJECT_ROOT / "configs" / "deepspeed_zero3.json"
 # Settings that a checkpoint of the run does not depend on
 KEEP_CHECKPOINTS = {
     "train.batch_size",
@@ -101,7 +100,8 @@ def probe_does_not_fit(
 def smaller_rows(max_seq_len: int) -> str:
     """Return what to try where a single row does not fit."""
     shorter = max(1, max_seq_len // 2)
-    return f"TUNING_MODE=qlora, MODEL_MAX_SEQ_LEN={shorter}, or make train-deepspeed on more GPUs"
+    on_more = "make train-distributed TRAIN_STRATEGY=fsdp on more GPUs"
+    return f"TUNING_MODE=qlora, MODEL_MAX_SEQ_LEN={shorter}, or {on_more}"
 
 
 def after_out_of_memory(
@@ -122,10 +122,10 @@ def after_out_of_memory(
     variables |= _rank_variables(plan)
     target = TARGETS[plan.ranks.strategy]
     if not settings:  # nothing is left to make smaller on these GPUs
-        target = "train-deepspeed"
-        settings = {"tuning.backend": "bnb", "train.grad_accum": "auto"}
+        target = "train-distributed"
+        settings = _divided(config)
         variables["NUM_GPUS"] = 2 * plan.ranks.per_node
-        variables["DEEPSPEED_CONFIG"] = displayed(ZERO3_CONFIG)
+        variables.pop("DEEPSPEED_CONFIG", None)
     for setting, value in settings.items():
         variables[env_name(setting)] = value
     if has_checkpoint and settings.keys() <= KEEP_CHECKPOINTS:
@@ -152,6 +152,17 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
     if config.tuning.mode == "lora":  # what is held whatever the rows are
         return {"tuning.mode": "qlora"}
     return {}
+
+
+def _divided(config: Config) -> dict[str, object]:
+    """Return the settings with which GPUs divide a model among them."""
+    tuning = config.tuning.model_copy(update={"backend": "bnb"})
+    is_zero = why_not_fsdp(config.model_copy(update={"tuning": tuning})) is not None
+    return {
+        "tuning.backend": "bnb",
+        "train.grad_accum": "auto",
+        "train.strategy": "zero3" if is_zero else "fsdp",
+    }
 
 
 def _can_offload_activations(config: Config, plan: RunPlan) -> bool:
