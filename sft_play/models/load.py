@@ -107,7 +107,11 @@ def load_base(
         options["device_map"] = {"": process.device}
     if config.model.attn_implementation != "auto":
         options["attn_implementation"] = config.model.attn_implementation
+    # some classes draw weights that the files replace, and fewer where weights are divided: the
+    # adapters that are drawn next are to be the same
+    gpus = [process.device] if process.device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
         if quantization is not None:
             stack.enter_context(packing_experts(quantization))
         elif is_fsdp:  # 4-bit weights are packed whole first
