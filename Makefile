@@ -30,8 +30,9 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data bench-plan \
-  test test-fast test-faults test-long test-architectures test-gpu lint clean
+  tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data \
+  bench-plan bench-scaling test test-fast test-faults test-long test-architectures test-gpu lint \
+  clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -126,6 +127,10 @@ bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) benchmarks/preparation.py
+bench-scaling: $(ENV) ## measure WORKS on 1, 2, ... or GPUS="1 2" of this host, by STRATEGIES
+	@$(CHECK)
+	@$(PY) -m tools.install add requirements-bench.txt
+	$(PY) -m benchmarks.scaling --docs docs
 bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md
 	@$(CHECK)
 	$(PY) -m benchmarks.planner --docs docs

@@ -16,6 +16,8 @@ MAKE_VARIABLES = (
     "MAKEOVERRIDES",
     "WORKS",
     "ARMS",
+    "GPUS",
+    "STRATEGIES",
     "STEPS",
     "SECONDS",
     "CONFIG",

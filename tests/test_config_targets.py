@@ -70,7 +70,7 @@ def test_all_unknown_variables_come_at_once_and_one_without_a_like_says_where_to
         ("runs", "CONFIG", "make runs does not read it, but make train"),
         ("train", "DEEPSPEED_CONFIG", "but make train-deepspeed, train-deepspeed-tb, config"),
         ("train", "GPUS", "did you mean NUM_GPUS?"),
-        ("train", "STEPS", "make bench does; did you mean TRAIN_MAX_STEPS?"),
+        ("train", "STEPS", "make bench and bench-scaling do; did you mean TRAIN_MAX_STEPS?"),
         ("train", "TB_PORT", "tensorboard do; leave it out"),
         ("train", "EXACT", "but make plan does"),
         ("lint", "TRAIN_EPOCHS", "make lint reads no variable"),

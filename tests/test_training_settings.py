@@ -64,6 +64,7 @@ MAPPED = {
 }
 # settings that transformers has no name for, or a narrower one, and who takes care of them
 ELSEWHERE = {
+    "strategy": "plan.strategy, training.build",
     "run_name": "runs.folder",
     "output_dir": "runs.folder",
     "effective_batch_size": "plan.batch, data.collate.StepSampler",

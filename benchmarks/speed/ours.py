@@ -13,14 +13,30 @@ from benchmarks.machine import GIB
 from benchmarks.processes import last_words
 from benchmarks.speed.results import ArmRun, Measurement
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens
-from benchmarks.speed.workloads import LORA_ALPHA, LORA_RANK, SEED, WARM_UP, Arm, Workload
+from benchmarks.speed.workloads import (
+    ALONE,
+    LORA_ALPHA,
+    LORA_RANK,
+    SEED,
+    WARM_UP,
+    Arm,
+    Launch,
+    Workload,
+)
 from sft_play.errors import ExitClass
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder
 
 
 def make_command(
-    workload: Workload, arm: Arm, inputs: Inputs, out: Path, steps: int, on_cpu: bool
+    workload: Workload,
+    arm: Arm,
+    inputs: Inputs,
+    out: Path,
+    steps: int,
+    on_cpu: bool,
+    launch: Launch = ALONE,
 ) -> list[str]:
     """Return the make command: the workload, how it is logged, no checkpoints and no answers."""
     settings = {
@@ -51,6 +67,13 @@ def make_command(
     elif workload.mode == "full":
         settings["MODEL_DTYPE"] = "bfloat16"
     target = arm.program.replace("ours", "train")
+    if launch.ranks > 1:
+        target = "train-distributed"
+        settings |= {
+            "NUM_GPUS": launch.ranks,
+            "TRAIN_STRATEGY": launch.strategy,
+            "TUNING_BACKEND": arm.program.removeprefix("ours-"),
+        }
     return ["make", target, *(f"{name}={value}" for name, value in settings.items())]
 
 
@@ -78,6 +101,7 @@ def read_run(workload: Workload, out: Path, samples: Path, steps: int, started: 
         own_tokens_per_second=report.tokens_per_second,
         predicted_gib=report.peak_bytes.predicted / GIB,
         rows_used=report.data["train"]["rows_used"],
+        unhidden_communication=_unhidden_communication(folder),
     )
     fused = " ".join(sorted(report.fast_path["on"])) or "nothing"
     settings = _chosen_settings(folder) | {"fused": fused}
@@ -115,6 +139,19 @@ def _logged_steps(folder: Path) -> dict[int, LoggedStep]:
     for event in events.Scalars("train/loss"):
         steps[event.step] = LoggedStep(event.wall_time, norms[event.step])
     return steps
+
+
+def _unhidden_communication(folder: RunFolder) -> float | None:
+    """Return the share of the last timed step that waited for gradients of other ranks.
+
+    None where the engine does not say.
+    """
+    shares = []
+    for line in metrics.read(folder.metrics).lines:
+        waited = line.values.get("step/communication_seconds")
+        if waited is not None and "step_seconds" in line.values:
+            shares.append(waited / line.values["step_seconds"])
+    return shares[-1] if shares else None
 
 
 def _untrained_adapters(adapter: Path) -> list[str]:

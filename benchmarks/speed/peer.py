@@ -6,6 +6,7 @@ number of optimizer steps.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -23,9 +24,9 @@ from benchmarks.speed.workloads import (
     LORA_RANK,
     SEED,
     WARM_UP,
-    WORKLOADS,
     Arm,
     Workload,
+    find_workload,
 )
 from sft_play.runs.files import read_json, write_json
 
@@ -54,6 +55,7 @@ class Job:
     checkpointing: bool
     started: float  # time.time() when the process was started
     on_cpu: bool
+    ranks: int = 1  # processes that train together
 
     def write(self, path: Path) -> None:
         """Write the job for `read`."""
@@ -72,7 +74,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        return WORKLOADS[self.workload_name]
+        return find_workload(self.workload_name)
 
     @property
     def is_reference(self) -> bool:
@@ -144,7 +146,7 @@ def trainer_settings(job: Job) -> dict[str, Any]:
     return {
         "output_dir": str(job.out.parent / "run"),
         "per_device_train_batch_size": job.rows,
-        "gradient_accumulation_steps": rows_per_step // job.rows,
+        "gradient_accumulation_steps": rows_per_step // (job.rows * job.ranks),
         "max_steps": job.steps,
         "learning_rate": job.workload.learning_rate,
         "lr_scheduler_type": "constant",
@@ -214,7 +216,8 @@ def load_base(job: Job) -> PreTrainedModel:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=job.dtype,
         )
-    device = torch.device("cpu") if job.on_cpu else torch.device("cuda", 0)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if job.on_cpu else torch.device("cuda", local_rank)
     return AutoModelForCausalLM.from_pretrained(
         job.model, dtype=job.dtype, device_map={"": device}, **options
     )
@@ -352,7 +355,10 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  whatever a program dies of is its result
         traceback.print_exc()
         report = failed_run(job, error)
-    write_json(job.out, report.as_json())
+    if os.environ.get("RANK", "0") == "0" or report.measured is None:
+        write_json(job.out, report.as_json())
+    if report.measured is None and job.ranks > 1:
+        sys.exit(1)  # which ends the other ranks
 
 
 if __name__ == "__main__":

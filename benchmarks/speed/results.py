@@ -16,6 +16,7 @@ OPTIONAL = {  # left out of the file where they are None
     "own_tokens_per_second",
     "predicted_gib",
     "rows_used",
+    "unhidden_communication",
     "flops_per_second",
     "mfu",
     "mfu_of_reached",
@@ -46,6 +47,7 @@ class Measurement:
     own_tokens_per_second: float | None = None  # by our own clock, from the second step on
     predicted_gib: float | None = None  # by our planner
     rows_used: int | None = None
+    unhidden_communication: float | None = None  # share of a step, of several ranks
 
     @property
     def tokens_per_second(self) -> float:

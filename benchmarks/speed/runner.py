@@ -30,7 +30,16 @@ from benchmarks.speed.results import (
 )
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import COMPARED_STEPS, check_run
-from benchmarks.speed.workloads import ARMS, LORA_RANK, WARM_UP, Arm, Attempt, Workload
+from benchmarks.speed.workloads import (
+    ALONE,
+    ARMS,
+    LORA_RANK,
+    WARM_UP,
+    Arm,
+    Attempt,
+    Launch,
+    Workload,
+)
 from sft_play.config.schema import Config
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.counted_shape import load_counted_shape
@@ -50,6 +59,7 @@ class Options:
     steps: int = 0  # that are timed; 0: as the workload says
     keep: bool = False  # arms whose results count already are left out
     train_reference: bool = True  # unless the results have it
+    launch: Launch = ALONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Benchmark:
         if arm.is_ours:
             return self.run_ours(workload, arm, inputs, steps)
         too_large: list[str] = []
-        for attempt in arm.attempts(workload):
+        for attempt in arm.attempts(workload, self.options.launch.ranks):
             run = self.run_peer(
                 workload, arm.name, inputs, WARM_UP + steps, attempt, self.options.seconds
             )
@@ -158,7 +168,9 @@ class Benchmark:
         out = _fresh_folder(inputs.folder / arm.name)
         started = time.time()
         total = WARM_UP + steps
-        command = ours.make_command(workload, arm, inputs, out, total, self.options.on_cpu)
+        command = ours.make_command(
+            workload, arm, inputs, out, total, self.options.on_cpu, self.options.launch
+        )
         environ = clean_environment(os.environ)
         status = run_limited(command, out / "log", self.options.seconds, ROOT, environ)
         if status is None:
@@ -180,9 +192,11 @@ class Benchmark:
     ) -> ArmRun:
         """Run another program in a process and a folder of its own."""
         out = _fresh_folder(inputs.folder / arm_name)
+        ranks = self.options.launch.ranks
         job = Job(
             arm_name=arm_name,
             workload_name=workload.name,
+            ranks=ranks,
             model=inputs.model,
             samples=inputs.samples,
             adapters=inputs.adapters,
@@ -194,7 +208,11 @@ class Benchmark:
             on_cpu=self.options.on_cpu,
         )
         job.write(out / "job.json")
-        command = [sys.executable, "-m", "benchmarks.speed.peer", str(out / "job.json")]
+        launcher = []
+        if ranks > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        module = ["-m", "benchmarks.speed.peer", str(out / "job.json")]
+        command = [sys.executable, *launcher, *module]
         environ = _with_repository(clean_environment(os.environ))
         status = run_limited(command, out / "log", seconds, out, environ)
         if job.out.exists():
@@ -210,7 +228,7 @@ class Benchmark:
     def peak_shares(
         self, workload: Workload, inputs: Inputs, samples: Samples, run: ArmRun
     ) -> PeakShares:
-        """Return how much of the card's peaks went into operations that the workload needs."""
+        """Return how much of a card's peaks went into operations that the workload needs."""
         if run.measured is None:
             return PeakShares()
         shape = self.count_shape(inputs.model)
@@ -220,6 +238,7 @@ class Benchmark:
         flops = step_flops(shape, adapters, samples.lengths.tolist(), int(samples.trained.sum()))
         flops_per_token = flops / int(samples.lengths.sum())
         used = flops_per_token * run.measured.real_tokens / run.measured.seconds
+        used /= self.options.launch.ranks
         machine = self.results.machine
         return PeakShares(
             flops_per_second=used,

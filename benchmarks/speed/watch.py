@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import distributed
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.machine import GIB
@@ -48,9 +49,12 @@ class Stopwatch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in (self.first, self.last):
-            if self.counted.is_cuda:
+            counted = self.counted.clone()
+            if distributed.is_initialized():
+                distributed.all_reduce(counted)
+            if counted.is_cuda:
                 torch.cuda.synchronize()
-            self.marks[state.global_step] = Mark(time.time(), *self.counted.tolist())
+            self.marks[state.global_step] = Mark(time.time(), *counted.tolist())
 
     def on_log(
         self,

@@ -4,7 +4,7 @@ A workload is a model, its rows and what is trained of it. An arm is a program w
 in a trial.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 LLAMA_1B = "meta-llama/Llama-3.2-1B-Instruct"
@@ -30,6 +30,7 @@ FULL_RATE = 5e-5  # bfloat16 weights round a step of 1e-5 away
 # At 5e-5 an 8B model leaps (a gradient norm of 28 at step 13), and where it lands is chance.
 FULL_RATE_8B = 2e-5
 RAGGED_MEDIAN = 300  # tokens
+SCALED = "-times-"  # in the name of a workload with more rows a step
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ class Workload:
     # Rows of a micro-batch that tuned arms try, until one fits without activation checkpointing.
     padded_rows: tuple[int, ...]
     layers: int | None = None  # how many of the model's; None: all
+
+    def scaled(self, times: int) -> "Workload":
+        """Return the workload with `times` as many rows a step, which ends its name."""
+        if times == 1:
+            return self
+        name = f"{self.name}{SCALED}{times}"
+        return replace(self, name=name, rows_per_step=times * self.rows_per_step)
 
 
 def _fixed(
@@ -145,6 +153,23 @@ class Attempt(NamedTuple):
     checkpointing: bool
 
 
+def find_workload(name: str) -> Workload:
+    """Return a workload by its name, also one with more rows a step."""
+    base, _, times = name.partition(SCALED)
+    return WORKLOADS[base].scaled(int(times or 1))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many processes, a GPU each, train together, and how ours share the model."""
+
+    ranks: int = 1
+    strategy: str = "auto"  # a value of train.strategy
+
+
+ALONE = Launch()
+
+
 @dataclass(frozen=True)
 class Arm:
     """A program and its settings."""
@@ -163,13 +188,15 @@ class Arm:
         """Whether SFT-Play runs it."""
         return self.program.startswith("ours")
 
-    def attempts(self, workload: Workload) -> list[Attempt]:
+    def attempts(self, workload: Workload, ranks: int = 1) -> list[Attempt]:
         """Return the micro-batches to try until one fits. Ours plans its own."""
-        largest = min(8, workload.rows_per_step)
+        rows_per_rank = workload.rows_per_step // ranks
+        largest = min(8, rows_per_rank)
         if self.packs:
             return [Attempt(1, False), Attempt(1, True)]
         if self.is_best:
-            padded = [Attempt(rows, False) for rows in workload.padded_rows]
+            fitting = [rows for rows in workload.padded_rows if rows <= rows_per_rank]
+            padded = [Attempt(rows, False) for rows in fitting]
             return [*padded, Attempt(largest, True)]
         if self.program == "unsloth":
             return [Attempt(min(2, largest), True)]  # 2 is what Unsloth's notebooks say

@@ -78,6 +78,7 @@ READS: dict[str, frozenset[str]] = {
     "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
     "bench-data": NOTHING,
     "bench-plan": frozenset({"WORKS", "SECONDS"}),
+    "bench-scaling": frozenset({"WORKS", "GPUS", "STRATEGIES", "STEPS", "SECONDS"}),
     "test": NOTHING,
     "test-fast": NOTHING,
     "test-faults": NOTHING,
