@@ -192,7 +192,7 @@ def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> N
 
 
 CASES = [
-    ("ddp", "qlora"),
+    pytest.param("ddp", "qlora", marks=pytest.mark.long),
     (2, "full"),
     (3, "full"),
     pytest.param("ddp", "full", marks=pytest.mark.long),
@@ -214,7 +214,7 @@ def test_two_processes_train_as_one(plan_run, taught_base, alone, engine, mode):
     check_parity(alone(mode), folder, engine, mode)
 
 
-@pytest.mark.parametrize("engine", ["ddp", 2])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
 def test_two_processes_that_make_launches_train_as_one(pair, alone, engine):
     check_parity(alone("lora"), pair(engine).folder, engine, "lora")
 

@@ -68,7 +68,7 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     "changes",
     [
         {"tuning.mode": "lora", "tuning.lora.trainable_tokens": "<|user|>"},
-        {"tuning.mode": "qlora"},
+        pytest.param({"tuning.mode": "qlora"}, marks=pytest.mark.long),
         {"tuning.mode": "full"},
     ],
     ids=["lora", "qlora", "full"],
@@ -387,7 +387,7 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
 
 ENGINES = [
     ("ddp", "lora"),
-    (2, "lora"),
+    pytest.param(2, "lora", marks=pytest.mark.long),
     pytest.param(3, "full", marks=pytest.mark.long),
 ]
 

@@ -180,7 +180,10 @@ def test_tensorboard_has_sample_answers_and_settings_with_scores(finished):
     assert scores == {"test/loss", "test/rougeL"} <= set(events.Tags()["scalars"])
 
 
-@pytest.mark.parametrize(("strategy", "steps"), [("steps", [2, 4, 6]), ("epoch", [3, 6])])
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [("steps", [2, 4, 6]), pytest.param("epoch", [3, 6], marks=pytest.mark.long)],
+)
 def test_evaluations_during_training_happen_when_they_should_and_change_no_step(
     plan_run, run_worker, strategy, steps, losses_of
 ):

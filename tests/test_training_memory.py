@@ -233,7 +233,12 @@ def note_phases(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "mode"), [pytest.param(2, "lora", marks=pytest.mark.long), (2, "full"), (3, "full")]
+    ("stage", "mode"),
+    [
+        pytest.param(2, "lora", marks=pytest.mark.long),
+        (2, "full"),
+        pytest.param(3, "full", marks=pytest.mark.long),
+    ],
 )
 def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):
     settings = {

@@ -94,7 +94,10 @@ def check_rows_once_an_epoch(folders: list[Path], rows: int) -> None:
     assert all(steps[0] for steps in ranks), "both ranks have rows"
 
 
-@pytest.mark.parametrize(("engine", "packing"), [("ddp", True), ("ddp", False), ("zero2", True)])
+@pytest.mark.parametrize(
+    ("engine", "packing"),
+    [("ddp", True), pytest.param("ddp", False, marks=pytest.mark.long), ("zero2", True)],
+)
 def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
     """Parameters and optimizer of both ranks and every loss; inside an epoch, with dropout."""
     settings = {

@@ -98,7 +98,7 @@ def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("strategy", ["no", "epoch"])
+@pytest.mark.parametrize("strategy", [pytest.param("no", marks=pytest.mark.long), "epoch"])
 def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy, losses_of):
     folder = plan_run(
         {"train.max_steps": 300, "train.save_strategy": strategy, "train.eval_strategy": strategy}
