@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from rank_processes import run_two_workers
+from rank_processes import run_two, run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from sft_play.config.schema import Config
+from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -109,6 +111,36 @@ def test_what_is_saved_has_the_form_of_ddp(finished: Finished, mode: str) -> Non
     name = "config.json" if mode == "full" else "adapter_config.json"
     config = json.loads((fsdp.weights(mode) / name).read_text())
     assert "fsdp" not in json.dumps(config).lower()
+
+
+def compare_bases(folder: Path, seen: Path) -> None:
+    """Be a rank that loads a base divided and whole; write down the tensors that differ."""
+    from sft_play.models.load import load_base
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    config = Config.model_validate({"model": {"name": str(folder)}, "tuning": {"mode": "lora"}})
+    process = Process(rank, rank, 2, torch.device("cpu"))
+    whole = load_base(config, process)
+    divided = load_base(config, process, is_fsdp=True)
+    differing = []
+    for name, tensor in divided.named_parameters():
+        if not torch.equal(tensor.full_tensor(), whole.get_parameter(name)):
+            differing.append(name)
+    for name, buffer in divided.named_buffers():
+        if not torch.equal(buffer, whole.get_buffer(name)):
+            differing.append(name)
+    (seen / f"{rank}.json").write_text(json.dumps(differing))
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen2_moe"])
+def test_a_divided_base_has_the_weights_and_buffers_of_a_whole_one(
+    base_of, tmp_path: Path, model_type: str
+) -> None:
+    output = tmp_path / "output.txt"
+    exits = run_two(compare_bases, base_of(model_type), tmp_path, output=output)
+    assert exits == [0, 0], output.read_text()[-3000:]
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[], []]
 
 
 def test_plain_peft_opens_the_adapter_of_a_divided_model(finished: Finished, taught_base) -> None:

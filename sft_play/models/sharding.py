@@ -80,7 +80,10 @@ def _divide(
     if head is not None and head.weight is not embedding.weight:
         units.append(embedding)  # a tied one is the head, and the root's
     for unit in (*units, model):
+        own_class = type(unit)
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=left_whole)
+        # transformers loads the models of other modules than its own in another way
+        type(unit).__module__ = own_class.__module__
 
 
 def divide_packed(model: PreTrainedModel, process: Process) -> None:
