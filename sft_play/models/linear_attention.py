@@ -16,8 +16,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
+
+from sft_play.plan.recurrent import MISSING, why_no_kernels
 
 # Names by which the code of transformers' models calls these kernels
 FLA_KERNELS = (
@@ -36,10 +37,6 @@ OTHER_KERNELS = (
     "mamba_selective_scan",
     "mamba_selective_state_update",
 )
-HOPPER = 9  # major compute capability
-# flash-linear-attention refuses these on Hopper: issue 640 of fla-org/flash-linear-attention
-FIRST_WRONG_TRITON = Version("3.4.0")
-FIRST_RIGHT_TRITON = Version("3.7.1")
 IS_BOUND = "_chooses_by_device"
 
 _in_torch: ContextVar[bool] = ContextVar("in_torch", default=False)
@@ -63,21 +60,12 @@ def torch_code(is_on: bool = True) -> Iterator[None]:
 def why_no_fla() -> str | None:
     """Return why this process cannot use flash-linear-attention's kernels; None if it can."""
     if importlib.util.find_spec("fla") is None:
-        return (
-            "flash-linear-attention is not installed "
-            "(python -m tools.install add requirements-gpu.txt)"
-        )
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
+        return MISSING
+    if not torch.cuda.is_available():
         return None
-    import triton
+    import triton  # the module: its package's metadata may be that of another
 
-    version = Version(triton.__version__)
-    if FIRST_WRONG_TRITON <= version < FIRST_RIGHT_TRITON:
-        return (
-            f"Triton {version} computes gradients of flash-linear-attention wrongly on this GPU "
-            f"(Triton {FIRST_RIGHT_TRITON}, which torch 2.13 brings, does not)"
-        )
-    return None
+    return why_no_kernels(torch.cuda.get_device_capability(), triton.__version__)
 
 
 def uses_fla(tensor: Tensor) -> bool:

@@ -21,6 +21,7 @@ from sft_play.plan.model_shape import load_positions
 from sft_play.plan.packing import resolve_packing
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.ranks import Ranks, plan_ranks
+from sft_play.plan.recurrent import recurrent_warnings
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import StepSpec
 from sft_play.plan.strategy import (
@@ -136,6 +137,7 @@ def _resolve(
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
+    warnings += recurrent_warnings(model, hardware)
     warnings += _offloading_warnings(inputs, layout) + switches.warnings(config, ranks, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
