@@ -224,7 +224,7 @@ def test_unsloth_is_refused_where_it_is_not_installed_and_under_deepspeed(
         (
             "tuning.mode=qlora",
             r"ZeRO-3 with tuning.mode=qlora aborts on a CPU; "
-            r"set TUNING_MODE=lora, or DEEPSPEED_CONFIG=",
+            r"set TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp",
         ),
         (
             "tuning.backend=unsloth",

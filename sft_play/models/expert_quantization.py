@@ -63,7 +63,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
         if expert_weights(model) and is_deepspeed_zero3_enabled():
             raise ConfigError(
                 "tuning.mode=qlora: ZeRO-3 cannot share out experts in 4 bits; set "
-                "TUNING_MODE=lora, or a DeepSpeed JSON of stage 2"
+                "TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp"
             )
         self.routers = sorted(routing_linears(model))
         super()._process_model_before_weight_loading(model, *args, **kwargs)

@@ -282,15 +282,15 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     is_qlora = config.tuning.mode == "qlora"
     if inputs.zero_stage == 3 and is_qlora and inputs.ranks.device == "cpu":
         raise ConfigError(
-            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or "
-            "DEEPSPEED_CONFIG=configs/deepspeed_zero2.json"
+            "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
+            "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
     unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
     if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
         raise ConfigError(
             f"{', '.join(loaded.described(f'tuning.lora.{name}') for name in unsharded)}: PEFT "
-            "reads whole weights for it, which ZeRO-3 shares among the GPUs; set "
-            "DEEPSPEED_CONFIG=configs/deepspeed_zero2.json, or delete the setting"
+            "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
+            "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
         )
     backend = backend_of(config)
     if inputs.zero_stage and not backend.runs_under_deepspeed:
