@@ -1,11 +1,13 @@
 """sft_play.plan.launch: the command and environment that start the ranks of a run."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,3 +285,26 @@ def test_a_rank_that_is_started_already_is_the_worker_alone() -> None:
     assert started.argv == (sys.executable, str(WORKER), str(RUN))
     assert started.env["CUDA_VISIBLE_DEVICES"] == "5,3"
     assert started.env == command(ranks, CUDA_VISIBLE_DEVICES="5,3,1").env
+
+
+def test_gloo_of_several_machines_gets_the_interface_that_reaches_the_first(monkeypatch):
+    """By the host's name it would often find a loopback address, and wait for ever."""
+    own = {"lo": ["127.0.0.1"], "eth0": ["192.0.2.7"]}
+    faces = {
+        name: [SimpleNamespace(address=address) for address in found] for name, found in own.items()
+    }
+    monkeypatch.setattr(launch.psutil, "net_if_addrs", lambda: faces)
+    probe = SimpleNamespace(connect=lambda _: None, getsockname=lambda: ("192.0.2.7", 40000))
+    monkeypatch.setattr(launch.socket, "socket", lambda *_: contextlib.nullcontext(probe))
+    assert launch.interface_to("192.0.2.1") == "eth0"
+    one = ranks_of("ddp", "cpu", 1)
+    two = replace(one, nodes=2, master_addr="192.0.2.1")
+    environ = {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert rank_command(two, RUN, {}).env["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "GLOO_SOCKET_IFNAME" not in rank_command(two, RUN, environ).env
+    assert "GLOO_SOCKET_IFNAME" not in rank_command(one, RUN, {}).env
+
+
+def test_an_address_without_a_way_to_it_has_no_interface():
+    assert launch.interface_to("127.0.0.1") is None
+    assert launch.interface_to("no such host.invalid") is None

@@ -117,7 +117,7 @@ def hang() -> None:
 
     collectives.FIRST_SECONDS = 2.0
     if os.environ["RANK"] == "1":
-        preflight.limited = lambda *_: time.sleep(60)
+        preflight.limited = lambda *_, **__: time.sleep(60)
 
 
 @pytest.mark.parametrize(

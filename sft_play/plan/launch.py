@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import yaml
 
 from sft_play.errors import EnvironmentFault
@@ -109,6 +110,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def interface_to(address: str) -> str | None:
+    """Return the network interface through which this host reaches an address.
+
+    None for the host itself by a loopback address, and for an address that cannot be reached.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # a datagram socket sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if name != "lo" and any(found.address.partition("%")[0] == own for found in addresses):
+            return name
+    return None
+
+
 def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what the ranks need beside the user's environment.
 
@@ -134,6 +153,9 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
         if "OMP_WAIT_POLICY" not in environ:
             # threads that spin while they wait slowed generation 60-fold beside a busy program
             defaults["GOMP_SPINCOUNT"] = "20000"
+    if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
+        # gloo takes the address of the host's name, which on many clusters is a loopback's
+        defaults["GLOO_SOCKET_IFNAME"] = interface
     env = {name: value for name, value in defaults.items() if name not in environ} | device
     bin_folder = str(Path(sys.executable).parent)
     if bin_folder not in environ.get("PATH", "").split(os.pathsep):

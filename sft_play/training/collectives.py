@@ -16,6 +16,7 @@ from sft_play.plan.speed import LINK_SHARE
 from sft_play.process import Process
 
 FIRST_SECONDS = 180.0  # for ranks that have met; some are slow to read the base model's files
+JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose own error says more
 SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
 REPEATS = 5
 SLOW_SHARE = 0.25  # of what such links reach, below which something is wrong with them
@@ -42,17 +43,23 @@ class Collectives:
 
 
 @contextmanager
-def limited(process: Process, give_up: Callable[[str], None]) -> Iterator[None]:
-    """Call `give_up(cause)` in a thread where the collectives inside do not end in time.
+def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
+    """Call `give_up(cause)` in a thread where what the ranks do inside does not end in time.
 
-    The group's own timeout is for steps and evaluations, which may take half an hour.
+    While they join, the group's own timeout counts, which gloo does not keep where addresses are
+    wrong; machines may start minutes apart. Then they are all there.
     """
-    seconds = min(FIRST_SECONDS, process.timeout.total_seconds())
+    seconds = process.timeout.total_seconds()
+    missing = "the other ranks did not come, or cannot be reached,"
+    if is_joining:
+        seconds += JOIN_SECONDS
+    else:
+        seconds = min(FIRST_SECONDS, seconds)
+        missing = "the ranks have met, and their first collectives did not end"
     cause = (
-        f"rank {process.rank} on {socket.gethostname()}: the ranks have met, and their first "
-        f"collectives did not end within {seconds:.0f} s; between machines, set NCCL_SOCKET_IFNAME "
-        "and GLOO_SOCKET_IFNAME to the interface that joins them (make doctor lists them), and "
-        "look at logs/rank-*.log of the run on each"
+        f"rank {process.rank} on {socket.gethostname()}: {missing} within {seconds:.0f} s; between "
+        "machines, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that joins them "
+        "(make doctor lists them), and look at logs/rank-*.log of the run on each"
     )
     timer = Timer(seconds, give_up, (cause,))
     timer.daemon = True

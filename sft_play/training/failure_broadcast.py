@@ -69,8 +69,12 @@ class FailureBroadcast:
 
         First wait until all ranks have answered, for ACKNOWLEDGE_SECONDS at most. The process ends
         without destroying the process group, which would wait for the other ranks. If several ranks
-        fail, all exit with the class of the first one.
+        fail, all exit with the class of the first one. Where the machine of the store is cut off,
+        asking it would take until TCP gives up, so the process ends without an answer.
         """
+        last = threading.Timer(2 * ACKNOWLEDGE_SECONDS, os._exit, (exit_class,))
+        last.daemon = True
+        last.start()
         try:
             own = json.dumps([self.rank, exit_class, cause])
             _, exit_class, _ = json.loads(self._store.compare_set(KEY, "", own))

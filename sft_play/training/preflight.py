@@ -70,7 +70,7 @@ def preflight(
     process = context.process
     collectives = None
     own = {**must_agree(context, run_stamp, checkpoint), "training rows": samples}
-    with limited(process, recorder.abandon):
+    with limited(process, recorder.abandon, is_joining=False):
         ranks = gather_facts(context, own)
         if process.world_size > 1:
             with recorder.check("all ranks have the same versions, settings and rows"):

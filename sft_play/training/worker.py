@@ -37,6 +37,7 @@ from sft_play.training.arguments import training_arguments
 from sft_play.training.build import build_evaluator, build_trainer
 from sft_play.training.callbacks import BeforeFirstStep, Progress, StopAfter, StopOnSignal
 from sft_play.training.checks import check_engine, check_saved_adapter, check_saved_model
+from sft_play.training.collectives import limited
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
 from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
@@ -77,8 +78,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     clock.lap("data")
     # Before the weights: under ZeRO-3 the arguments cause them to be partitioned over the process
     # group while they load.
-    runtime.join_group(planned.plan, process.timeout)
-    recorder.broadcast = FailureBroadcast.start(process, recorder.follow)
+    recorder.broadcast = join_group(context, recorder)
     arguments = training_arguments(planned, folder)
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
@@ -120,6 +120,14 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     if process.is_main:
         logger.info("%s", "\n".join(summary_lines(recorder.report, held_out, folder, weights)))
     leave_group(recorder)
+
+
+def join_group(context: RunContext, recorder: RunRecorder) -> FailureBroadcast | None:
+    """Join the other ranks, and from then on fail with them; give up where they do not come."""
+    process = context.process
+    with limited(process, recorder.abandon, is_joining=True):
+        runtime.join_group(context.plan, process.timeout)
+    return FailureBroadcast.start(process, recorder.follow)
 
 
 def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
