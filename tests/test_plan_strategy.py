@@ -62,6 +62,7 @@ REFUSED = [
     ("fsdp", ("tuning.lora.use_dora=true",), {}, "use_dora: PEFT reads whole weights"),
     ("fsdp", ("tuning.lora.modules_to_save=[norm]",), {}, "TRAIN_STRATEGY=ddp or zero2"),
     ("fsdp", ("tuning.mode=full", "train.optim=adamw_8bit"), {}, "TRAIN_OPTIM=adamw_torch_fused"),
+    ("fsdp", ("tuning.mode=full",), {"gpus": "2xT4"}, "float16 scales the loss"),
     ("zero3", ("tuning.lora.use_dora=true",), {}, "ZeRO-3 shares among the GPUs"),
 ]
 
@@ -76,6 +77,10 @@ def test_what_cannot_run_is_refused_with_what_can(
 
 
 def test_what_fsdp_cannot_divide_is_ddp_where_nothing_is_asked() -> None:
+    in_float16 = planned(
+        "2xT4", "auto", "tuning.mode=full", "model.name=Qwen/Qwen2.5-1.5B-Instruct"
+    )
+    assert in_float16[0] == "ddp"
     full = ("tuning.mode=full", "train.optim=adamw_8bit", LLAMA_70B)
     assert planned("2xH200", "auto", *full)[0] == "ddp"
 

@@ -62,7 +62,8 @@ def resolve(
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
-    first, *others = asked.engines(loaded.config, ranks)
+    is_float16 = choose_precision(loaded, hardware, None).precision == "fp16"
+    first, *others = asked.engines(loaded.config, ranks, is_float16)
     planned = _resolve(loaded, hardware, environ, ranks, first)
     for engine in others:
         if planned.plan.fits:
@@ -91,7 +92,8 @@ def fastest(
         return planned
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
     plans = []
-    for engine in alternatives(loaded.config):
+    is_float16 = choose_precision(loaded, hardware, None).precision == "fp16"
+    for engine in alternatives(loaded.config, is_float16):
         plans.append(_resolve(loaded, hardware, environ, ranks, engine))
     return max(plans, key=_fits_and_speed)
 

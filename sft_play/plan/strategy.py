@@ -49,19 +49,20 @@ class AskedStrategy:
         """Whether it is for several processes, and so takes all GPUs where nobody says how many."""
         return self.name not in ("auto", "ddp")
 
-    def engines(self, config: Config, ranks: Ranks) -> tuple[Engine, ...]:
+    def engines(self, config: Config, ranks: Ranks, is_float16: bool = False) -> tuple[Engine, ...]:
         """Return what may run, the first that fits: the others are for where it does not fit.
 
+        `is_float16` says that the run computes in float16.
         Raises: ConfigError where the one that is asked for cannot run.
         """
         if self.uses_deepspeed:
             return self._zero_engines()
         if self.name == "fsdp":
-            self._refuse_fsdp(config, ranks)
+            self._refuse_fsdp(config, ranks, is_float16)
             return (Engine("fsdp"),)
         if ranks.world_size == 1:
             return (Engine("single"),)
-        if self.name == "auto" and not why_not_fsdp(config):
+        if self.name == "auto" and not why_not_fsdp(config, is_float16):
             return Engine("ddp"), Engine("fsdp")
         return (Engine("ddp"),)
 
@@ -71,13 +72,13 @@ class AskedStrategy:
         stages: Sequence[str] = ZERO_ORDER if self.name == "auto" else (self.name,)
         return tuple(Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
 
-    def _refuse_fsdp(self, config: Config, ranks: Ranks) -> None:
+    def _refuse_fsdp(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
         if ranks.world_size == 1:
             raise ConfigError(
                 f"{self.described}: FSDP shares a model among processes, and this run has one; set "
                 "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto"
             )
-        reason = why_not_fsdp(config)
+        reason = why_not_fsdp(config, is_float16)
         if reason:
             raise ConfigError(f"{self.described}: {reason}")
 
@@ -109,10 +110,10 @@ def asked_strategy(
     return AskedStrategy(name, described, use_deepspeed or is_zero, path)
 
 
-def alternatives(config: Config) -> tuple[Engine, ...]:
+def alternatives(config: Config, is_float16: bool) -> tuple[Engine, ...]:
     """Return every engine that may run on several GPUs, those first that are preferred."""
     engines = [Engine("ddp")]
-    if not why_not_fsdp(config):
+    if not why_not_fsdp(config, is_float16):
         engines.append(Engine("fsdp"))
     if backend_of(config).runs_under_deepspeed:
         engines += [Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in ZERO_ORDER]
@@ -126,7 +127,7 @@ def resolved_name(strategy: Strategy, zero_stage: int) -> str:
     return "ddp" if strategy == "single" else strategy
 
 
-def why_not_fsdp(config: Config) -> str | None:
+def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
     """Return why a config cannot run under FSDP and what can, None if it can."""
     backend = backend_of(config)
     if not backend.runs_under_fsdp:
@@ -135,6 +136,11 @@ def why_not_fsdp(config: Config) -> str | None:
             "TUNING_BACKEND=bnb"
         )
     if config.tuning.mode == "full":
+        if is_float16 or config.train.fp16 is True:
+            return (
+                "float16 scales the loss, which nobody has tried with weights that FSDP divides; "
+                "set TRAIN_STRATEGY=zero2, or TRAIN_BF16=true on GPUs that have it"
+            )
         if config.train.optim not in DIVISIBLE_OPTIMIZERS:
             return (
                 f"train.optim={config.train.optim} steps whole weights, which FSDP divides in "
