@@ -185,9 +185,9 @@ ATTENTION = (
 )
 ANSWERS_ONLY = "answers alone carry loss here; data.train_on chooses which"
 BASE_LORA = "write the base in model.name; resume a run's adapter with train.resume_from"
-NO_MEASURE = "there is no such setting; `make train` prints the loss before and after"
+NO_MEASURE = "`make train` prints the loss before and after"
 WANDB = "write train.report_to: wandb; wandb reads its variables, such as WANDB_PROJECT"
-TENSORBOARD = "there is no such setting; every run writes TensorBoard files (make tensorboard)"
+TENSORBOARD = "every run writes TensorBoard files (make tensorboard)"
 RECIPES = "give all of them in data.train_path, with weights such as {a.jsonl: 3, b.jsonl: 1}"
 ROW_FORMAT = "the format of rows is recognised by their keys; data.columns names other columns"
 TEMPLATE = (
@@ -229,7 +229,7 @@ ADVICE = {
     "use_qlora": QLORA,
     "use_unsloth": "write tuning.backend: unsloth",
     "unsloth": "write tuning.backend: unsloth",
-    "bias": "biases of adapted layers stay frozen; there is no such setting",
+    "bias": "biases of adapted layers stay frozen",
     "pissa_init": NO_PISSA,
     "lora_target_linear": "write tuning.lora.target_modules: all-linear",
     "lora_fan_in_fan_out": "it follows from the model; nothing to set",
@@ -253,8 +253,8 @@ ADVICE = {
     "mixed_precision": "write train.bf16: true or train.fp16: true",
     "precision": "write train.bf16: true or train.fp16: true",
     "pad_to_sequence_len": "rows are padded to the longest of their micro-batch; train.packing",
-    "group_by_length": "there is no such setting; train.packing avoids padding altogether",
-    "eval_sample_packing": "there is no such setting; evaluations are not packed",
+    "group_by_length": "train.packing avoids padding altogether",
+    "eval_sample_packing": "evaluations are not packed",
     "auto_find_batch_size": "write train.batch_size: auto",
     # machines
     "deepspeed": DEEPSPEED,
@@ -262,17 +262,20 @@ ADVICE = {
     "ds_config": DEEPSPEED,
     "fsdp": FSDP,
     "fsdp_config": FSDP,
-    "device_map": "there is no such setting; DEVICE=cpu or cuda and NUM_GPUS= choose the devices",
+    "device_map": (
+        "every process trains on one device, which DEVICE=cpu or cuda "
+        "and NUM_GPUS= choose, and TRAIN_STRATEGY=fsdp divides a model that is too large for one"
+    ),
     "num_gpus": "write NUM_GPUS= on the command line",
     "local_rank": "the launcher sets it; delete the line",
     "world_size": "write NUM_GPUS= and NNODES= on the command line",
     # what a run writes
-    "hub_model_id": "there is no such setting; upload the folder of a finished run",
-    "push_to_hub": "there is no such setting; upload the folder of a finished run",
+    "hub_model_id": "upload the folder of a finished run",
+    "push_to_hub": "upload the folder of a finished run",
     "early_stopping": EARLY_STOP,
     "early_stopping_patience": EARLY_STOP,
     "logging_dir": TENSORBOARD,
-    "load_best_model_at_end": "there is no such setting; train.save_total_limit keeps checkpoints",
+    "load_best_model_at_end": "train.save_total_limit keeps checkpoints",
     "metric_for_best_model": NO_MEASURE,
     "compute_metrics": NO_MEASURE,
     "overwrite_output_dir": "every run has a folder of its own; train.run_name names it",
@@ -311,15 +314,15 @@ ADVICE = {
     "template": TEMPLATE,
     "conversation_template": TEMPLATE,
     "prompt_template": TEMPLATE,
-    "special_tokens": "there is no such setting; save them with the model's tokenizer",
-    "tokenizer": "the tokenizer is that of model.name; there is no such setting",
-    "tokenizer_name": "the tokenizer is that of model.name; there is no such setting",
-    "tokenizer_type": "the tokenizer is that of model.name; there is no such setting",
+    "special_tokens": "save them with the model's tokenizer",
+    "tokenizer": "the tokenizer is that of model.name",
+    "tokenizer_name": "the tokenizer is that of model.name",
+    "tokenizer_type": "the tokenizer is that of model.name",
     "model_type": "it is read from the model's config.json; delete the line",
     "truncation": "write data.too_long: drop, truncate_left or split",
     "dataset_num_proc": PROCESSES,
     "dataset_processes": PROCESSES,
     "preprocessing_num_workers": PROCESSES,
-    "max_samples": "there is no such setting; train.max_steps ends a run early",
-    "max_train_samples": "there is no such setting; train.max_steps ends a run early",
+    "max_samples": "train.max_steps ends a run early",
+    "max_train_samples": "train.max_steps ends a run early",
 }
