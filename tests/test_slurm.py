@@ -54,7 +54,7 @@ def job(**changes) -> SlurmJob:
         "seconds": 3600.0,
         "command": "python -m sft_play train",
         "variables": ("CONFIG=mine.yaml", "MODEL_NAME='my model'"),
-        "project": Path("/work/my project"),
+        "project": Path("/srv/my project"),
         "output_dir": Path("/out/100%"),
     }
     return SlurmJob(**{**plain, **changes})
@@ -83,7 +83,7 @@ def test_the_script_asks_for_the_plan_s_machines_and_hours() -> None:
         "open-mode": "append",
         "output": "/out/100%%/slurm-%j.log",
     }
-    assert "export MODEL_NAME='my model'\n" in text and "cd '/work/my project'" in text
+    assert "export MODEL_NAME='my model'\n" in text and "cd '/srv/my project'" in text
 
 
 def test_hours_that_are_not_known_are_said_to_be_unknown() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.machine import ROOT, Machine, repository_commit
 from benchmarks.scaling.report import draw, markdown
 from benchmarks.scaling.results import REFERENCE_ARM, Case, ScalingResults
-from benchmarks.speed.results import ArmResult, SpeedResults
+from benchmarks.speed.results import ArmResult, ArmRun, SpeedResults
 from benchmarks.speed.runner import Benchmark, Options, describe, log
 from benchmarks.speed.samples import Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import check_run
@@ -45,11 +45,12 @@ def main() -> None:
     # an exit kills the case that runs; it would hold the GPUs
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = results_of_this_machine(args)
+    gpus = sorted({1, *args.gpus}) if args.gpus else powers_of_two(results.gpus)
     options = Options(args.seconds, on_cpu=args.toy, steps=args.steps)
     # of its parts, the reference and the verdict are another's here
     speed = SpeedResults(results.path, results.machine, {})
     benchmark = Benchmark(speed, args.folder.resolve(), options)
-    for case in choose_cases(args):
+    for case in choose_cases(args, gpus):
         if not (args.keep and results.speed(case)):
             run_case(benchmark, results, case)
     write_report(results, args.docs)
@@ -91,7 +92,6 @@ def results_of_this_machine(args: argparse.Namespace) -> ScalingResults:
     gpus = 2 if args.toy else count_gpus()
     if gpus < 2:
         sys.exit("one GPU is here; --toy runs two processes on the CPU")
-    args.gpus = sorted(set(args.gpus) | {1}) if args.gpus else powers_of_two(gpus)
     path = args.results or machine.results_path("scaling")
     found = ScalingResults.read(path).found if path.exists() else {}
     return ScalingResults(path, machine, gpus, found)
@@ -108,14 +108,14 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def choose_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yield cases, each after those on one GPU that it is compared with."""
+def choose_cases(args: argparse.Namespace, gpus: Sequence[int]) -> Iterator[Case]:
+    """Yield cases on each number of GPUs, after those on one that they are compared with."""
     works = args.works or ([TOY_WORK] if args.toy else DEFAULT_WORKS)
     for work in works:
         chosen: list[Case] = []
-        for gpus in args.gpus:
-            if gpus > 1:
-                chosen += cases_of(work, gpus, args)
+        for count in gpus:
+            if count > 1:
+                chosen += cases_of(work, count, args)
         needed: list[Case] = []
         for case in chosen:
             needed += [case.reference, case.baseline]
@@ -159,7 +159,7 @@ def run_case(benchmark: Benchmark, results: ScalingResults, case: Case) -> None:
     log(f"{case.workload_name:<24} {case.strategy:<7} x{case.gpus} {words}")
 
 
-def every_loss(run) -> list[float]:
+def every_loss(run: ArmRun) -> list[float]:
     """Return a loss for each step of a run that logged the mean of every WARM_UP steps."""
     if run.measured is None:
         return []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.scaling.results import Case, ScalingResults
-from benchmarks.speed.report import describe_machine, describe_workload
+from benchmarks.speed.report import describe_machine, describe_workload, percent
 from benchmarks.speed.workloads import find_workload
 
-# What a guide to several GPUs promises of them (docs/benchmark.md names it)
+# What a guide to several GPUs may promise of them
 PROMISED = {1: 1.0, 2: 1.8, 4: 3.4, 8: 6.4}
 HEAD = (
     "| GPUs | program | strategy | real tokens/s | a GPU | speed-up | of linear | promised "
@@ -60,19 +60,14 @@ def row(results: ScalingResults, case: Case) -> str:
         *start,
         *figures,
         "-" if speedup is None else f"{speedup:.2f}",
-        "-" if speedup is None else f"{speedup / case.gpus:.1%}",
+        percent(speedup and speedup / case.gpus, ".1%"),
         "-" if promised is None else f"{promised:.1f}",
         f"{measured.peak_reserved_gib:.1f}",
         "-" if measured.predicted_gib is None else f"{measured.predicted_gib:.1f}",
-        percent(measured.unhidden_communication),
+        percent(measured.unhidden_communication, ".1%"),
         percent(result.verdict.off, ".2%"),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def percent(share: float | None, form: str = ".1%") -> str:
-    """Return a share as a cell."""
-    return "-" if share is None else format(share, form)
 
 
 def draw(results: ScalingResults, path: Path) -> None:

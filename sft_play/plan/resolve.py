@@ -62,8 +62,7 @@ def resolve(
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
-    is_float16 = choose_precision(loaded, hardware, None).precision == "fp16"
-    first, *others = asked.engines(loaded.config, ranks, is_float16)
+    first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
     planned = _resolve(loaded, hardware, environ, ranks, first)
     for engine in others:
         if planned.plan.fits:
@@ -92,10 +91,14 @@ def fastest(
         return planned
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
     plans = []
-    is_float16 = choose_precision(loaded, hardware, None).precision == "fp16"
-    for engine in alternatives(loaded.config, is_float16):
+    for engine in alternatives(loaded.config, _is_float16(loaded, hardware)):
         plans.append(_resolve(loaded, hardware, environ, ranks, engine))
     return max(plans, key=_fits_and_speed)
+
+
+def _is_float16(loaded: LoadedConfig, hardware: Hardware) -> bool:
+    """Return whether a run without DeepSpeed, whose JSON may say otherwise, is in float16."""
+    return choose_precision(loaded, hardware, None).precision == "fp16"
 
 
 def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:

@@ -82,9 +82,11 @@ class TrainingSetup:
             yield
             return
         self._whole_units.add(unit)
-        with gathered(unit):
-            yield
-        self._whole_units.remove(unit)
+        try:
+            with gathered(unit):
+                yield
+        finally:
+            self._whole_units.remove(unit)
 
     @property
     def longest_row(self) -> int | None:
