@@ -74,6 +74,25 @@ def test_every_case_comes_after_those_that_it_is_compared_with(
     assert Case(WORK, "unsloth-best", "ddp", 2, 2) in cases
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--strategies", "dpp"], "there is no dpp; there are ddp, fsdp, zero2, zero3"),
+        (["--gpus", "2xH200"], 'GPUS: 2xH200 is no number of GPUs; write such as GPUS="1 2"'),
+    ],
+)
+def test_a_word_that_means_nothing_is_refused_with_those_that_do(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scaling", *words])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert said in capsys.readouterr().err
+
+
 def test_our_command_names_processes_and_strategy_and_nothing_of_speed(tmp_path: Path) -> None:
     command = make_command(
         find_workload(WEAK.workload_name),

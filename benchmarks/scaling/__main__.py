@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     variable = os.environ.get
     add("--works", nargs="+", default=variable("WORKS", "").split())
-    add("--gpus", nargs="+", type=int, default=[int(n) for n in variable("GPUS", "").split()])
+    add("--gpus", nargs="+", default=variable("GPUS", "").split(), help="numbers, such as 1 2")
     add("--strategies", nargs="+", default=variable("STRATEGIES", "").split())
     add("--steps", type=int, default=int(variable("STEPS", "0")), help="that are timed")
     add("--seconds", type=float, default=float(variable("SECONDS", "600")), help="of one case")
@@ -79,10 +79,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--results", type=Path, help="default benchmarks/results/scaling-CARD.json")
     add("--docs", type=Path, help="folder of tables and plot; by default that of the results")
     args = parser.parse_args()
-    unknown = [name for name in args.works if name not in WORKLOADS]
-    unknown += [name for name in args.strategies if name not in STRATEGIES]
-    if unknown:
-        parser.error(f"no work or strategy is called {', '.join(unknown)}")
+    for given, known in ((args.works, WORKLOADS), (args.strategies, STRATEGIES)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    for number in args.gpus:
+        if not number.isdigit() or int(number) < 1:
+            parser.error(f'GPUS: {number} is no number of GPUs; write such as GPUS="1 2"')
+    args.gpus = [int(number) for number in args.gpus]
     return args
 
 

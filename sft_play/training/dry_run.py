@@ -244,6 +244,7 @@ class _ModuleState:
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
+        """Return the state of a module now."""
         plain = bool | int | float | str | None
         values = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
         buffers = {
