@@ -67,6 +67,14 @@ class Process:
         distributed.all_gather_object(values, value, group=self._cpu_group())
         return values
 
+    def broadcast(self, value: Value) -> Value:
+        """Return the value of rank 0, pickled. Every rank must call it."""
+        if self.world_size == 1:
+            return value
+        values: list[Any] = [value]
+        distributed.broadcast_object_list(values, src=0, group=self._cpu_group())
+        return values[0]
+
     def _reduced(self, number: int, operation: ReduceOp.RedOpType) -> int:
         if self.world_size == 1:
             return number

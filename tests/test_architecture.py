@@ -36,6 +36,8 @@ ALLOWED = {
         "models",
         "evaluation",
     },
+    "distributed": {"errors", "process", "config", "runs", "plan", "training"},
+    "compat": {"errors", "config", "distributed"},
     "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "monitor": {"errors", "progress", "config", "runs", "plan"},
     "commands": {

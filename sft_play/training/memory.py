@@ -1,8 +1,6 @@
 """Memory measured on one rank: peaks by phase, what is free, and bytes by component."""
 
 import contextlib
-import resource
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from sft_play.models.parameters import adapter_parameters, base_tensors, stored_
 from sft_play.plan.devices import GIB, host_memory
 from sft_play.process import Process
 from sft_play.runs.report import RankMemory
+from sft_play.training.rank_memory import rank_memory, resident_peak_bytes
 from sft_play.training.step_times import StepTimes
 
 
@@ -130,7 +129,7 @@ class MemoryMeter:
     def reserved_peak_bytes(self) -> int:
         """Return the peak that torch's allocator reserved in the run; on a CPU, resident memory."""
         if not self._is_gpu:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+            return resident_peak_bytes()
         self._record()
         return self._reserved
 
@@ -140,21 +139,8 @@ class MemoryMeter:
 
     def of_rank(self) -> RankMemory:
         """Return the memory of this rank's device, with the peak so far."""
-        device = self.process.device
-        if self._is_gpu:
-            card = torch.cuda.get_device_properties(device)
-            name, total_bytes = card.name, card.total_memory
-        else:
-            name, total_bytes = "CPU", host_memory().total_bytes
-        return RankMemory(
-            rank=self.process.rank,
-            host=socket.gethostname(),
-            device=str(device),
-            name=name,
-            total_bytes=total_bytes,
-            before_bytes=self._before_training,
-            peak_bytes=self.reserved_peak_bytes(),
-        )
+        peak = self.reserved_peak_bytes()
+        return rank_memory(self.process.rank, self.process.device, self._before_training, peak)
 
     def gib_now(self) -> dict[str, float]:
         """Return what this rank holds now, and the most that it allocated in a step so far."""

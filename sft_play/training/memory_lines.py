@@ -4,10 +4,20 @@ A GB in these lines is 2^30 bytes, as in those notebooks. On CPUs a line is abou
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sft_play.runs.report import RankMemory, RunReport
 
 GB = 2**30
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What all processes trained in a second, and how they shared it."""
+
+    of_all: float
+    unit: str  # tokens/s or samples/s
+    strategy: str
 
 
 def lines_before_training(ranks: Sequence[RankMemory]) -> list[str]:
@@ -15,26 +25,40 @@ def lines_before_training(ranks: Sequence[RankMemory]) -> list[str]:
     if len(ranks) == 1:
         only = ranks[0]
         return [
-            f"GPU = {only.name}. Max memory = {_gb(only.total_bytes)} GB.",
-            f"{_gb(only.before_bytes)} GB of memory reserved.",
+            f"{'GPU' if _is_gpu(only) else 'Process'} = {only.name}. "
+            f"Max memory = {_gb(only.total_bytes)} GB.",
+            f"{_gb(only.before_bytes)} GB of memory {_held(only)}.",
         ]
     lines = [
         f"{_label(rank)} = {rank.name}. Max memory = {_gb(rank.total_bytes)} GB. "
-        f"Reserved = {_gb(rank.before_bytes)} GB."
+        f"{_held(rank).capitalize()} = {_gb(rank.before_bytes)} GB."
         for rank in ranks
     ]
     total = sum(rank.total_bytes for rank in ranks)
     reserved = sum(rank.before_bytes for rank in ranks)
-    lines.append(
-        f"Total across {len(ranks)} GPUs: {_gb(total)} GB max, {_gb(reserved)} GB reserved"
-    )
+    if all(map(_is_gpu, ranks)):
+        lines.append(
+            f"Total across {len(ranks)} GPUs: {_gb(total)} GB max, {_gb(reserved)} GB reserved"
+        )
     return lines
 
 
 def lines_after_training(report: RunReport) -> list[str]:
     """Return the peaks of each GPU, alone and for training, and the time that training took."""
     ranks = report.memory_by_rank or []
-    seconds = report.seconds["train"]
+    speed = None
+    if report.tokens_per_second:
+        speed = Speed(report.tokens_per_second, "tokens/s", report.strategy)
+    return lines_after(ranks, report.seconds["train"], report.world_size or 1, speed)
+
+
+def lines_after(
+    ranks: Sequence[RankMemory], seconds: float, world_size: int, speed: Speed | None
+) -> list[str]:
+    """Return the lines after training; `ranks` has an entry for each GPU or CPU process.
+
+    One process may use several GPUs: `world_size` counts processes.
+    """
     minutes = seconds / 60
     if len(ranks) == 1:
         return [
@@ -42,16 +66,18 @@ def lines_after_training(report: RunReport) -> list[str]:
             f"{minutes:.2f} minutes used for training.",
             *_lines_of_one(ranks[0]),
         ]
-    return [
+    lines = [
         *map(_line_of_several, ranks),
         *_total_lines(ranks),
         f"{seconds:.1f} seconds ({minutes:.2f} minutes) used for training.",
-        *_parallel_lines(report),
     ]
+    if speed is not None and world_size > 1:
+        lines.append(_parallel_line(all(map(_is_gpu, ranks)), world_size, speed))
+    return lines
 
 
 def _lines_of_one(only: RankMemory) -> list[str]:
-    what = "reserved" if _is_gpu(only) else "resident"
+    what = _held(only)
     of = "max memory" if _is_gpu(only) else "this host's memory"
     peak, training = only.peak_bytes, only.training_bytes
     return [
@@ -63,10 +89,9 @@ def _lines_of_one(only: RankMemory) -> list[str]:
 
 
 def _line_of_several(rank: RankMemory) -> str:
-    what = "reserved" if _is_gpu(rank) else "resident"
     peak, training = rank.peak_bytes, rank.training_bytes
     return (
-        f"{_label(rank)}: Peak {what} = {_gb(peak)} GB ({rank.percent(peak):.3f}%), "
+        f"{_label(rank)}: Peak {_held(rank)} = {_gb(peak)} GB ({rank.percent(peak):.3f}%), "
         f"Training = {_gb(training)} GB ({rank.percent(training):.3f}%)"
     )
 
@@ -84,22 +109,24 @@ def _total_lines(ranks: Sequence[RankMemory]) -> list[str]:
     ]
 
 
-def _parallel_lines(report: RunReport) -> list[str]:
-    world_size = report.world_size or 1
-    if world_size == 1 or not report.tokens_per_second:
-        return []
-    what = "GPU" if report.device == "cuda" else "process"
-    plural = f"{what}s" if what == "GPU" else "processes"
-    each = report.tokens_per_second / world_size
-    return [
-        f"Training on {world_size} {plural} in parallel ({report.strategy}): "
-        f"{report.tokens_per_second:.0f} tokens/s, {each:.0f} a {what}"
-    ]
+def _parallel_line(is_on_gpus: bool, world_size: int, speed: Speed) -> str:
+    one, several = ("GPU", "GPUs") if is_on_gpus else ("process", "processes")
+    digits = 0 if speed.unit == "tokens/s" else 2
+    each = speed.of_all / world_size
+    return (
+        f"Training on {world_size} {several} in parallel ({speed.strategy}): "
+        f"{speed.of_all:.{digits}f} {speed.unit}, {each:.{digits}f} a {one}"
+    )
 
 
 def _label(rank: RankMemory) -> str:
     """Return `GPU 0`: over several machines the ranks count on."""
     return f"GPU {rank.rank}" if _is_gpu(rank) else f"Process {rank.rank}"
+
+
+def _held(rank: RankMemory) -> str:
+    """Return what the bytes count: a GPU's allocator reserves, a CPU process is resident."""
+    return "reserved" if _is_gpu(rank) else "resident"
 
 
 def _is_gpu(rank: RankMemory) -> bool:

@@ -1,0 +1,1 @@
+"""The names under which other programs' scripts know what runs here."""
