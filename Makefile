@@ -28,7 +28,7 @@ PARALLEL_TESTS = $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
-  data-check init preview train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
+  data-check init preview convert-notebook train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data \
   bench-plan bench-scaling test test-fast test-faults test-long test-architectures test-gpu lint \
@@ -66,6 +66,9 @@ init: $(ENV) ## write a config for MODEL_NAME, DATA_TRAIN_PATH and this machine 
 	@$(SFT) init
 preview: $(ENV) ## print training samples by token, tokens with loss in colour; write a page too
 	@$(SFT) preview
+
+convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs, to OUT=x.ipynb
+	@$(SFT) convert-notebook
 
 ## Train
 train: $(ENV) ## fine-tune CONFIG, by default the included tiny model on the included rows

@@ -19,6 +19,14 @@ from sft_play.commands import preview as previews
 from sft_play.commands import setup, use
 from sft_play.commands import train as training
 from sft_play.commands.launched import Launched
+from sft_play.commands.options import (
+    BackendOption,
+    ConfigOption,
+    DeepspeedOption,
+    DistributedOption,
+    JsonOption,
+    SetOption,
+)
 from sft_play.config import loader, targets
 from sft_play.errors import ExitClass, SftPlayError
 from sft_play.progress import log_to_stderr
@@ -30,31 +38,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Supervised fine-tuning, from a YAML file to a checked adapter.",
 )
-
-ConfigOption = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        help="Config file, or a name in configs/; default CONFIG, else the embedded default.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="A setting, such as train.batch_size=4; may be repeated, wins over everything.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DistributedOption = Annotated[
-    bool, typer.Option("--distributed", help="Use every GPU that is there, or NUM_GPUS.")
-]
-DeepspeedOption = Annotated[
-    bool, typer.Option("--deepspeed", help="Use DeepSpeed ZeRO, configured by DEEPSPEED_CONFIG.")
-]
-BackendOption = Annotated[
-    str | None, typer.Option("--backend", help="bnb or unsloth, whatever the config says.")
-]
 
 
 def _call(
@@ -191,6 +174,15 @@ def init(set_: SetOption = None) -> None:
     from sft_play.commands import init as initial
 
     _echo_lines(initial.init(_call(None, set_)))
+
+
+@app.command("convert-notebook")
+def convert_notebook() -> None:
+    """Convert an Unsloth notebook (NB) for several GPUs: to OUT=x.ipynb, train.py or
+    config.yaml."""
+    from sft_play.commands import notebook
+
+    _echo_lines(notebook.convert_notebook(_call()))
 
 
 @app.command()

@@ -40,6 +40,7 @@ ALLOWED = {
     "compat": {"errors", "config", "distributed"},
     "inference": {"errors", "process", "config", "runs", "plan", "data", "models", "evaluation"},
     "monitor": {"errors", "progress", "config", "runs", "plan"},
+    "notebooks": {"errors", "config", "runs"},
     "commands": {
         "errors",
         "config",
@@ -50,6 +51,7 @@ ALLOWED = {
         "models",
         "inference",
         "monitor",
+        "notebooks",
     },
     "cli": {"errors", "progress", "config", "plan", "data", "inference", "monitor", "commands"},
     "__main__": {"cli"},
@@ -79,7 +81,17 @@ HEAVY = {
     "deepspeed",
     "unsloth",
 }
-LIGHT_ROOMS = ("errors", "config", "runs", "plan", "reporting", "monitor", "commands", "cli")
+LIGHT_ROOMS = (
+    "errors",
+    "config",
+    "runs",
+    "plan",
+    "reporting",
+    "monitor",
+    "notebooks",
+    "commands",
+    "cli",
+)
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -64,6 +64,7 @@ READS: dict[str, frozenset[str]] = {
     "memory-check": OUTPUTS,
     "doctor": OUTPUTS | {"NUM_GPUS"},
     "init": SETTINGS | MACHINE | {"GPUS", "OUT"},
+    "convert-notebook": frozenset({"NB", "OUT", "DATA", "OVERWRITE"}),
     "tensorboard": OUTPUTS | {"TB_PORT"},
     "tb-stop": OUTPUTS,
     "runs": OUTPUTS,

@@ -1,0 +1,344 @@
+"""Memory statistics: the lines for one GPU stay, and lines for each of several stand beside them.
+
+Pure: the code of a cell in, edits of it out.
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from sft_play.notebooks import code as codes
+from sft_play.notebooks.code import Code, Edit
+from sft_play.notebooks.load_call import lines_at
+from sft_play.notebooks.notes import Note, changed, kept, look
+from sft_play.notebooks.recognise import Notebook
+
+MEASURES = frozenset(
+    """
+    max_memory_reserved max_memory_allocated memory_reserved memory_allocated get_device_properties
+    """.split()
+)
+HARMLESS = frozenset({"round", "print", "torch", "str", "float", "int", "max", "min"})
+RUNTIME = "train_runtime"
+BEFORE = """\
+num_gpus = torch.cuda.device_count()
+if num_gpus == 1:
+{one}
+else:
+    {start}, {most} = [], []
+    for i in range(num_gpus):
+        {stats} = torch.cuda.get_device_properties(i)
+        {start}.append(round(torch.cuda.{measure}(i) / 1024 / 1024 / 1024, 3))
+        {most}.append(round({stats}.total_memory / 1024 / 1024 / 1024, 3))
+        print(
+            f"GPU {{i}} = {{{stats}.name}}. Max memory = {{{most}[i]}} GB. "
+            f"Reserved = {{{start}[i]}} GB."
+        )
+    if num_gpus > 1:
+        total_max, total_reserved = round(sum({most}), 3), round(sum({start}), 3)
+        print(
+            f"\\nTotal across {{num_gpus}} GPUs: {{total_max}} GB max, "
+            f"{{total_reserved}} GB reserved"
+        )
+"""
+AFTER = """\
+num_gpus = torch.cuda.device_count()
+if num_gpus == 1:
+{one}
+else:
+    {used}, {training} = [], []
+    for i in range(num_gpus):
+        {used}.append(round(torch.cuda.{measure}(i) / 1024 / 1024 / 1024, 3))
+        {training}.append(round({used}[i] - {start}[i], 3))
+        {percentage} = round({used}[i] / {most}[i] * 100, 3)
+        print(
+            f"GPU {{i}}: Peak reserved = {{{used}[i]}} GB ({{{percentage}}}%), "
+            f"Training = {{{training}[i]}} GB "
+            f"({{round({training}[i] / {most}[i] * 100, 3)}}%)"
+        )
+    if num_gpus > 1:
+        total_used, total_max = round(sum({used}), 3), sum({most})
+        total_training = round(sum({training}), 3)
+        print(
+            f"\\nTotal across {{num_gpus}} GPUs: Peak = {{total_used}} GB "
+            f"({{round(total_used / total_max * 100, 3)}}%), Training = {{total_training}} GB "
+            f"({{round(total_training / total_max * 100, 3)}}%)"
+        )
+"""
+TIME = """\
+    _seconds = {stats}.metrics['train_runtime']
+    print(f"\\n{{_seconds}} seconds ({{round(_seconds / 60, 2)}} minutes) used for training.")
+"""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The variables of a notebook's memory statistics, by what they hold."""
+
+    stats: str  # properties of a GPU
+    start: str  # reserved before training
+    most: str  # total memory
+    measure: str  # torch.cuda's function
+    used: str = "used_memory"
+    training: str = "used_memory_for_lora"
+    percentage: str = "used_percentage"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statements that measure one GPU's memory and print it; they stand one after the other."""
+
+    code: Code
+    when: Literal["before", "after"]
+    statements: tuple[ast.stmt, ...]
+    names: Names
+    trained: str | None  # the variable whose metrics have the time of training
+
+    @property
+    def number(self) -> int:
+        """The cell's number."""
+        return self.code.number
+
+
+def statistics_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[Note]]:
+    """Return the edits of all cells with memory statistics, by cell, and what to say of them."""
+    edits: dict[int, list[Edit]] = {}
+    notes: list[Note] = []
+    names: Names | None = None
+    for code in notebook.parsed:
+        if not _measures(code.tree):
+            continue
+        if covers_all_gpus(code):
+            notes.append(kept(code.number, "measures the memory of each GPU already"))
+            continue
+        found = find_statistics(code, names)
+        if found is None:
+            said = "measures the memory of one GPU in a way of its own, which is kept"
+            notes.append(look(code.number, said))
+            continue
+        names = found.names
+        edits[code.number] = [_edit(found)]
+        notes.append(changed(code.number, f"memory {found.when} training: of each GPU"))
+    if names is not None:
+        notes += _other_uses(notebook, names, frozenset(edits))
+    return edits, notes
+
+
+def find_statistics(code: Code, before: Names | None) -> Statistics | None:
+    """Return the statistics of a cell; `before` are the names of those before training."""
+    for block in codes.blocks(code.tree):
+        run = _run(block, set() if before is None else {before.stats, before.start, before.most})
+        if not run or not _can_be_indented(code, block, run):
+            continue
+        names = _names_before(run)
+        if names is not None:
+            return Statistics(code, "before", tuple(run), names, None)
+        if before is not None:
+            names = _names_after(run, before)
+            if names is not None:
+                return Statistics(code, "after", tuple(run), names, _trained(run))
+    return None
+
+
+def covers_all_gpus(code: Code) -> bool:
+    """Return whether a cell asks for the memory of a GPU by a number that is not fixed."""
+    return any(
+        call.args and not isinstance(call.args[0], ast.Constant) for call in _measures(code.tree)
+    )
+
+
+def measures_one_gpu(code: Code) -> bool:
+    """Return whether a cell measures the memory of one GPU alone."""
+    return bool(_measures(code.tree)) and not covers_all_gpus(code)
+
+
+def _measures(tree: ast.AST) -> list[ast.Call]:
+    """Return the calls of torch.cuda's memory functions."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MEASURES
+    ]
+
+
+def _run(block: list[ast.stmt], before: set[str]) -> list[ast.stmt]:
+    """Return the statements from the first that measures to the last that prints what it found."""
+    known = set(before)
+    run: list[ast.stmt] = []
+    for statement in block:
+        target = _assigned_name(statement)
+        if target is not None and _is_arithmetic(statement.value, known):
+            known.add(target)
+        elif not (run and _is_print(statement, known)):
+            if _measures_here(run):
+                break
+            known, run = set(before), []
+            continue
+        run.append(statement)
+    return run if _measures_here(run) else []
+
+
+def _can_be_indented(code: Code, block: list[ast.stmt], run: list[ast.stmt]) -> bool:
+    """Return whether a run has its lines for itself, and no string that goes over several."""
+    others = [statement for statement in block if statement not in run]
+    lines = range(run[0].lineno, run[-1].end_lineno + 1)
+    shares = any(part.lineno in lines or part.end_lineno in lines for part in others)
+    strings = [
+        node
+        for statement in run
+        for node in ast.walk(statement)
+        if isinstance(node, ast.JoinedStr | ast.Constant) and node.lineno != node.end_lineno
+    ]
+    begin, _ = code.span(run[0])
+    return not shares and not strings and code.place_before(run[0]).offset <= begin
+
+
+def _measures_here(run: list[ast.stmt]) -> bool:
+    return any(_measures(statement) for statement in run)
+
+
+def _assigned_name(statement: ast.stmt) -> str | None:
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0]
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_arithmetic(value: ast.expr, known: set[str]) -> bool:
+    """Return whether a value follows from memory: measured, or computed of what was."""
+    if _measures(value):
+        return True
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    is_computed = any(isinstance(node, ast.BinOp | ast.Attribute) for node in ast.walk(value))
+    calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
+    is_plain = all(isinstance(call.func, ast.Name) and call.func.id == "round" for call in calls)
+    return is_computed and is_plain and bool((names - HARMLESS) & known)
+
+
+def _is_print(statement: ast.stmt, known: set[str]) -> bool:
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    function = statement.value.func
+    if not isinstance(function, ast.Name) or function.id != "print":
+        return False
+    if RUNTIME in _constants(statement):
+        return True
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    return names <= known | HARMLESS
+
+
+def _constants(node: ast.AST) -> set[str]:
+    return {
+        part.value
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    }
+
+
+def _values(run: list[ast.stmt]) -> dict[str, ast.expr]:
+    """Return the variables that a run sets, with their values."""
+    return {name: part.value for part in run if (name := _assigned_name(part)) is not None}
+
+
+def _measure_of(value: ast.expr) -> str | None:
+    calls = _measures(value)
+    return calls[0].func.attr if calls else None
+
+
+def _names_before(run: list[ast.stmt]) -> Names | None:
+    """Return the variables of statistics before training; None where the run has others."""
+    stats = start = most = measure = None
+    for name, value in _values(run).items():
+        measured = _measure_of(value)
+        attributes = {node.attr for node in ast.walk(value) if isinstance(node, ast.Attribute)}
+        if "total_memory" in attributes:
+            most = name
+        elif measured == "get_device_properties":
+            stats = name
+        elif measured is not None:
+            start, measure = name, measured
+        else:
+            return None
+    if None in (stats, start, most):
+        return None
+    return Names(stats, start, most, measure)
+
+
+def _names_after(run: list[ast.stmt], before: Names) -> Names | None:
+    """Return the variables of statistics after training; None where the run has others."""
+    used = training = percentage = measure = None
+    for name, value in _values(run).items():
+        names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        if _measure_of(value) is not None:
+            used, measure = name, _measure_of(value)
+        elif before.start in names:
+            training = name
+        elif before.most in names:
+            percentage = percentage or name
+        else:
+            return None
+    if used is None or measure == "get_device_properties":
+        return None
+    return Names(
+        before.stats,
+        before.start,
+        before.most,
+        measure,
+        used,
+        training or Names.training,
+        percentage or Names.percentage,
+    )
+
+
+def _trained(run: list[ast.stmt]) -> str | None:
+    """Return the variable of `trainer_stats.metrics["train_runtime"]`."""
+    for statement in run:
+        for node in ast.walk(statement):
+            is_metrics = isinstance(node, ast.Attribute) and node.attr == "metrics"
+            if is_metrics and isinstance(node.value, ast.Name):
+                return node.value.id
+    return None
+
+
+def _edit(found: Statistics) -> Edit:
+    """Return the edit that puts the statistics of several GPUs beside those of one."""
+    code, names = found.code, found.names
+    place = code.place_before(found.statements[0])
+    _, end = code.span(found.statements[-1])
+    end = code.end_of_line(end)
+    one = code.source[place.offset : end]
+    template = BEFORE if found.when == "before" else AFTER
+    if found.trained is not None:
+        template += TIME.replace("{stats}", found.trained)
+    marker = "<the lines for one GPU>"
+    text = template.format(one=marker, **vars(names)).rstrip("\n")
+    text = lines_at(text, place.indent, code.newline)
+    indented = re.sub(r"(?m)^(?=[^\r\n])", _step(place.indent), one)
+    text = text.replace(place.indent + marker, indented)
+    return Edit(place.offset, end, text)
+
+
+def _step(indent: str) -> str:
+    """Return one more level of indent, in tabs where the cell has tabs."""
+    return "\t" if "\t" in indent else "    "
+
+
+def _other_uses(notebook: Notebook, names: Names, edited: frozenset[int]) -> list[Note]:
+    """Return a note for each cell that uses a variable which is now a list on several GPUs."""
+    lists = {names.start, names.most, names.used, names.training}
+    notes = []
+    for code in notebook.parsed:
+        if code.number in edited:
+            continue
+        used = {
+            node.id
+            for node in ast.walk(code.tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        if used & lists and not covers_all_gpus(code):
+            said = "a list on several GPUs, a number for each; see whether this cell takes one"
+            notes.append(look(code.number, f"uses {', '.join(sorted(used & lists))}: {said}"))
+    return notes

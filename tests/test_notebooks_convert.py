@@ -1,0 +1,238 @@
+"""Notebooks for one GPU become notebooks for several, and nothing else of them changes."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from notebook_files import GOLDEN, converted, converted_cell, sources, write_notebook
+
+from sft_play.notebooks import code as codes
+from sft_play.notebooks import document as documents
+from sft_play.notebooks import notes as reports
+from sft_play.notebooks.recognise import Kind, Notebook
+
+LOAD = "model, tokenizer = FastLanguageModel.from_pretrained(\n    'x',\n)\n"
+
+
+def report(path: Path) -> str:
+    return "\n".join(reports.lines(converted(path).notes))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_converted_twice_is_converted_once(path: Path, tmp_path: Path) -> None:
+    once = tmp_path / path.name
+    once.write_text(converted(path).text, encoding="utf-8")
+    again = converted(once)
+    assert again.text == once.read_text(encoding="utf-8")
+    assert not again.changed_cells
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_no_cell_no_output_and_no_metadata_changes(path: Path) -> None:
+    before = json.loads(path.read_text(encoding="utf-8"))
+    made = converted(path)
+    after = json.loads(made.text)
+    for number, (old, new) in enumerate(zip(before["cells"], after["cells"], strict=True), 1):
+        if number in made.changed_cells:
+            assert type(old.pop("source")) is type(new.pop("source"))
+        assert old == new
+    del before["cells"], after["cells"]
+    assert before == after
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_every_line_of_the_file_is_still_there(path: Path) -> None:
+    """Only a load's last argument, a device and the indent of memory statistics may differ."""
+    for old, new in zip(
+        sources(path.read_text("utf-8")), sources(converted(path).text), strict=True
+    ):
+        kept = [line.strip() for line in new.splitlines()]
+        for line in map(str.strip, old.splitlines()):
+            is_edited = "cuda" in line or "from_pretrained" in line
+            assert is_edited or any(line.removesuffix(")") in other for other in kept)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_converted_notebook_is_a_valid_notebook(path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="make install installs it")
+    nbformat.validate(json.loads(path.read_text(encoding="utf-8")))
+    nbformat.validate(json.loads(converted(path).text))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("alpaca", Kind.TEXT),
+        ("conversational", Kind.TEXT),
+        ("inferred_markers", Kind.TEXT),
+        ("pretraining", Kind.TEXT),
+        ("guide", Kind.TEXT),
+        ("vision", Kind.VISION),
+        ("speech", Kind.AUDIO),
+        ("grpo", Kind.REWARDS),
+        ("dpo", Kind.PREFERENCES),
+        ("embeddings", Kind.EMBEDDINGS),
+        ("inference", Kind.INFERENCE),
+        ("plain", Kind.NOTHING),
+    ],
+)
+def test_the_kind_of_each_notebook_is_told(name: str, kind: Kind) -> None:
+    path = next(path for path in GOLDEN if path.stem == name)
+    assert Notebook(documents.read(path)).kind is kind
+    if kind is not Kind.TEXT:
+        assert "look     " in report(path)
+
+
+def test_the_load_counts_gpus_first_and_takes_the_map_as_its_last_argument(tmp_path: Path) -> None:
+    (made,) = converted_cell(tmp_path, f"from unsloth import FastLanguageModel\n{LOAD}")
+    detection, call = made.split("model, tokenizer")
+    assert "num_gpus = torch.cuda.device_count()" in detection
+    assert 'device_map = "balanced"' in detection
+    assert call.endswith(
+        "    'x',\n    **({\"device_map\": device_map} if device_map else {}),\n)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "FastModel.from_pretrained()",
+        "FastModel.from_pretrained('x')",
+        "FastModel.from_pretrained('x',)",
+        "FastModel.from_pretrained('x', load_in_4bit=(True))",
+        "FastModel.from_pretrained(('x'))",
+        "FastModel.from_pretrained(\n  'x', # a ) in a comment\n  a = f(1), # more, ( and\n)",
+        "FastModel.from_pretrained(\n  'x',\n  a = 1 # no comma\n)",
+        "FastModel.from_pretrained('x',\n                 a=1)",
+        "FastModel.from_pretrained(\n\t'x',\n\t# token = 1,\n)",
+        "FastModel.from_pretrained(\n  'é',\r\n  'ü' )",
+        "unsloth.FastModel.from_pretrained('x')",
+        "FastQwen2Model.from_pretrained('x')",
+    ],
+)
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "m, t = {}",
+        "if True:\n    m, t = {}\nelse:\n    pass",
+        "if a: pass\nelif b: m, t = {}",
+        "def load():\n\treturn {}\nm = load()",
+        "x = '''\n'''; m, t = {}; y = 1",
+        "x = 1; \\\nm, t = {}",
+        "@cache\ndef load(x={}): pass",
+    ],
+)
+def test_a_load_in_any_layout_gets_one_more_argument(call: str, frame: str, tmp_path: Path) -> None:
+    source = frame.format(call)
+    (made,) = converted_cell(tmp_path, source)
+    before, after = loads(source)[0], loads(made)[0]
+    assert [ast.dump(word) for word in after.keywords[:-1]] == [
+        ast.dump(word) for word in before.keywords
+    ]
+    assert after.keywords[-1].arg is None
+    assert [ast.dump(value) for value in after.args] == [ast.dump(value) for value in before.args]
+
+
+def loads(source: str) -> list[ast.Call]:
+    tree = codes.parse(1, source).tree
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("device_map='auto'", "device_map='auto' of its own"),
+        ("device_map=device_map", "has a device_map already"),
+        ("**options", "add device_map to it by hand"),
+        ("fast_inference=True", "vLLM"),
+    ],
+)
+def test_a_load_with_a_map_of_its_own_stays(arguments: str, words: str, tmp_path: Path) -> None:
+    path = write_notebook(tmp_path / "in.ipynb", f"m, t = FastModel.from_pretrained({arguments})")
+    assert not converted(path).changed_cells
+    assert words in report(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ('x = t("a").to("cuda")', 'x = t("a").to(device)'),
+        ("x = t('a').to('cuda', non_blocking = True)", None),
+        ("x = t('a').to(device='cuda')", "x = t('a').to(device=device)"),
+        ("x = t('a').input_ids . cuda ( )", "x = t('a').input_ids . to(device)"),
+        ("%time x = t('a').to('cuda')", "%time x = t('a').to(device)"),
+        ("x = a.cuda(); y = b.to('cuda').to('cuda')", None),
+    ],
+)
+def test_inputs_go_to_a_named_device(line: str, made: str | None, tmp_path: Path) -> None:
+    after = converted_cell(tmp_path, LOAD, line)[1]
+    assert "cuda()" not in after and "'cuda'" not in after and '"cuda")' not in after
+    assert 'device = "cuda:0" if torch.cuda.is_available() else "cpu"\n' in after
+    if made is not None:
+        assert after.endswith(made)
+
+
+def test_a_device_of_the_notebooks_own_is_left_to_it(tmp_path: Path) -> None:
+    after = converted_cell(tmp_path, LOAD, "device = 'cpu'", "t('a').to('cuda')")
+    assert after[1] == "device = 'cpu'"
+    assert after[2].endswith("t('a').to(inference_device)")
+
+
+def test_other_places_with_the_word_cuda_stay(tmp_path: Path) -> None:
+    kept = "print('to(\"cuda\")')\ntorch.zeros(1, device='cuda')\nx.to('cuda:1')\nmodel.to('cuda')"
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, kept)
+    assert sources(converted(path).text)[1] == kept
+    assert "a split model refuses" in report(path)
+
+
+def test_memory_variables_that_other_cells_use_are_named(tmp_path: Path) -> None:
+    statistics = (
+        "s = torch.cuda.get_device_properties(0)\n"
+        "start = torch.cuda.max_memory_allocated() / 2**30\n"
+        "most = s.total_memory / 2**30\n"
+        "print(start, most)"
+    )
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, statistics, "print(start + 1)")
+    after = sources(converted(path).text)
+    assert "start.append(round(torch.cuda.max_memory_allocated(i)" in after[1]
+    assert "cell 3: uses start: a list on several GPUs" in report(path)
+
+
+@pytest.mark.parametrize(
+    "statistics",
+    [
+        "peak = torch.cuda.max_memory_reserved() / 2**30\nprint(peak)",
+        "s = torch.cuda.get_device_properties(0); print(s.name)",
+        "s = torch.cuda.get_device_properties(0)\nx = torch.cuda.max_memory_reserved()\n"
+        "m = s.total_memory\nprint('''a\nb''', m)",
+    ],
+)
+def test_memory_that_is_measured_in_another_way_is_left_and_named(
+    statistics: str, tmp_path: Path
+) -> None:
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, statistics)
+    assert sources(converted(path).text)[1] == statistics
+    assert "cell 2: measures the memory of one GPU in a way of its own" in report(path)
+
+
+def test_the_banner_comes_before_each_training_and_stays_indented(tmp_path: Path) -> None:
+    trainer = "trainer = SFTTrainer(model)\n"
+    after = converted_cell(tmp_path, LOAD, trainer, "if go:\n\tstats = trainer.train()")
+    lines = after[2].splitlines()
+    assert lines[0] == "if go:" and lines[-1] == "\tstats = trainer.train()"
+    assert lines[1] == "\t_args = trainer.args"
+
+
+def test_a_cell_that_is_no_python_stays_and_is_named(tmp_path: Path) -> None:
+    broken = "model, t = FastModel.from_pretrained('x'\nprint('never closed'"
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, broken, "%%writefile a.py\n" + LOAD)
+    after = sources(converted(path).text)
+    assert after[1] == broken
+    assert "cell 2: left as it is, because it is not read as Python (line" in report(path)
+    assert "cell 3: left as it is, because it is not read as Python (a %%writefile" in report(path)
