@@ -209,7 +209,7 @@ def preview(
     called = _call(config, set_)
     loaded = calls.load_config(called)
     planned = calls.plan_run(called, loaded)
-    previews.preview(planned, loaded.source, rows, page, no_color)
+    typer.echo(previews.preview(planned, loaded.source, rows, page, no_color))
 
 
 @app.command("setup-accelerate")

@@ -67,6 +67,15 @@ class StoppedOnRequest(SftPlayError):
     exit_class = ExitClass.STOPPED
 
 
+def of_class(exit_class: int | None, text: str) -> SftPlayError:
+    """Return the error of an exit class; of one without an error of its own, the general one."""
+    kinds = {kind.exit_class: kind for kind in SftPlayError.__subclasses__()}
+    error = kinds.get(exit_class, SftPlayError)(text)
+    if exit_class is not None:
+        error.exit_class = ExitClass(exit_class)
+    return error
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error that says something, else the error's type."""
     lines = map(str.strip, str(error).splitlines())

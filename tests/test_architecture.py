@@ -43,6 +43,7 @@ ALLOWED = {
     "notebooks": {"errors", "config", "runs"},
     "commands": {
         "errors",
+        "progress",
         "config",
         "runs",
         "plan",
@@ -54,8 +55,9 @@ ALLOWED = {
         "notebooks",
     },
     "cli": {"errors", "progress", "config", "plan", "data", "inference", "monitor", "commands"},
+    "api": {"errors", "config", "reporting", "runs", "commands"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": {"plan", "api"},
 }
 READ_THE_ENVIRONMENT = {
     "config/loader.py",
@@ -69,6 +71,7 @@ START_PROCESSES = {
     "monitor/",
     "data/tokenize.py",
     "commands/sweep.py",
+    "commands/ask.py",
 }
 HEAVY = {
     "torch",
@@ -91,6 +94,7 @@ LIGHT_ROOMS = (
     "notebooks",
     "commands",
     "cli",
+    "api",
 )
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 

@@ -9,8 +9,8 @@ from sft_play.runs.files import write_text
 
 def preview(
     planned: PlannedRun, source: Path, first: int, page: str | None, no_color: bool
-) -> None:
-    """Print what the model sees of some training samples, and write it as a page.
+) -> Path:
+    """Print what the model sees of some training samples, write it as a page, return its path.
 
     `source` is the config file; the `first` samples are among those shown.
     Raises: EnvironmentFault when the page cannot be written.
@@ -43,4 +43,4 @@ def preview(
         raise EnvironmentFault(
             f"--page {path}: {error.strerror}; name a file in a folder that can be written"
         ) from None
-    print(path)
+    return path

@@ -27,6 +27,9 @@ BASE = CONFIGS / "base.yaml"
 DEFAULT = CONFIGS / "tiny.yaml"  # of the model that ships, and of no other
 SHIPPED_MODEL = PROJECT_ROOT / "data" / "tiny_llama"
 
+# Settings whose values in configs/ may be files of the project
+SHIPPED_PATHS = ("model.name", "data.train_path", "data.val_path", "data.test_path")
+
 CHOSEN = "auto: "  # begins the origin of a value that was chosen for the user, and why
 
 SettingValue = Any  # of the type that its field in the schema has
@@ -116,7 +119,7 @@ def load(
     else:
         files = [resumed.layer]
         source = resumed.source
-    merged = _merged([layers.defaults(), *files, *given])
+    merged = _with_shipped_files(_merged([layers.defaults(), *files, *given]))
     origin = {path: located.origin for path, located in merged.items()}
     unset = frozenset()
     if resumed is not None:  # what is still as the run has it
@@ -151,6 +154,23 @@ def _merged(chain: Iterable[Layer]) -> Layer:
     for layer in chain:
         merged.update(layer)
     return merged
+
+
+def _with_shipped_files(merged: Layer) -> Layer:
+    """Return the settings with the files that ship where they are, whatever the current folder is.
+
+    The defaults and configs/ name them relative to the project.
+    """
+    found = dict(merged)
+    for path in SHIPPED_PATHS:
+        located = merged[path]
+        is_ours = located.origin == BUILT_IN or located.origin.startswith(f"{displayed(CONFIGS)}/")
+        if not is_ours or not isinstance(located.value, str) or os.path.exists(located.value):
+            continue
+        shipped = PROJECT_ROOT / located.value
+        if shipped.exists():
+            found[path] = replace(located, value=str(shipped))
+    return found
 
 
 def is_shipped_model(name: str) -> bool:
