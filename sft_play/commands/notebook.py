@@ -10,6 +10,9 @@ from sft_play.notebooks import notes as reports
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.script import export
+
+FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script, OUT=config.yaml a config"
 
 
 def convert_notebook(call: Call) -> list[str]:
@@ -19,16 +22,30 @@ def convert_notebook(call: Call) -> list[str]:
     """
     document = _document(call)
     out = _out(call)
+    if out is not None and out.suffix == ".py":
+        return _write_script(call, document, out)
+    if out is not None and out.suffix != ".ipynb":
+        raise ConfigError(f"OUT={out}: {FORMS}")
     made = convert(document)
     report = [_title(document), *reports.lines(made.notes)]
     if not made.changed_cells:
         report.append("nothing was changed")
     if out is None:
-        return [*report, "nothing was written: add OUT=converted.ipynb"]
+        return [*report, f"nothing was written: {FORMS}"]
     documents.write(out, made.text, _may_replace(call))
+    counts = f"{len(made.changed_cells)} of {len(document.cells)} cells changed"
+    return [*report, f"wrote {out}: {counts}"]
+
+
+def _write_script(call: Call, document: Document, out: Path) -> list[str]:
+    """Write a script that trains data-parallel; return the report."""
+    text, notes = export(document, out)
+    documents.write(out, text, _may_replace(call))
     return [
-        *report,
-        f"wrote {out}: {len(made.changed_cells)} of {len(document.cells)} cells changed",
+        _title(document),
+        *reports.lines(notes),
+        f"wrote {out}",
+        f"next torchrun --nproc_per_node=2 {out}",
     ]
 
 

@@ -21,9 +21,12 @@ MEASURES = frozenset(
 )
 HARMLESS = frozenset({"round", "print", "torch", "str", "float", "int", "max", "min"})
 RUNTIME = "train_runtime"
+# A process of torchrun measures its own GPU, as a notebook on one GPU does
 BEFORE = """\
+import os
+
 num_gpus = torch.cuda.device_count()
-if num_gpus == 1:
+if num_gpus == 1 or "LOCAL_RANK" in os.environ:
 {one}
 else:
     {start}, {most} = [], []
@@ -44,7 +47,7 @@ else:
 """
 AFTER = """\
 num_gpus = torch.cuda.device_count()
-if num_gpus == 1:
+if num_gpus == 1 or "LOCAL_RANK" in os.environ:
 {one}
 else:
     {used}, {training} = [], []
