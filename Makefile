@@ -67,7 +67,7 @@ init: $(ENV) ## write a config for MODEL_NAME, DATA_TRAIN_PATH and this machine 
 preview: $(ENV) ## print training samples by token, tokens with loss in colour; write a page too
 	@$(SFT) preview
 
-convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs, to OUT=x.ipynb
+convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb, train.py or x.yaml
 	@$(SFT) convert-notebook
 
 ## Train

@@ -1,16 +1,19 @@
 """`make convert-notebook` and `make check-notebook`. Loads no torch."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from sft_play.commands.call import Call
+from sft_play.config import loader
 from sft_play.errors import ConfigError
 from sft_play.notebooks import document as documents
 from sft_play.notebooks import notes as reports
+from sft_play.notebooks import script as scripts
+from sft_play.notebooks import settings
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.recognise import Notebook
-from sft_play.notebooks.script import export
 
 FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script, OUT=config.yaml a config"
 
@@ -24,6 +27,8 @@ def convert_notebook(call: Call) -> list[str]:
     out = _out(call)
     if out is not None and out.suffix == ".py":
         return _write_script(call, document, out)
+    if out is not None and out.suffix in (".yaml", ".yml"):
+        return _write_config(call, document, out)
     if out is not None and out.suffix != ".ipynb":
         raise ConfigError(f"OUT={out}: {FORMS}")
     made = convert(document)
@@ -39,7 +44,7 @@ def convert_notebook(call: Call) -> list[str]:
 
 def _write_script(call: Call, document: Document, out: Path) -> list[str]:
     """Write a script that trains data-parallel; return the report."""
-    text, notes = export(document, out)
+    text, notes = scripts.export(document, out)
     documents.write(out, text, _may_replace(call))
     return [
         _title(document),
@@ -47,6 +52,34 @@ def _write_script(call: Call, document: Document, out: Path) -> list[str]:
         f"wrote {out}",
         f"next torchrun --nproc_per_node=2 {out}",
     ]
+
+
+def _write_config(call: Call, document: Document, out: Path) -> list[str]:
+    """Write a config with the notebook's settings; return the report.
+
+    Raises: ConfigError for a setting of the notebook that no run can have.
+    """
+    text, notes = settings.export(document, _data(call))
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / out.name
+        draft.write_text(text, encoding="utf-8")
+        try:
+            loader.load(str(draft))
+        except ConfigError as error:
+            problems = str(error).replace(str(draft), str(out))
+            said = f"NB={document.path}: no run can have all its settings; nothing was written"
+            raise ConfigError(f"{said}:\n{problems}") from None
+    documents.write(out, text, _may_replace(call))
+    return [
+        _title(document),
+        *reports.lines(notes),
+        f"wrote {out}",
+        f"next make plan CONFIG={out}",
+    ]
+
+
+def _data(call: Call) -> str | None:
+    return call.environ.get("DATA", "").strip() or None
 
 
 def _document(call: Call) -> Document:

@@ -1,0 +1,334 @@
+"""A notebook's settings as a config of SFT-Play: what has a counterpart is carried, and the rest is
+named. Pure: no file is opened.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from sft_play.config.commented import Line, commented_yaml
+from sft_play.config.foreign_keys import ADVICE, SAME_SETTING
+from sft_play.config.schema import Config, settings
+from sft_play.errors import ConfigError
+from sft_play.notebooks import rows
+from sft_play.notebooks.document import Document
+from sft_play.notebooks.notes import Note, changed, look
+from sft_play.notebooks.recognise import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook
+from sft_play.notebooks.values import AUTO, Unknown, Values
+
+# Keywords that say nothing about the run, or that the rows and the model answer for
+SILENT = frozenset(
+    """
+    model tokenizer processing_class args train_dataset data_collator dataset_num_proc
+    dataset_kwargs formatting_func device_map disable_log_stats
+    max_lora_rank use_exact_model_name remove_unused_columns logging_dir task_type peft_config
+    finetune_vision_layers finetune_language_layers finetune_attention_modules finetune_mlp_modules
+    """.split()
+)
+SECRET = re.compile(r"(?:^|_)(?:token|key|secret|password)$")  # values that no report shows
+# Values that ask for what happens here anyway
+PLAIN = {
+    "bias": ("none",),
+    "loftq_config": (None, {}),
+    "load_in_8bit": (False, None),
+    "load_in_16bit": (False, True, None),
+    "fast_inference": (False, None),
+    "dtype": (None,),
+    "eval_dataset": (None,),
+    "dataset_text_field": ("text", "", None),
+    "ddp_find_unused_parameters": (False, None),
+}
+OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"}
+QUANTISED_NAMES = ("-unsloth-bnb-4bit", "-bnb-4bit")
+WHOLE_MODULES = ("embed_tokens", "lm_head")
+# What get_peft_model takes where a notebook leaves it out; r is the same here
+UNSLOTH_ALPHA = 16
+# Where the notebook says nothing the choice is made here, so a person should know
+CHOSEN_HERE = {
+    "train.learning_rate": "auto",
+    "train.batch_size": "auto",
+    "train.grad_accum": "auto",
+    "train.lr_scheduler_type": "cosine",
+    "train.warmup_steps": "0.03 of the run",
+}
+
+
+@dataclass
+class Carried:
+    """The settings found so far, with where each comes from, and the notes."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    def put(self, path: str, value: Any, cell: int, word: str) -> None:
+        """Take a setting; a second, other value for it is named and not taken."""
+        if path in self.values and self.values[path] != value:
+            said = f"{word} is not carried: {path} is {self.values[path]!r} by "
+            self.notes.append(look(cell, f"{said}{self.origins[path]}"))
+            return
+        self.values[path] = value
+        self.origins.setdefault(path, f"cell {cell}: {word}")
+
+
+def export(document: Document, data: str | None) -> tuple[str, list[Note]]:
+    """Return the text of a config, and what to say of it; `data` is data.train_path where given.
+
+    Raises: ConfigError for a notebook that is no supervised fine-tuning on text.
+    """
+    notebook = Notebook(document)
+    _refuse_other_kinds(document, notebook)
+    values = Values(notebook)
+    carried = Carried()
+    for load in notebook.training_loads[-1:]:
+        _take_load(carried, values, load)
+    for call in (*_calls_of_arguments(notebook), *calls_of_adapters(notebook)):
+        _take_keywords(carried, values, call)
+    if not calls_of_adapters(notebook) and carried.values.get("tuning.mode") != "full":
+        said = "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
+        carried.notes.append(look(None, said))
+    _settle(carried, notebook, values)
+    carried.notes += rows.notes_of_rows(notebook)
+    rows.take_rows(carried, notebook, values, data)
+    return _as_text(document, carried), _with_carried(carried)
+
+
+def _refuse_other_kinds(document: Document, notebook: Notebook) -> None:
+    if notebook.kind is not Kind.TEXT:
+        raise ConfigError(
+            f"NB={document.path}: {notebook.kind.value}; a config of SFT-Play is for supervised "
+            "fine-tuning on text. OUT=converted.ipynb converts the notebook itself"
+        )
+
+
+def calls_of_adapters(notebook: Notebook) -> list[Found]:
+    """Return the calls that say how adapters are made."""
+    return [*notebook.methods("get_peft_model"), *notebook.functions(["LoraConfig"])]
+
+
+def _calls_of_arguments(notebook: Notebook) -> list[Found]:
+    """Return the calls of the trainer and of its arguments, which win and so come first."""
+    arguments = [
+        Found(code, call, notebook.name_of(call.func))
+        for code, call in notebook.calls()
+        if ARGUMENTS.fullmatch(notebook.name_of(call.func))
+    ]
+    trainers = [found for found in notebook.trainers if found.name in SFT_TRAINERS]
+    return [*arguments[-1:], *trainers[-1:]]
+
+
+def _take_load(carried: Carried, values: Values, load: Found) -> None:
+    """Take the model, and in how many bits it is loaded."""
+    name_node = load.keyword("model_name") or (load.call.args[0] if load.call.args else None)
+    name = values.of(load.code, name_node) if name_node is not None else Unknown("nothing")
+    if isinstance(name, str):
+        carried.put(
+            "model.name", _unquantised(carried, load.number, name), load.number, "model_name"
+        )
+    else:
+        said = f"the model's name is {name.text}, which only running tells: write model.name"
+        carried.notes.append(look(load.number, said))
+    is_4_bit = values.keyword(load, "load_in_4bit")
+    bits = True if load.keyword("load_in_4bit") is None else is_4_bit
+    if load.keyword("load_in_4bit") is None and values.keyword(load, "load_in_16bit") is True:
+        bits = False
+    mode = "qlora" if bits is True else "lora"
+    if values.keyword(load, "full_finetuning") is True:
+        mode = "full"
+    carried.put("tuning.mode", mode, load.number, f"load_in_4bit = {bits}, mode {mode}")
+    _take_keywords(carried, values, load, skip=("model_name", "load_in_4bit", "full_finetuning"))
+
+
+def _unquantised(carried: Carried, cell: int, name: str) -> str:
+    """Return the name of the 16-bit weights that Unsloth's 4-bit ones are made of."""
+    for ending in QUANTISED_NAMES:
+        if name.startswith("unsloth/") and name.endswith(ending):
+            plain = name.removesuffix(ending)
+            said = (
+                f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is there"
+            )
+            carried.notes.append(look(cell, said))
+            return plain
+    return name
+
+
+def _take_keywords(
+    carried: Carried, values: Values, found: Found, skip: tuple[str, ...] = ()
+) -> None:
+    """Take every keyword of a call that has a counterpart, and name the others."""
+    if found.unpacks:
+        said = f"{found.name} takes keywords from a mapping, which are not read"
+        carried.notes.append(look(found.number, said))
+    for keyword in found.call.keywords:
+        name = keyword.arg
+        if name is None or name in skip or SECRET.search(name):
+            continue
+        value = values.of(found.code, keyword.value)
+        if name in PLAIN and _is_one_of(value, PLAIN[name]):
+            continue
+        if name not in SILENT:
+            _take(carried, found, name, value)
+
+
+def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
+    return any(value is part or value == part for part in plain)
+
+
+def _take(carried: Carried, found: Found, name: str, value: Any) -> None:
+    """Take one keyword, or say that it has no counterpart."""
+    cell = found.number
+    path = setting_of(name)
+    if path is None:
+        advice = f": {ADVICE[name]}" if name in ADVICE else ""
+        shown = value.text if isinstance(value, Unknown) else repr(value)
+        carried.notes.append(look(cell, f"{name} = {shown} has no setting here{advice}"))
+        return
+    if isinstance(value, Unknown):
+        said = f"{name} = {value.text}, which only running tells: write {path}"
+        carried.notes.append(look(cell, said))
+        return
+    adapted = _adapted(path, value)
+    if adapted is not None and not isinstance(adapted, Unknown) and not _is_valid(path, adapted):
+        adapted = Unknown(f"{path} takes other values, which docs/configuration.md lists")
+    if isinstance(adapted, Unknown):
+        carried.notes.append(look(cell, f"{name} = {value!r} is not carried: {adapted.text}"))
+    elif adapted is not None:
+        carried.put(path, adapted, cell, f"{name} = {value!r}")
+
+
+def setting_of(name: str) -> str | None:
+    """Return the setting that takes the value of a keyword, None where there is none."""
+    for section in ("train", "tuning.lora", "model"):
+        if f"{section}.{name}" in settings():
+            return f"{section}.{name}"
+    return SAME_SETTING.get(name)
+
+
+def _adapted(path: str, value: Any) -> Any:
+    """Return a value as its setting has it.
+
+    None leaves the setting out, an Unknown says why it is not carried.
+    """
+    if path == "train.max_steps":
+        return value if isinstance(value, int) and value > 0 else None
+    if path == "train.gradient_checkpointing":
+        return bool(value)
+    if path == "train.optim":
+        return OPTIMIZERS.get(value, value)
+    if path in ("train.bf16", "train.fp16"):
+        return value if value in (True, False, AUTO) else None
+    if path == "train.report_to":
+        return _trackers(value)
+    if path == "tuning.lora.init_lora_weights":
+        return None if value is True else value
+    if path == "tuning.lora.target_modules" and isinstance(value, str):
+        return value if value == "all-linear" else Unknown("write a list of names")
+    if path == "train.resume_from":
+        return Unknown("name a run of SFT-Play in train.resume_from")
+    return value
+
+
+def _is_valid(path: str, value: Any) -> bool:
+    """Return whether a setting takes a value."""
+    tree: Any = value
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    try:
+        Config.model_validate(tree)
+    except ValidationError:
+        return False
+    return True
+
+
+def _trackers(value: Any) -> Any:
+    """Return the trackers of report_to."""
+    known = {"tensorboard", "wandb", "mlflow", "trackio"}
+    names = value if isinstance(value, list) else [value]
+    if names in (["none"], [None], []):
+        return []
+    unknown = [name for name in names if name not in known]
+    return Unknown(f"train.report_to has {', '.join(sorted(known))} and none") if unknown else names
+
+
+def _settle(carried: Carried, notebook: Notebook, values: Values) -> None:
+    """Mend what the settings must agree on, and name what the notebook leaves open."""
+    found = carried.values
+    if found.get("tuning.mode") == "full":
+        for path in [path for path in found if path.startswith("tuning.lora.")]:
+            del found[path]
+    targets = found.get("tuning.lora.target_modules")
+    if isinstance(targets, list) and set(targets) & set(WHOLE_MODULES):
+        found["tuning.lora.target_modules"] = [
+            name for name in targets if name not in WHOLE_MODULES
+        ]
+        whole = [name for name in targets if name in WHOLE_MODULES]
+        found.setdefault("tuning.lora.modules_to_save", whole)
+        carried.origins["tuning.lora.modules_to_save"] = "trained whole, as Unsloth does"
+    if calls_of_adapters(notebook) and found.get("tuning.mode") != "full":
+        origin = "Unsloth's own, where the notebook names none"
+        found.setdefault("tuning.lora.alpha", UNSLOTH_ALPHA)
+        carried.origins.setdefault("tuning.lora.alpha", origin)
+    for path, choice in CHOSEN_HERE.items():
+        if path not in found:
+            carried.notes.append(look(None, f"the notebook does not set {path}: here {choice}"))
+    if "train.epochs" in found and "train.max_steps" in found:
+        carried.notes.append(look(None, "max_steps wins over num_train_epochs, as in the notebook"))
+    carried.notes += [*_of_batch(found), *_of_resuming(notebook)]
+    if "train.max_steps" in found:
+        carried.notes.append(_of_steps(found))
+
+
+def _of_batch(found: dict[str, Any]) -> list[Note]:
+    """Say that a batch which is fixed for each GPU grows with their number."""
+    batch, accumulation = found.get("train.batch_size"), found.get("train.grad_accum")
+    if batch is None or accumulation is None:
+        return []
+    rows_of_update = batch * accumulation
+    said = f"an update has {batch} x {accumulation} = {rows_of_update} rows for each GPU; for "
+    return [
+        look(
+            None,
+            f"{said}{rows_of_update} on any number of them write train.effective_batch_size: "
+            f"{rows_of_update} and train.grad_accum: auto",
+        )
+    ]
+
+
+def _of_resuming(notebook: Notebook) -> list[Note]:
+    return [
+        look(found.number, "a checkpoint of the notebook is not resumed by a run of SFT-Play")
+        for found in notebook.train_calls
+        if found.keyword("resume_from_checkpoint") is not None
+    ]
+
+
+def _of_steps(found: dict[str, Any]) -> Note:
+    steps = found["train.max_steps"]
+    sizes = (found.get("train.batch_size"), found.get("train.grad_accum"))
+    sizes_known = all(isinstance(size, int) for size in sizes)
+    seen = f", {steps * sizes[0] * sizes[1]} rows on one GPU" if sizes_known else ""
+    return look(
+        None,
+        f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
+        "train.max_steps for whole epochs",
+    )
+
+
+def _as_text(document: Document, carried: Carried) -> str:
+    header = [
+        f"Written by make convert-notebook from {document.path.name}.",
+        "Numbers are the notebook's; docs/configuration.md lists all settings.",
+    ]
+    lines = [
+        Line(path, carried.values[path], carried.origins[path])
+        for path in settings()
+        if path in carried.values
+    ]
+    return commented_yaml(header, lines)
+
+
+def _with_carried(carried: Carried) -> list[Note]:
+    """Return the notes, with one that counts the settings."""
+    return [changed(None, f"{len(carried.values)} settings carried"), *carried.notes]

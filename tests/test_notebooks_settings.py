@@ -1,0 +1,203 @@
+"""What a notebook sets is carried to a config, and what has no counterpart is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from notebook_files import FOLDER, write_notebook
+
+from sft_play.config import loader
+from sft_play.errors import ConfigError
+from sft_play.notebooks import document as documents
+from sft_play.notebooks import notes as reports
+from sft_play.notebooks import settings
+
+LOAD = "m, t = FastLanguageModel.from_pretrained('a/b', load_in_4bit=False)"
+TRAIN = "trainer = SFTTrainer(model=m, args=SFTConfig({}))\ntrainer.train()"
+
+
+class Exported:
+    """A config that was made of a notebook, as the loader reads it, and the report."""
+
+    def __init__(self, path: Path, folder: Path, data: str | None = "rows.jsonl") -> None:
+        text, notes = settings.export(documents.read(path), data)
+        written = folder / "config.yaml"
+        written.write_text(text, encoding="utf-8")
+        self.loaded = loader.load(str(written))
+        self.report = "\n".join(reports.lines(notes))
+
+    def __getitem__(self, path: str) -> Any:
+        return self.loaded.value(path)
+
+    def sets(self, path: str) -> bool:
+        return self.loaded.is_set(path)
+
+
+def exported(tmp_path: Path, arguments: str = "", *cells: str) -> Exported:
+    """Return the config of a small notebook whose SFTConfig has these arguments."""
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, *cells, TRAIN.format(arguments))
+    return Exported(path, tmp_path)
+
+
+def test_every_setting_of_the_alpaca_notebook_is_carried(tmp_path: Path) -> None:
+    made = Exported(FOLDER / "alpaca.ipynb", tmp_path, None)
+    wanted = {
+        "model.name": "unsloth/llama-3-8b",
+        "model.max_seq_len": 2048,
+        "tuning.mode": "qlora",
+        "tuning.lora.r": 16,
+        "tuning.lora.alpha": 16,
+        "tuning.lora.dropout": 0,
+        "tuning.lora.target_modules": "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split(),
+        "train.batch_size": 2,
+        "train.grad_accum": 4,
+        "train.warmup_steps": 5,
+        "train.max_steps": 60,
+        "train.learning_rate": 2e-4,
+        "train.logging_steps": 1,
+        "train.optim": "adamw_8bit",
+        "train.weight_decay": 0.01,
+        "train.lr_scheduler_type": "linear",
+        "train.seed": 3407,
+        "train.packing": False,
+        "train.gradient_checkpointing": True,
+        "train.output_dir": "outputs",
+        "train.report_to": [],
+        "data.train_path": "yahma/alpaca-cleaned",
+    }
+    assert {path: made[path] for path in wanted} == wanted
+    for words in ("max_steps = 60 is kept", "EOS_TOKEN", ".map", "4-bit weights", "prompts too"):
+        assert words in made.report
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        (
+            "conversational",
+            {
+                "model.name": "unsloth/gemma-3-4b-it",
+                "tuning.lora.r": 8,
+                "tuning.lora.alpha": 8,
+                "train.epochs": 1,
+                "data.train_path": "mlabonne/FineTome-100k",
+            },
+        ),
+        (
+            "inferred_markers",
+            {
+                "tuning.mode": "lora",
+                "tuning.lora.target_modules": "all-linear",
+                "train.warmup_steps": 0.05,
+                "train.packing": True,
+                "train.save_steps": 50,
+                "train.report_to": ["wandb"],
+                "data.train_path": "talks.jsonl",
+            },
+        ),
+        (
+            "pretraining",
+            {
+                "tuning.lora.modules_to_save": ["embed_tokens", "lm_head"],
+                "tuning.lora.use_rslora": True,
+                "train.learning_rate": 5e-5,
+            },
+        ),
+    ],
+)
+def test_other_styles_are_read_too(name: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    made = Exported(FOLDER / f"{name}.ipynb", tmp_path, None)
+    assert {path: made[path] for path in wanted} == wanted
+
+
+def test_what_has_no_setting_here_is_named_with_its_value(tmp_path: Path) -> None:
+    report = Exported(FOLDER / "pretraining.ipynb", tmp_path).report
+    assert "cell 2: embedding_learning_rate = 1e-05 has no setting here" in report
+    report = exported(tmp_path, "load_best_model_at_end=True").report
+    assert "load_best_model_at_end = True has no setting here: train.save_total_limit" in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "value"),
+    [
+        ("max_steps=-1, num_train_epochs=2", "train.max_steps", None),
+        ("max_steps=None", "train.max_steps", None),
+        ("per_device_train_batch_size=size // 2", "train.batch_size", 4),
+        ("learning_rate=float(x)", "train.learning_rate", "auto"),
+        ("optim='adamw_bnb_8bit'", "train.optim", "adamw_8bit"),
+        ("optim='lion_8bit'", "train.optim", "adamw_torch_fused"),
+        ("evaluation_strategy='steps', eval_steps=7", "train.eval_steps", 7),
+        ("bf16=not is_bfloat16_supported()", "train.bf16", "auto"),
+        ("bf16=torch.cuda.is_bf16_supported()", "train.bf16", "auto"),
+        ("fp16=True", "train.fp16", True),
+        ("neftune_noise_alpha=5", "train.neftune_noise_alpha", 5),
+        ("save_total_limit=3", "train.save_total_limit", 3),
+        ("max_length=512", "model.max_seq_len", 512),
+        ("report_to=['tensorboard', 'wandb']", "train.report_to", ["tensorboard", "wandb"]),
+        ("report_to='all'", "train.report_to", ["tensorboard"]),
+        ("resume_from_checkpoint='x'", "train.resume_from", None),
+        ("per_device_train_batch_size=0", "train.batch_size", "auto"),
+    ],
+)
+def test_values_are_read_where_they_can_be_and_fit(
+    arguments: str, path: str, value: Any, tmp_path: Path
+) -> None:
+    assert exported(tmp_path, arguments, "size = 4", "size = size * 2")[path] == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("learning_rate=float(x)", "learning_rate = float(x), which only running tells"),
+        ("optim='lion_8bit'", "optim = 'lion_8bit' is not carried"),
+        ("report_to='all'", "report_to = 'all' is not carried"),
+        ("per_device_train_batch_size=0", "per_device_train_batch_size = 0 is not carried"),
+        ("**more", "SFTConfig takes keywords from a mapping"),
+        ("", "does not set train.learning_rate"),
+        ("max_length=8, max_seq_length=9", "max_seq_length = 9 is not carried: model.max_seq_len"),
+    ],
+)
+def test_what_is_not_carried_is_named(arguments: str, words: str, tmp_path: Path) -> None:
+    assert words in exported(tmp_path, arguments).report
+
+
+@pytest.mark.parametrize(
+    ("load", "mode"),
+    [
+        ("'a'", "qlora"),
+        ("'a', load_in_4bit=True", "qlora"),
+        ("model_name='a', load_in_4bit=four", "lora"),
+        ("'a', load_in_4bit=False, full_finetuning=True", "full"),
+        ("'a', load_in_16bit=True", "lora"),
+    ],
+)
+def test_the_bits_of_the_load_decide_the_mode(load: str, mode: str, tmp_path: Path) -> None:
+    cells = ("four = False", f"m, t = FastModel.from_pretrained({load})", TRAIN.format(""))
+    made = Exported(write_notebook(tmp_path / "in.ipynb", *cells), tmp_path)
+    assert made["tuning.mode"] == mode
+
+
+def test_rows_of_a_hub_set_keep_split_and_subset(tmp_path: Path) -> None:
+    cells = (LOAD, "d = load_dataset('a/b', 'c', split='train_sft[:500]')", TRAIN.format(""))
+    made = Exported(write_notebook(tmp_path / "in.ipynb", *cells), tmp_path, None)
+    (source,) = made["data.train_path"]
+    assert (source.path, source.subset, source.split) == ("a/b", "c", "train_sft")
+    assert "the part in brackets is not carried" in made.report
+
+
+def test_the_users_rows_win(tmp_path: Path) -> None:
+    made = exported(tmp_path, "", "d = load_dataset('a/b', split='train')")
+    assert made["data.train_path"] == "rows.jsonl"
+
+
+def test_the_token_is_never_written(tmp_path: Path) -> None:
+    load = "m, t = FastModel.from_pretrained('a', token='hf_secret')"
+    path = write_notebook(tmp_path / "in.ipynb", load, TRAIN.format("hub_token='hf_secret'"))
+    text, notes = settings.export(documents.read(path), "rows.jsonl")
+    assert "hf_secret" not in text + "\n".join(reports.lines(notes))
+
+
+@pytest.mark.parametrize("name", ["vision", "speech", "grpo", "dpo", "embeddings", "inference"])
+def test_other_kinds_of_training_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="a config of SFT-Play is for supervised"):
+        settings.export(documents.read(FOLDER / f"{name}.ipynb"), None)
