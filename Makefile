@@ -28,7 +28,8 @@ PARALLEL_TESTS = $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
-  data-check init preview convert-notebook train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
+  data-check init preview convert-notebook check-notebook \
+  train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data \
   bench-plan bench-scaling test test-fast test-faults test-long test-architectures test-gpu lint \
@@ -69,6 +70,8 @@ preview: $(ENV) ## print training samples by token, tokens with loss in colour; 
 
 convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb, train.py or x.yaml
 	@$(SFT) convert-notebook
+check-notebook: $(ENV) ## score a notebook NB by the five points of one for several GPUs
+	@$(SFT) check-notebook
 
 ## Train
 train: $(ENV) ## fine-tune CONFIG, by default the included tiny model on the included rows

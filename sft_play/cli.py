@@ -99,8 +99,7 @@ def plan(
         ),
     ] = False,
 ) -> None:
-    """Show what a run would do on this machine, or on the hardware named: memory by phase, batch,
-    speed, hours, command."""
+    """Show what a run would do here or on the hardware named: memory, batch, speed, command."""
     called = _call(config, set_, gpus)
     planned = planning.plan_for_display(called, distributed, deepspeed)
     typer.echo(planning.plan_text(called, planned, exact, json))
@@ -178,11 +177,20 @@ def init(set_: SetOption = None) -> None:
 
 @app.command("convert-notebook")
 def convert_notebook() -> None:
-    """Convert an Unsloth notebook (NB) for several GPUs: to OUT=x.ipynb, train.py or
-    config.yaml."""
+    """Convert an Unsloth notebook (NB) for several GPUs: to OUT=x.ipynb, train.py or x.yaml."""
     from sft_play.commands import notebook
 
     _echo_lines(notebook.convert_notebook(_call()))
+
+
+@app.command("check-notebook")
+def check_notebook() -> None:
+    """Score a notebook (NB) by the five points of one for several GPUs."""
+    from sft_play.commands import notebook
+
+    lines, is_converted = notebook.check_notebook(_call())
+    _echo_lines(lines)
+    raise typer.Exit(0 if is_converted else int(ExitClass.CONFIG))
 
 
 @app.command()
@@ -237,8 +245,7 @@ def memory_check() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Check versions, GPUs, compilers and disk; say what is missing and the command that fixes
-    it."""
+    """Check versions, GPUs, compilers and disk; print the command that fixes what is missing."""
     from sft_play.monitor import doctor as checks
 
     called = _call()
@@ -306,8 +313,7 @@ def report() -> None:
 
 @app.command("eval")
 def evaluate(set_: SetOption = None) -> None:
-    """Score the weights of a run (RUN, default the latest) on its test rows, or on
-    DATA_TEST_PATH."""
+    """Score the weights of a run (RUN, default the latest) on its test rows or DATA_TEST_PATH."""
     run = use.chosen_run()
     asked = use.settings_of(run, "eval", set_)
     from sft_play.inference.evaluate import evaluate_run

@@ -7,10 +7,10 @@ from pathlib import Path
 from sft_play.commands.call import Call
 from sft_play.config import loader
 from sft_play.errors import ConfigError
+from sft_play.notebooks import checklist, settings
 from sft_play.notebooks import document as documents
 from sft_play.notebooks import notes as reports
 from sft_play.notebooks import script as scripts
-from sft_play.notebooks import settings
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.recognise import Notebook
@@ -40,6 +40,23 @@ def convert_notebook(call: Call) -> list[str]:
     documents.write(out, made.text, _may_replace(call))
     counts = f"{len(made.changed_cells)} of {len(document.cells)} cells changed"
     return [*report, f"wrote {out}: {counts}"]
+
+
+def check_notebook(call: Call) -> tuple[list[str], bool]:
+    """Return the five points of the checklist for NB, and whether its code meets all four.
+
+    The fifth point, that it was tried, is read off the outputs of NB and of its other copies.
+    Raises: ConfigError for what is no notebook.
+    """
+    names = call.environ.get("NB", "").split(",")
+    first, *others = [documents.read(Path(name.strip())) for name in names if name.strip()] or [
+        _document(call)
+    ]
+    points = checklist.check(first, others)
+    met = sum(point.is_met for point in points)
+    score = f"{met} of {len(points)} points"
+    lines = [_title(first), *(point.line() for point in points), score]
+    return lines, all(point.is_met for point in points[:-1])
 
 
 def _write_script(call: Call, document: Document, out: Path) -> list[str]:

@@ -65,6 +65,7 @@ READS: dict[str, frozenset[str]] = {
     "doctor": OUTPUTS | {"NUM_GPUS"},
     "init": SETTINGS | MACHINE | {"GPUS", "OUT"},
     "convert-notebook": frozenset({"NB", "OUT", "DATA", "OVERWRITE"}),
+    "check-notebook": frozenset({"NB"}),
     "tensorboard": OUTPUTS | {"TB_PORT"},
     "tb-stop": OUTPUTS,
     "runs": OUTPUTS,
