@@ -8,6 +8,7 @@ import io
 import textwrap
 import tokenize
 
+from sft_play.notebooks import code as codes
 from sft_play.notebooks.code import Code, Edit
 from sft_play.notebooks.notes import Note, changed, kept, look
 from sft_play.notebooks.recognise import Found
@@ -72,9 +73,9 @@ def _of_given_map(load: Found, given: ast.expr) -> Note:
 def argument_edit(code: Code, call: ast.Call, text: str) -> Edit:
     """Return the edit that adds a last argument to a call, in the call's own layout."""
     start, end = code.span(call)
-    tokens = _tokens(code.source[start:end])
+    lines = codes.LINE.findall(code.source[start:end])
+    tokens = _tokens("\n".join(line.rstrip("\r\n") for line in lines))
     closing, last = tokens[-1], tokens[-2]
-    lines = code.source[start:end].splitlines(keepends=True)
     after_last = start + sum(map(len, lines[: last.end[0] - 1])) + last.end[1]
     if last.string == "(":
         return Edit(after_last, after_last, text)
@@ -98,7 +99,7 @@ def _tokens(call_text: str) -> list[tokenize.TokenInfo]:
         tokenize.DEDENT,
         tokenize.ENDMARKER,
     )
-    tokens = tokenize.generate_tokens(io.StringIO(call_text, newline="").readline)
+    tokens = tokenize.generate_tokens(io.StringIO(call_text).readline)
     return [token for token in tokens if token.type not in quiet]
 
 

@@ -84,7 +84,7 @@ def export(document: Document, script: Path) -> tuple[str, list[Note]]:
     edits, notes = all_edits(notebook)
     converted = _with_edits(document, notebook, edits)
     made = Notebook(converted)
-    unread = {code.number for code in made.codes if code.tree is None}
+    unread = {code.number for code in made.codes if _why_no_script(code) is not None}
     notes = [*(note for note in notes if note.cell not in unread), *_notes(made)]
     script_edits, said = _script_edits(made)
     made = Notebook(_with_edits(converted, made, script_edits))
@@ -205,8 +205,9 @@ def _notes(notebook: Notebook) -> list[Note]:
     if "google" in notebook.modules:
         notes.append(look(None, "imports google.colab, which only Colab has"))
     for code in notebook.codes:
-        if code.tree is None:
-            notes.append(look(code.number, f"is a comment of the script: {code.problem}"))
+        problem = _why_no_script(code)
+        if problem is not None:
+            notes.append(look(code.number, f"is a comment of the script: {problem}"))
         elif code.masked:
             count = len(code.masked)
             said = f"{count} line(s) of magics or of the shell are comments of the script"
@@ -214,12 +215,23 @@ def _notes(notebook: Notebook) -> list[Note]:
     return notes
 
 
+def _why_no_script(code: Code) -> str | None:
+    """Return why a cell cannot be part of a script, None where it can."""
+    if code.tree is None:
+        return code.problem
+    try:
+        compile(code.tree, "cell", "exec")
+    except SyntaxError as error:  # `await` and `return` outside of a function
+        return f"line {error.lineno}: {error.msg}"
+    return None
+
+
 def _as_percent_cell(cell: Cell, code: Code | None) -> str:
     """Return a cell in the percent format, which editors and jupytext know."""
     if code is None:
         return f"# %% [{cell.kind}] cell {cell.number}\n{_as_comments(cell.source)}"
     title = f"# %% cell {cell.number}\n"
-    if code.tree is None:
+    if _why_no_script(code) is not None:
         return f"{title}{_as_comments(cell.source)}"
     written = codes.LINE.findall(code.source)
     lines = []
