@@ -1,5 +1,6 @@
 """The inputs of the benchmarks, which speeds of `make bench` count, and a toy run of it."""
 
+import argparse
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ from benchmarks.speed.results import (
     TokenCount,
     Verdict,
 )
-from benchmarks.speed.runner import Benchmark, Options
+from benchmarks.speed.runner import Benchmark, Options, number_of_steps
 from benchmarks.speed.samples import Inputs, Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import MAX_DEVIATION, check_run, deviation, tolerance, window_means
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, runs_by_default
@@ -372,3 +373,14 @@ def arms_of(job: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if str(job) in (process.info["cmdline"] or [])
     ]
+
+
+@pytest.mark.parametrize("text", ["12", "-5", "many", "2.5"])
+def test_steps_that_end_between_two_losses_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"STEPS={text}.*multiple of 5"):
+        number_of_steps(text)
+
+
+@pytest.mark.parametrize("text", ["0", "5", "20"])
+def test_steps_that_end_with_a_loss_are_taken(text):
+    assert number_of_steps(text) == int(text)

@@ -25,7 +25,7 @@ from benchmarks.machine import ROOT, Machine, repository_commit
 from benchmarks.scaling.report import draw, markdown
 from benchmarks.scaling.results import REFERENCE_ARM, Case, ScalingResults
 from benchmarks.speed.results import ArmResult, ArmRun, SpeedResults
-from benchmarks.speed.runner import Benchmark, Options, describe, log
+from benchmarks.speed.runner import Benchmark, Options, describe, log, number_of_steps
 from benchmarks.speed.samples import Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import check_run
 from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, Launch, find_workload
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--works", nargs="+", default=variable("WORKS", "").split())
     add("--gpus", nargs="+", default=variable("GPUS", "").split(), help="numbers, such as 1 2")
     add("--strategies", nargs="+", default=variable("STRATEGIES", "").split())
-    add("--steps", type=int, default=int(variable("STEPS", "0")), help="that are timed")
+    add("--steps", type=number_of_steps, default=variable("STEPS", "0"), help="that are timed")
     add("--seconds", type=float, default=float(variable("SECONDS", "600")), help="of one case")
     add("--weak", action="store_true", help="leave strong scaling out")
     add("--no-peer", action="store_true", help="ours alone")

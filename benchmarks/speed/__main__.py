@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.machine import ROOT
 from benchmarks.speed.report import draw, markdown
 from benchmarks.speed.results import SpeedResults
-from benchmarks.speed.runner import Benchmark, Options
+from benchmarks.speed.runner import Benchmark, Options, number_of_steps
 from benchmarks.speed.workloads import ARMS, TOY, WORKLOADS, Arm, Workload, runs_by_default
 
 
@@ -39,8 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--arms", nargs="+", metavar="ARM", default=variable("ARMS", "").split())
     add(
         "--steps",
-        type=int,
-        default=int(variable("STEPS", "0")),
+        type=number_of_steps,
+        default=variable("STEPS", "0"),
         help="steps that are timed; 0: as many as the workload says",
     )
     add(

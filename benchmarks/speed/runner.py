@@ -5,6 +5,7 @@ Every result is written before the next arm begins.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
@@ -48,6 +49,19 @@ from sft_play.plan.model_shape import ModelShape
 from sft_play.runs.files import read_json
 
 REFERENCE_SECONDS = 600  # least limit of a reference, which is trained once
+
+
+def number_of_steps(text: str) -> int:
+    """Return how many steps are timed, of an option or a variable.
+
+    Raises: argparse.ArgumentTypeError for a number with which the last loss would not be logged.
+    """
+    if not text.isdigit() or int(text) % WARM_UP:
+        raise argparse.ArgumentTypeError(
+            f"STEPS={text}: a loss is logged every {WARM_UP} steps, so write a multiple of "
+            f"{WARM_UP}, such as {2 * WARM_UP}, or 0 for as many as the workload says"
+        )
+    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)

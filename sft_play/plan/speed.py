@@ -11,6 +11,7 @@ from sft_play.plan import memory
 from sft_play.plan.cards import Card
 from sft_play.plan.flops import step_flops
 from sft_play.plan.layout import Layout
+from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import StepSpec
 from sft_play.plan.structure import adapted_matrices
 
@@ -41,6 +42,7 @@ LABELLED = 0.5  # of a chat's tokens, where nobody has counted
 MODULE_SECONDS = 0.14e-3
 HOOK_SECONDS = 0.43e-3
 MODULES = 13  # of a block
+MODULES_OF_EXPERTS = 7  # more of a block with experts: sorting, gathering, and their gradients
 MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, the dropout
 # Several GPUs. Two H200s, 1B unfused, all checkpointed: DDP reached 0.95 of twice one, and a step
 # of ZeRO-3 took 400 ms (full) and 964 (lora); 8B lora without checkpointing 1,354.
@@ -142,14 +144,19 @@ def _passed_bytes(step: StepSpec) -> int:
     """
     model = step.model
     experts = [kind for kind in model.matrices if kind.experts > 1]
-    expert_layers = min(model.layers, max((kind.count for kind in experts), default=0))
     features = model.layers * model.hidden
-    features += (model.layers - expert_layers) * model.intermediate
+    features += (model.layers - _expert_layers(model)) * model.intermediate
     of_experts = sum(kind.count * kind.active * (kind.inputs + kind.outputs) for kind in experts)
     passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]
     recurrent = model.structure.recurrent_layers if model.structure else 0
     of_recurrences = recurrent * model.hidden * RECURRENT_PASSES
     return 2 * (features * passes + of_experts * EXPERT_PASSES + of_recurrences)
+
+
+def _expert_layers(model: ModelShape) -> int:
+    """Return how many layers of a model have experts."""
+    counts = [kind.count for kind in model.matrices if kind.experts > 1]
+    return min(model.layers, max(counts, default=0))
 
 
 def _trained_bytes(step: StepSpec) -> int:
@@ -221,7 +228,7 @@ def _host_seconds(step: StepSpec, layout: Layout) -> float:
             step.model.matrices, step.lora_targets, step.adapter_options.experts
         )
         adapted = sum(kind.count for kind in kinds) / step.model.layers
-    modules = MODULES
+    modules = MODULES + MODULES_OF_EXPERTS * _expert_layers(step.model) / step.model.layers
     if not step.is_fast:
         modules += MODULES_OF_ADAPTER * adapted
     calls = modules * (2 + layout.checkpointed_layers / step.model.layers)

@@ -1,5 +1,6 @@
 """transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -69,6 +70,32 @@ def collate_for_step(
         LOSS_TARGETS: targets,
         REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
     }
+
+
+@contextlib.contextmanager
+def _visited_once(model: torch.nn.Module) -> Iterator[None]:
+    """Let `train` and `parameters` of a model visit its modules once in this context.
+
+    Trainer calls the first in each micro-step, and the second for zeroing and for clipping the
+    gradients. A visit of a model of 48 layers with adapters, 3,600 modules, takes the host 10 to
+    20 ms.
+    """
+    kind = type(model)
+    model.train()  # a model that was just loaded is partly in evaluation mode
+    every = list(model.parameters())
+
+    def parameters(recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        return iter(every) if recurse else kind.parameters(model, recurse=False)
+
+    def train(mode: bool = True) -> torch.nn.Module:
+        return model if mode == model.training else kind.train(model, mode)
+
+    instance = vars(model)
+    instance |= {"parameters": parameters, "train": train}
+    try:
+        yield
+    finally:
+        del instance["parameters"], instance["train"]
 
 
 class SftTrainer(Trainer):
@@ -141,7 +168,8 @@ class SftTrainer(Trainer):
         self.order.set_epoch(kwargs["epoch"])
         # Trainer counted the micro-batches before `set_micro_batch`
         kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
-        super()._run_epoch(**kwargs)
+        with _visited_once(kwargs["model"]):
+            super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
         """Split the same steps into the micro-batches of `layout`.

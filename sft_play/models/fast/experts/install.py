@@ -137,7 +137,7 @@ def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:
 
 
 def _why_base_not_fusable(experts: nn.Module) -> str | None:
-    for parameter in experts.parameters():
+    for parameter in experts.parameters(recurse=False):
         if parameter.requires_grad:
             return "base weights that are trained"
         if hasattr(parameter, "ds_id"):
