@@ -236,3 +236,27 @@ def test_a_cell_that_is_no_python_stays_and_is_named(tmp_path: Path) -> None:
     assert after[1] == broken
     assert "cell 2: left as it is, because it is not read as Python (line" in report(path)
     assert "cell 3: left as it is, because it is not read as Python (a %%writefile" in report(path)
+
+
+def test_statistics_before_and_after_training_in_one_cell(tmp_path: Path) -> None:
+    cell = (
+        "if torch.cuda.is_available():\n"
+        "    s = torch.cuda.get_device_properties(0)\n"
+        "    start = torch.cuda.max_memory_reserved() / 2**30\n"
+        "    most = s.total_memory / 2**30\n"
+        "    logger.info(f'{s.name} {most}')\n"
+        "trainer_stats = trainer.train()\n"
+        "used = torch.cuda.max_memory_reserved() / 2**30\n"
+        "print(used / most, used - start)\n"
+        "print('done')"
+    )
+    after = converted_cell(tmp_path, LOAD, "trainer = SFTTrainer(m)", cell)[2]
+    assert after.count("for i in range(num_gpus)") == 2
+    assert after.count("Effective batch size") == 1
+    assert after.endswith("\nprint('done')")
+
+
+@pytest.mark.parametrize("name", ["self.trainer", "my_trainer", "t"])
+def test_trainers_are_known_by_their_variable(name: str, tmp_path: Path) -> None:
+    after = converted_cell(tmp_path, LOAD, f"{name} = SFTTrainer(m)\n{name}.train()\nmodel.train()")
+    assert after[1].count(f"_args = {name}.args") == 1

@@ -201,3 +201,40 @@ def test_the_token_is_never_written(tmp_path: Path) -> None:
 def test_other_kinds_of_training_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match="a config of SFT-Play is for supervised"):
         settings.export(documents.read(FOLDER / f"{name}.ipynb"), None)
+
+
+@pytest.mark.parametrize(
+    ("cells", "value"),
+    [
+        (("class CFG:\n    size = 3",), 3),
+        (("class Settings:\n    size: int = 3\nCFG = Settings(size=4)",), "auto"),
+        (("class Settings:\n    size = 3\nCFG = Settings()",), 3),
+        (("class CFG:\n    size = 3\nCFG.size = 4",), "auto"),
+        (("import settings as CFG",), "auto"),
+    ],
+)
+def test_settings_in_a_class_are_read(cells: tuple[str, ...], value: Any, tmp_path: Path) -> None:
+    assert (
+        exported(tmp_path, "per_device_train_batch_size=CFG.size", *cells)["train.batch_size"]
+        == value
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "value"),
+    [
+        (("c = {'size': 3, 'x': f()}",), 3),
+        (("c = {'size': 3}", "c['size'] = 4"), "auto"),
+        (("c = {'size': 3}", "c.update(size=4)"), "auto"),
+        (("c = load()",), "auto"),
+    ],
+)
+def test_settings_in_a_dict_are_read(cells: tuple[str, ...], value: Any, tmp_path: Path) -> None:
+    arguments = "per_device_train_batch_size=c['size']"
+    assert exported(tmp_path, arguments, *cells)["train.batch_size"] == value
+
+
+def test_keywords_of_a_dict_are_taken_one_by_one(tmp_path: Path) -> None:
+    made = exported(tmp_path, "**c", "c = dict()", "c = {'max_steps': 7, 'learning_rate': f()}")
+    assert made["train.max_steps"] == 7
+    assert "learning_rate = f(), which only running tells" in made.report

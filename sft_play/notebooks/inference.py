@@ -10,7 +10,7 @@ from sft_play.notebooks import code as codes
 from sft_play.notebooks.code import Code, Edit
 from sft_play.notebooks.load_call import lines_at
 from sft_play.notebooks.notes import Note, changed, look
-from sft_play.notebooks.recognise import Notebook
+from sft_play.notebooks.recognise import Notebook, variable
 
 DEVICE = "device"
 OTHER_NAME = "inference_device"  # where the notebook has a `device` of its own
@@ -52,7 +52,8 @@ def cuda_calls(code: Code) -> Iterator[ast.Call]:
 
 def is_model(node: ast.expr) -> bool:
     """Return whether an expression is a model by its name."""
-    return isinstance(node, ast.Name) and node.id.endswith("model")
+    name = variable(node)
+    return name is not None and name.lower().endswith("model")
 
 
 def device_name(notebook: Notebook) -> str:

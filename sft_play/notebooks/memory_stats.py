@@ -5,6 +5,7 @@ Pure: the code of a cell in, edits of it out.
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ MEASURES = frozenset(
     """.split()
 )
 HARMLESS = frozenset({"round", "print", "torch", "str", "float", "int", "max", "min"})
+LOGGERS = frozenset({"logger", "logging", "log"})
 RUNTIME = "train_runtime"
 # A process of torchrun measures its own GPU, as a notebook on one GPU does
 BEFORE = """\
@@ -108,6 +110,7 @@ def statistics_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[No
     """Return the edits of all cells with memory statistics, by cell, and what to say of them."""
     edits: dict[int, list[Edit]] = {}
     notes: list[Note] = []
+    converted: set[ast.stmt] = set()
     names: Names | None = None
     for code in notebook.parsed:
         if not _measures(code.tree):
@@ -115,32 +118,49 @@ def statistics_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[No
         if covers_all_gpus(code):
             notes.append(kept(code.number, "measures the memory of each GPU already"))
             continue
-        found = find_statistics(code, names)
-        if found is None:
+        found, has_others = find_statistics(code, names)
+        if has_others:
             said = "measures the memory of one GPU in a way of its own, which is kept"
             notes.append(look(code.number, said))
-            continue
-        names = found.names
-        edits[code.number] = [_edit(found)]
-        notes.append(changed(code.number, f"memory {found.when} training: of each GPU"))
+        for part in sorted(found, key=lambda part: part.statements[0].lineno):
+            names = part.names
+            converted.update(part.statements)
+            edits.setdefault(code.number, []).append(_edit(part))
+            notes.append(changed(code.number, f"memory {part.when} training: of each GPU"))
     if names is not None:
-        notes += _other_uses(notebook, names, frozenset(edits))
+        notes += _other_uses(notebook, names, converted)
     return edits, notes
 
 
-def find_statistics(code: Code, before: Names | None) -> Statistics | None:
-    """Return the statistics of a cell; `before` are the names of those before training."""
+def find_statistics(code: Code, before: Names | None) -> tuple[list[Statistics], bool]:
+    """Return the statistics of a cell, and whether it measures in another way as well.
+
+    `before` are the names of those before training in an earlier cell.
+    """
+    found: list[Statistics] = []
+    has_others = False
     for block in codes.blocks(code.tree):
-        run = _run(block, set() if before is None else {before.stats, before.start, before.most})
-        if not run or not _can_be_indented(code, block, run):
-            continue
-        names = _names_before(run)
-        if names is not None:
-            return Statistics(code, "before", tuple(run), names, None)
-        if before is not None:
-            names = _names_after(run, before)
-            if names is not None:
-                return Statistics(code, "after", tuple(run), names, _trained(run))
+        named = [_names_before(run) for run in _runs(block, set())]
+        before = next(filter(None, named), before)
+    known = set() if before is None else {before.stats, before.start, before.most}
+    for block in codes.blocks(code.tree):
+        for run in _runs(block, known):
+            part = _statistics(code, run, before) if _can_be_indented(code, block, run) else None
+            if part is None:
+                has_others = True
+                continue
+            found.append(part)
+    return found, has_others
+
+
+def _statistics(code: Code, run: list[ast.stmt], before: Names | None) -> Statistics | None:
+    """Return a run of statements as statistics, None where it is another one."""
+    names = _names_before(run)
+    if names is not None:
+        return Statistics(code, "before", tuple(run), names, None)
+    names = None if before is None else _names_after(run, before)
+    if names is not None:
+        return Statistics(code, "after", tuple(run), names, _trained(run))
     return None
 
 
@@ -167,9 +187,11 @@ def _measures(tree: ast.AST) -> list[ast.Call]:
     ]
 
 
-def _run(block: list[ast.stmt], before: set[str]) -> list[ast.stmt]:
-    """Return the statements from the first that measures to the last that prints what it found."""
-    known = set(before)
+def _runs(block: list[ast.stmt], known: set[str]) -> Iterator[list[ast.stmt]]:
+    """Yield what stands together: the statements that measure, and print what was measured.
+
+    `known` are the variables with measures, to which those of the block are added.
+    """
     run: list[ast.stmt] = []
     for statement in block:
         target = _assigned_name(statement)
@@ -177,11 +199,23 @@ def _run(block: list[ast.stmt], before: set[str]) -> list[ast.stmt]:
             known.add(target)
         elif not (run and _is_print(statement, known)):
             if _measures_here(run):
-                break
-            known, run = set(before), []
+                yield _without_last_words(run, known)
+            run = []
             continue
         run.append(statement)
-    return run if _measures_here(run) else []
+    if _measures_here(run):
+        yield _without_last_words(run, known)
+
+
+def _without_last_words(run: list[ast.stmt], known: set[str]) -> list[ast.stmt]:
+    """Return a run without prints at its end that print no measure, such as `print("done")`."""
+    while not (_names(run[-1]) & known or RUNTIME in _constants(run[-1])):
+        run = run[:-1]
+    return run
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def _can_be_indented(code: Code, block: list[ast.stmt], run: list[ast.stmt]) -> bool:
@@ -214,7 +248,7 @@ def _is_arithmetic(value: ast.expr, known: set[str]) -> bool:
     """Return whether a value follows from memory: measured, or computed of what was."""
     if _measures(value):
         return True
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    names = _names(value)
     is_computed = any(isinstance(node, ast.BinOp | ast.Attribute) for node in ast.walk(value))
     calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
     is_plain = all(isinstance(call.func, ast.Name) and call.func.id == "round" for call in calls)
@@ -224,13 +258,18 @@ def _is_arithmetic(value: ast.expr, known: set[str]) -> bool:
 def _is_print(statement: ast.stmt, known: set[str]) -> bool:
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
-    function = statement.value.func
-    if not isinstance(function, ast.Name) or function.id != "print":
+    if not _prints(statement.value.func):
         return False
     if RUNTIME in _constants(statement):
         return True
-    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    return names <= known | HARMLESS
+    return _names(statement) <= known | HARMLESS | LOGGERS
+
+
+def _prints(function: ast.expr) -> bool:
+    """Return whether a function is print, or a logger's info."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return function.attr == "info" and function.value.id in LOGGERS
+    return isinstance(function, ast.Name) and function.id == "print"
 
 
 def _constants(node: ast.AST) -> set[str]:
@@ -274,7 +313,7 @@ def _names_after(run: list[ast.stmt], before: Names) -> Names | None:
     """Return the variables of statistics after training; None where the run has others."""
     used = training = percentage = measure = None
     for name, value in _values(run).items():
-        names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        names = _names(value)
         if _measure_of(value) is not None:
             used, measure = name, _measure_of(value)
         elif before.start in names:
@@ -329,19 +368,23 @@ def _step(indent: str) -> str:
     return "\t" if "\t" in indent else "    "
 
 
-def _other_uses(notebook: Notebook, names: Names, edited: frozenset[int]) -> list[Note]:
+def _other_uses(notebook: Notebook, names: Names, converted: set[ast.stmt]) -> list[Note]:
     """Return a note for each cell that uses a variable which is now a list on several GPUs."""
     lists = {names.start, names.most, names.used, names.training}
     notes = []
     for code in notebook.parsed:
-        if code.number in edited:
-            continue
-        used = {
-            node.id
-            for node in ast.walk(code.tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        }
-        if used & lists and not covers_all_gpus(code):
+        used = set(_loaded_names(code.tree, converted)) & lists
+        if used and not covers_all_gpus(code):
             said = "a list on several GPUs, a number for each; see whether this cell takes one"
-            notes.append(look(code.number, f"uses {', '.join(sorted(used & lists))}: {said}"))
+            notes.append(look(code.number, f"uses {', '.join(sorted(used))}: {said}"))
     return notes
+
+
+def _loaded_names(node: ast.AST, without: set[ast.stmt]) -> Iterator[str]:
+    """Yield the names that are read below a node, but for those in some statements."""
+    if node in without:
+        return
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node.id
+    for child in ast.iter_child_nodes(node):
+        yield from _loaded_names(child, without)

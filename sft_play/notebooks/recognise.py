@@ -152,16 +152,16 @@ class Notebook:
 
     @cached_property
     def trainer_names(self) -> frozenset[str]:
-        """The variables that hold a trainer."""
+        """The variables that hold a trainer, such as `trainer` and `self.trainer`."""
         makers = (*TRAINERS, "train_on_responses_only")
         return frozenset(
-            target.id
+            ast.unparse(target)
             for code in self.parsed
             for node in ast.walk(code.tree)
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
             if self.name_of(node.value.func) in makers
             for target in node.targets
-            if isinstance(target, ast.Name)
+            if isinstance(target, ast.Name | ast.Attribute)
         )
 
     @cached_property
@@ -176,13 +176,13 @@ class Notebook:
     def _trained(self, call: ast.Call) -> str | None:
         """Return the trainer's variable where a call trains."""
         if self.name_of(call.func) == "unsloth_train" and call.args:
-            return call.args[0].id if isinstance(call.args[0], ast.Name) else None
+            return variable(call.args[0])
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "train":
             return None
-        if not isinstance(call.func.value, ast.Name):
+        name = variable(call.func.value)
+        if name is None:
             return None
-        name = call.func.value.id
-        return name if name in self.trainer_names or name.endswith("trainer") else None
+        return name if name in self.trainer_names or name.lower().endswith("trainer") else None
 
     @cached_property
     def kind(self) -> Kind:
@@ -218,6 +218,13 @@ class Notebook:
             for node in ast.walk(code.tree)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
+
+
+def variable(node: ast.expr) -> str | None:
+    """Return `a` or `self.a` as it is written, None for another expression."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _place(found: Found) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from sft_play.notebooks.convert import all_edits
 from sft_play.notebooks.document import Cell, Document
 from sft_play.notebooks.load_call import argument_edit, lines_at
 from sft_play.notebooks.notes import Note, changed, look
-from sft_play.notebooks.recognise import ARGUMENTS, Notebook
+from sft_play.notebooks.recognise import ARGUMENTS, Notebook, variable
 
 HEADER = '''\
 """{name} as a script: one process a GPU, each with the whole model and rows of its own.
@@ -48,9 +48,9 @@ DISPLAY = "display = print  # what IPython has\n"
 ALONE = """\
 
 # %% all processes have trained: the first goes on alone
-if WORLD_SIZE > 1:
-    import torch.distributed as dist
+import torch.distributed as dist
 
+if WORLD_SIZE > 1 and dist.is_initialized():
     if torch.cuda.is_available():
         _total = round(torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1024**3, 3)
         _peak = round(torch.cuda.max_memory_reserved() / 1024**3, 3)
@@ -177,16 +177,34 @@ def _unused_parameters(notebook: Notebook) -> tuple[list[tuple[int, Edit]], list
 
 
 def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
-    """Return the last statement that all processes must run: a training or an evaluation."""
+    """Return the last statement that all processes must run: a training or an evaluation.
+
+    Where that is in a function, it is the last call of the function; in a class, the last
+    statement of all.
+    """
     calls = [(found.code, found.call) for found in notebook.train_calls]
     calls += [
         (code, call)
         for code, call in notebook.calls()
         if isinstance(call.func, ast.Attribute)
         and call.func.attr in TOGETHER
-        and isinstance(call.func.value, ast.Name)
-        and call.func.value.id in notebook.trainer_names
+        and variable(call.func.value) in notebook.trainer_names
     ]
+    code, statement = _last_statement(calls)
+    seen = set()
+    while isinstance(statement, ast.FunctionDef) and statement.name not in seen:
+        seen.add(statement.name)
+        uses = [(part.code, part.call) for part in notebook.functions([statement.name])]
+        if uses:
+            code, statement = _last_statement(uses)
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        code = [part for part in notebook.parsed if part.tree.body][-1]
+        statement = code.tree.body[-1]
+    return code, statement
+
+
+def _last_statement(calls: list[tuple[Code, ast.Call]]) -> tuple[Code, ast.stmt]:
+    """Return the statement of a cell itself that holds the last of these calls."""
     code, call = max(calls, key=lambda pair: (pair[0].number, pair[1].lineno))
     return code, next(codes.path_to(code.tree, call))
 

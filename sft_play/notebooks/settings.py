@@ -158,18 +158,28 @@ def _take_keywords(
     carried: Carried, values: Values, found: Found, skip: tuple[str, ...] = ()
 ) -> None:
     """Take every keyword of a call that has a counterpart, and name the others."""
-    if found.unpacks:
-        said = f"{found.name} takes keywords from a mapping, which are not read"
-        carried.notes.append(look(found.number, said))
-    for keyword in found.call.keywords:
-        name = keyword.arg
-        if name is None or name in skip or SECRET.search(name):
+    for name, value in _keywords(carried, values, found).items():
+        if name in skip or name in SILENT or SECRET.search(name):
             continue
-        value = values.of(found.code, keyword.value)
         if name in PLAIN and _is_one_of(value, PLAIN[name]):
             continue
-        if name not in SILENT:
-            _take(carried, found, name, value)
+        _take(carried, found, name, value)
+
+
+def _keywords(carried: Carried, values: Values, found: Found) -> dict[str, Any]:
+    """Return a call's keywords with their values; those of a mapping where that can be read."""
+    read: dict[str, Any] = {}
+    for keyword in found.call.keywords:
+        if keyword.arg is not None:
+            read[keyword.arg] = values.of(found.code, keyword.value)
+            continue
+        unpacked = values.mapping(found.code, keyword.value)
+        if unpacked is not None:
+            read.update(unpacked)
+        else:
+            said = f"{found.name} takes keywords from a mapping, which are not read"
+            carried.notes.append(look(found.number, said))
+    return read
 
 
 def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:

@@ -5,7 +5,7 @@ import operator
 from typing import Any, NamedTuple
 
 from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognise import Found, Notebook
+from sft_play.notebooks.recognise import Found, Notebook, variable
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -17,6 +17,9 @@ OPERATORS = {
 # Calls that ask whether a GPU computes in bfloat16: `auto` here
 ASKS_FOR_BF16 = ("is_bfloat16_supported", "is_bf16_supported")
 AUTO = "auto"
+
+
+Item = tuple[ast.expr | None, ast.expr]  # of a dict; `**other` has no key
 
 
 class Unknown(NamedTuple):
@@ -40,15 +43,38 @@ class Values:
     def __init__(self, notebook: Notebook) -> None:
         self.notebook = notebook
         self.assignments: dict[str, list[Assignment]] = {}
+        self.attributes: dict[tuple[str, str], list[Assignment]] = {}  # by class and name
+        self.changed: set[tuple[str | None, Any]] = set()  # `a.b = ...` and `a["b"] = ...`
+        self.updated: set[str | None] = {  # `a.update(...)`
+            variable(call.func.value)
+            for _, call in notebook.calls()
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ("update", "setdefault")
+        }
         for code in notebook.parsed:
             for node in ast.walk(code.tree):
-                if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                if isinstance(node, ast.ClassDef):
+                    self._note_class(code, node)
+                elif isinstance(node, ast.Assign) and len(node.targets) == 1:
                     self._note(code, node.targets[0], node.value)
+
+    def _note_class(self, code: Code, node: ast.ClassDef) -> None:
+        for part in node.body:
+            targets = part.targets if isinstance(part, ast.Assign) else []
+            if isinstance(part, ast.AnnAssign) and part.value is not None:
+                targets = [part.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    made = Assignment(code.number, part.lineno, part.value, code)
+                    self.attributes.setdefault((node.name, target.id), []).append(made)
 
     def _note(self, code: Code, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
             made = Assignment(code.number, value.lineno, value, code)
             self.assignments.setdefault(target.id, []).append(made)
+        elif isinstance(target, ast.Attribute):
+            self.changed.add((variable(target.value), target.attr))
+        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+            self.changed.add((variable(target.value), target.slice.value))
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for part, of_part in zip(target.elts, value.elts, strict=False):
                 self._note(code, part, of_part)
@@ -96,10 +122,61 @@ class Values:
             return AUTO
         if isinstance(node, ast.Attribute) and node.attr in ("float16", "bfloat16", "float32"):
             return node.attr
+        if isinstance(node, ast.Attribute):
+            return self._of_class(node, depth)
+        if isinstance(node, ast.Subscript):
+            return self._of_mapping(code, node, depth)
         made = self.assigned(code, node)
         if made is None:
             raise _CannotTell
         return self._value(made.code, made.value, depth + 1)
+
+    def _of_class(self, node: ast.Attribute, depth: int) -> Any:
+        """Return the value of `Config.rate` or `config.rate`, where a class sets `rate` once."""
+        name = variable(node.value)
+        made = self.assignments.get(name or "", [])
+        classes = {name, *(self._class_of(part.value) for part in made)} - {None}
+        found = [part for owner in classes for part in self.attributes.get((owner, node.attr), [])]
+        if len(found) != 1 or (name, node.attr) in self.changed:
+            raise _CannotTell
+        return self._value(found[0].code, found[0].value, depth + 1)
+
+    def _class_of(self, value: ast.expr) -> str | None:
+        is_instance = isinstance(value, ast.Call) and not value.args and not value.keywords
+        return self.notebook.name_of(value.func) if is_instance else None
+
+    def _of_mapping(self, code: Code, node: ast.Subscript, depth: int) -> Any:
+        """Return the value of `config["rate"]`, where nothing sets it anew."""
+        key = self._value(code, node.slice, depth + 1)
+        name = variable(node.value)
+        if (name, key) in self.changed or name in self.updated:
+            raise _CannotTell
+        holder, items = self._items(code, node.value)
+        for written, value in items:
+            if isinstance(written, ast.Constant) and written.value == key:
+                return self._value(holder, value, depth + 1)
+        raise _CannotTell
+
+    def mapping(self, code: Code, node: ast.expr) -> dict[str, Any] | None:
+        """Return what `**node` gives a call, None where that cannot be read."""
+        name = variable(node)
+        holder, items = self._items(code, node)
+        if not items or name in self.updated or any(owner == name for owner, _ in self.changed):
+            return None
+        read: dict[str, Any] = {}
+        for key, value in items:
+            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                return None
+            read[key.value] = self.of(holder, value)
+        return read
+
+    def _items(self, code: Code, node: ast.expr) -> tuple[Code, list[Item]]:
+        """Return the items of a dict that is written out, here or where a variable got it."""
+        made = self.assigned(code, node)
+        holder, written = (code, node) if made is None else (made.code, made.value)
+        if not isinstance(written, ast.Dict):
+            return holder, []
+        return holder, list(zip(written.keys, written.values, strict=True))
 
     def _unary(self, code: Code, node: ast.UnaryOp, depth: int) -> Any:
         value = self._value(code, node.operand, depth + 1)
