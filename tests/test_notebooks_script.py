@@ -105,7 +105,7 @@ def test_each_process_has_a_gpu_of_its_own(tmp_path: Path) -> None:
 def test_what_a_script_cannot_do_is_named(tmp_path: Path) -> None:
     cells = (LOAD, "from google.colab import drive\ninput()", "m.save_pretrained('a')", TRAIN)
     _, report = script_of(tmp_path, *cells)
-    assert "imports google.colab, which only Colab has" in report
+    assert "imports google, which only Colab has" in report
     assert "cell 2: input() works in a notebook alone" in report
     assert "cell 3: save_pretrained() stands before the end of training" in report
 

@@ -238,3 +238,17 @@ def test_keywords_of_a_dict_are_taken_one_by_one(tmp_path: Path) -> None:
     made = exported(tmp_path, "**c", "c = dict()", "c = {'max_steps': 7, 'learning_rate': f()}")
     assert made["train.max_steps"] == 7
     assert "learning_rate = f(), which only running tells" in made.report
+
+
+def test_held_out_rows_are_carried_as_a_share(tmp_path: Path) -> None:
+    made = exported(tmp_path, "", "s = d.train_test_split(test_size=0.1, seed=1)")
+    assert made["data.val_size"] == 0.1
+    made = exported(tmp_path, "", "s = d.train_test_split(test_size=200)")
+    assert "train_test_split is not carried" in made.report
+
+
+def test_functions_that_reshape_rows_are_named(tmp_path: Path) -> None:
+    cells = ("d = to_sharegpt(d, merged_prompt='{a}')", "d = concatenate_datasets([d, e])")
+    report = exported(tmp_path, "", *cells).report
+    assert "cell 2: to_sharegpt is not carried" in report
+    assert "cell 3: concatenate_datasets is not carried" in report

@@ -53,6 +53,7 @@ RUN = (
     "make memory-check",
     "make gpu-info",
     "make train-distributed DEVICE=cpu NUM_GPUS=2",
+    "make convert-notebook NB=in.ipynb OUT=out.ipynb",
     "make slurm NNODES=2 GPUS=8xH100 CONFIG=medium OUT=job.sh",
     "make train-bnb",
     "make compare RUNS=a,b",
@@ -274,6 +275,7 @@ def copied_project(folder: Path) -> Path:
     rows = (ROOT / "data" / "desk" / "train.jsonl").read_text(encoding="utf-8").splitlines(True)
     (project / "my.jsonl").write_text("".join(rows[:80]), encoding="utf-8")
     (project / "held.jsonl").write_text("".join(rows[80:90]), encoding="utf-8")
+    shutil.copy(ROOT / "tests" / "notebooks" / "tiny.ipynb", project / "in.ipynb")
     for name in ("Qwen/Qwen2.5-1.5B-Instruct", "models/llama-8b"):
         shutil.copytree(ROOT / "data" / "tiny_llama", project / name)
     return project

@@ -9,7 +9,7 @@ from typing import Any
 from sft_play.notebooks.code import Code
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.inference import cuda_calls, is_model
-from sft_play.notebooks.memory_stats import measures_one_gpu
+from sft_play.notebooks.memory_runs import measures_one_gpu
 from sft_play.notebooks.recognise import Found, Notebook
 
 DETECTED = re.compile(r"Detected (\d+) GPU")

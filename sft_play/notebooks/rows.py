@@ -14,8 +14,13 @@ FILE_BUILDERS = ("json", "csv", "parquet", "text")
 TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
 
 
+# Functions that change rows beyond their format
+RESHAPES = ("to_sharegpt", "apply_chat_template", "concatenate_datasets", "interleave_datasets")
+
+
 def take_rows(carried: "Carried", notebook: Notebook, values: Values, data: str | None) -> None:
     """Take data.train_path: what the user names, else what the notebook loads."""
+    _take_held_out(carried, notebook, values)
     if data is not None:
         carried.values["data.train_path"] = data
         carried.origins["data.train_path"] = "DATA of make convert-notebook"
@@ -31,6 +36,17 @@ def take_rows(carried: "Carried", notebook: Notebook, values: Values, data: str 
     if len(loads) > 1:
         said = "loads several data sets; the first is carried: see data.train_path"
         carried.notes.append(look(loads[0].number, said))
+
+
+def _take_held_out(carried: "Carried", notebook: Notebook, values: Values) -> None:
+    """Take the share of the rows that `train_test_split` holds out."""
+    for split in notebook.methods("train_test_split")[:1]:
+        share = values.keyword(split, "test_size")
+        if isinstance(share, float) and 0 < share < 0.5:
+            carried.put("data.val_size", share, split.number, f"test_size = {share}")
+        else:
+            said = "train_test_split is not carried: data.val_size is a share under 0.5"
+            carried.notes.append(look(split.number, said))
 
 
 def _source(carried: "Carried", values: Values, load: Found) -> Any:
@@ -71,6 +87,11 @@ def notes_of_rows(notebook: Notebook) -> list[Note]:
     if maps:
         said = "rows are read as they are in the file, and the function of .map is not carried"
         notes.append(look(maps[0].number, f"{said}: rows of a shape of its own need DATA="))
+    notes += [
+        look(found.number, f"{found.name} is not carried: {TEMPLATE}")
+        for found in notebook.functions(RESHAPES)
+        if isinstance(found.call.func, ast.Name)
+    ]
     prompt = _prompt_with_end(notebook)
     if prompt is not None:
         said = "a prompt of its own with EOS_TOKEN is not carried"

@@ -13,7 +13,8 @@ from sft_play.notebooks.convert import all_edits
 from sft_play.notebooks.document import Cell, Document
 from sft_play.notebooks.load_call import argument_edit, lines_at
 from sft_play.notebooks.notes import Note, changed, look
-from sft_play.notebooks.recognise import ARGUMENTS, Notebook, variable
+from sft_play.notebooks.recognise import ARGUMENTS, Found, Notebook, variable
+from sft_play.notebooks.values import Values
 
 HEADER = '''\
 """{name} as a script: one process a GPU, each with the whole model and rows of its own.
@@ -67,6 +68,7 @@ if WORLD_SIZE > 1 and dist.is_initialized():
 UNUSED = "ddp_find_unused_parameters"
 TOGETHER = ("evaluate", "predict")  # methods of a trainer that all processes must call
 SAVES = ("save_pretrained", "push_to_hub", "save_pretrained_merged", "save_pretrained_gguf")
+ONLY_IN_NOTEBOOKS = {"google": "only Colab has", "IPython": "comes with Jupyter"}
 IN_NOTEBOOKS = ("get_ipython", "input")
 
 
@@ -220,8 +222,10 @@ def _notes(notebook: Notebook) -> list[Note]:
         if name in SAVES and code.number < last_code.number:
             said = f"{name}() stands before the end of training, so every process saves"
             notes.append(look(code.number, said))
-    if "google" in notebook.modules:
-        notes.append(look(None, "imports google.colab, which only Colab has"))
+    for module, where in ONLY_IN_NOTEBOOKS.items():
+        if module in notebook.modules:
+            notes.append(look(None, f"imports {module}, which {where}"))
+    notes.append(_of_batch(notebook))
     for code in notebook.codes:
         problem = _why_no_script(code)
         if problem is not None:
@@ -231,6 +235,24 @@ def _notes(notebook: Notebook) -> list[Note]:
             said = f"{count} line(s) of magics or of the shell are comments of the script"
             notes.append(look(code.number, said))
     return notes
+
+
+def _of_batch(notebook: Notebook) -> Note:
+    """Say that an update has the notebook's rows for each process."""
+    values = Values(notebook)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    sizes: list[object] = []
+    for code, call in notebook.calls():
+        if ARGUMENTS.fullmatch(notebook.name_of(call.func)):
+            found = Found(code, call, notebook.name_of(call.func))
+            sizes = [values.keyword(found, name) for name in names]
+    rows = "an update has the notebook's rows for each process"
+    if sizes and all(isinstance(size, int) for size in sizes):
+        rows = (
+            f"an update has {sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} rows for each process"
+        )
+    said = "divide gradient_accumulation_steps by their number to keep the notebook's"
+    return look(None, f"{rows}; {said}")
 
 
 def _why_no_script(code: Code) -> str | None:

@@ -37,6 +37,7 @@ PLAIN = {
     "fast_inference": (False, None),
     "dtype": (None,),
     "eval_dataset": (None,),
+    "logging_strategy": ("steps",),
     "dataset_text_field": ("text", "", None),
     "ddp_find_unused_parameters": (False, None),
 }
