@@ -32,11 +32,19 @@ class Process:
     timeout: timedelta = (
         DEFAULT_TIMEOUT  # after which a collective that a rank has not joined fails
     )
+    gpus: int = 1  # more: GPUs from cuda:0 on that one model is placed on; `device` is the first
 
     @classmethod
     def alone(cls, device: torch.device, compute_dtype: torch.dtype = torch.float32) -> "Process":
         """Return a process that is the only one of its run."""
         return cls(0, 0, 1, device, compute_dtype)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process's model."""
+        if self.gpus == 1:
+            return (self.device,)
+        return tuple(torch.device("cuda", number) for number in range(self.gpus))
 
     @property
     def is_main(self) -> bool:

@@ -51,6 +51,9 @@ def random_value(
         )
     if path == "data.columns":
         return {text(dice): text(dice) for _ in range(dice.randrange(3))}
+    if path == "model.device_map":
+        names = {text(dice): dice.choice([0, 7, "cpu"]) for _ in range(dice.randrange(3))}
+        return dice.choice([None, "auto", "sequential", names])
     kind = dice.choice(sorted(kinds(settings()[path].annotation), key=str))
     if typing.get_args(kind):
         return dice.choice(typing.get_args(kind))

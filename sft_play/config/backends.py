@@ -56,6 +56,7 @@ class Backend:
     has_paged_full_optimizers: bool  # train.optim=paged_* under tuning.mode=full
     runs_under_deepspeed: bool
     runs_under_fsdp: bool
+    takes_device_map: bool  # one model over the GPUs of one process
     recomputes_by_layer: bool  # activation checkpointing of any number of layers; else all or none
     is_traceable: bool  # by `make plan EXACT=1`
     supports_probe: bool  # train.probe=auto measures a step before training
@@ -79,6 +80,7 @@ BNB = Backend(
     has_paged_full_optimizers=True,
     runs_under_deepspeed=True,
     runs_under_fsdp=True,
+    takes_device_map=True,
     recomputes_by_layer=True,
     is_traceable=True,
     supports_probe=True,
@@ -101,6 +103,7 @@ UNSLOTH = Backend(
     has_paged_full_optimizers=False,
     runs_under_deepspeed=False,
     runs_under_fsdp=False,
+    takes_device_map=False,
     recomputes_by_layer=False,
     is_traceable=False,
     supports_probe=False,

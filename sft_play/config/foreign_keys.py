@@ -29,6 +29,7 @@ SAME_SETTING = {
     "sequence_length": "model.max_seq_len",
     "torch_dtype": "model.dtype",
     "chat_template_path": "model.chat_template",
+    "hf_device_map": "model.device_map",
     # adapters
     "lora_alpha": "tuning.lora.alpha",
     "lora_dropout": "tuning.lora.dropout",
@@ -262,10 +263,6 @@ ADVICE = {
     "ds_config": DEEPSPEED,
     "fsdp": FSDP,
     "fsdp_config": FSDP,
-    "device_map": (
-        "every process trains on one device, which DEVICE=cpu or cuda "
-        "and NUM_GPUS= choose, and TRAIN_STRATEGY=fsdp divides a model that is too large for one"
-    ),
     "num_gpus": "write NUM_GPUS= on the command line",
     "local_rank": "the launcher sets it; delete the line",
     "world_size": "write NUM_GPUS= and NNODES= on the command line",

@@ -47,7 +47,7 @@ def word(value: Any, length: int = WORD_LENGTH) -> str:
     if isinstance(value, dict):
         if any(isinstance(part, Located) for part in value.values()):
             return "{...}"
-        members = ", ".join(f"{key}: {word(part)}" for key, part in value.items())
+        members = ", ".join(f"{word(key)}: {word(part)}" for key, part in value.items())
         return _shorten(f"{{{members}}}", length)
     if isinstance(value, list):
         items = ", ".join(map(_item_word, value[:length]))

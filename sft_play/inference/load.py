@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,9 @@ from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError
 from sft_play.models.export import read_stops
+from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import load_base
+from sft_play.models.placement import move_inputs
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
@@ -50,6 +52,7 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
             model = load_base(config_of_weights(config, weights), process)
         else:
             model = load_adapter(load_base(config, process), weights)
+    move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
     return TrainedModel(model, tokenizer, config, process, read_stops(weights))
 
@@ -77,7 +80,8 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
     """
     trained_dtype = DTYPES[precision(config)]
     if device == "cuda":
-        return Process.alone(torch.device("cuda", 0), trained_dtype)
+        gpus = 1 if config.model.device_map is None else torch.cuda.device_count()
+        return replace(Process.alone(torch.device("cuda", 0), trained_dtype), gpus=gpus)
     if read_plan(folder).ranks.device == "cpu":
         return Process.alone(torch.device("cpu"), trained_dtype)
     return Process.alone(torch.device("cpu"), torch.float32)

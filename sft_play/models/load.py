@@ -22,7 +22,7 @@ from transformers import (
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.models import bnb, lora, sharding
+from sft_play.models import bnb, lora, placement, sharding
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
@@ -38,12 +38,17 @@ SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
 
 
 def load_model(
-    config: Config, process: Process, zero_stage: int = 0, is_fsdp: bool = False
+    config: Config,
+    process: Process,
+    zero_stage: int = 0,
+    is_fsdp: bool = False,
+    most_layers: int = 0,
 ) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
     `zero_stage` is DeepSpeed's ZeRO stage, 0 without DeepSpeed; `is_fsdp` divides base weights
-    among the ranks.
+    among the ranks; `most_layers` are those of a GPU where model.device_map fills one after the
+    other.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
@@ -52,7 +57,7 @@ def load_model(
         from sft_play.models import unsloth  # only here: it patches transformers
 
         return unsloth.load(config, process)
-    model = base = load_base(config, process, zero_stage, is_fsdp=is_fsdp)
+    model = base = load_base(config, process, zero_stage, is_fsdp=is_fsdp, most_layers=most_layers)
     if config.tuning.mode == "full":
         _freeze_what_its_class_freezes(model)
     else:
@@ -60,6 +65,7 @@ def load_model(
         if is_fsdp and config.tuning.mode == "qlora":
             sharding.divide_packed(base, process)
     sharding.start(base, process)
+    placement.move_inputs(base)
     install_fused_kernels(model, config, process, zero_stage)
     return model
 
@@ -83,16 +89,18 @@ def load_base(
     zero_stage: int = 0,
     dtype: torch.dtype | Literal["auto"] | None = None,
     is_fsdp: bool = False,
+    most_layers: int = 0,
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
-    Under ZeRO-3 and FSDP it is divided, but 4-bit weights under FSDP are whole.
+    Under ZeRO-3 and FSDP it is divided, but 4-bit weights under FSDP are whole. Under
+    model.device_map it is on the GPUs of this process.
 
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
     in the files.
 
     Raises: EnvironmentFault when weights cannot be loaded or are missing in the files; ConfigError
-    for experts in 4 bits under ZeRO-3.
+    for experts in 4 bits under ZeRO-3, and for a device map that the model's modules do not have.
     """
     quantization = None
     if config.tuning.mode == "qlora":
@@ -103,13 +111,14 @@ def load_base(
     is_mxfp4 = _stored_format(stored) == MXFP4
     if is_mxfp4:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
+    devices = placement.device_map_of(config, process, stored, most_layers)
     if zero_stage < 3:
-        options["device_map"] = {"": process.device}
+        options["device_map"] = devices
     if config.model.attn_implementation != "auto":
         options["attn_implementation"] = config.model.attn_implementation
     # some classes draw weights that the files replace, and fewer where weights are divided: the
     # adapters that are drawn next are to be the same
-    gpus = [process.device] if process.device.type == "cuda" else []
+    gpus = list(process.devices) if process.device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
         if quantization is not None:
@@ -120,6 +129,8 @@ def load_base(
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, options)
+    if len(devices) > 1:
+        placement.place(model, devices)
     if is_mxfp4:
         _finish_mxfp4(model, quantization, base_dtype)
     if quantization is not None:

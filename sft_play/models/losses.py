@@ -16,14 +16,14 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     gives 0, with a gradient.
     """
     predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
-    targets = labels[:, 1:].flatten()
+    targets = labels[:, 1:].flatten().to(predicted.device)
     return functional.cross_entropy(predicted, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def nll_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the `summed_nll` of each row, float32 (B,)."""
     predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
-    targets = labels[:, 1:]
+    targets = labels[:, 1:].to(predicted.device)
     nll = functional.cross_entropy(
         predicted, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )

@@ -67,7 +67,7 @@ def _divide(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-    layers = _outermost_layers(model)
+    layers = outermost_layers(model)
     if not layers:
         raise ConfigError(
             f"train.strategy=fsdp: {type(model).__name__} has no layers that could be gathered one "
@@ -112,7 +112,7 @@ def divide_packed(model: PreTrainedModel, process: Process) -> None:
                 vars(whole).update(packed[module, name])
 
 
-def _outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of all stacks of a model, vision parts included."""
     found: list[GradientCheckpointingLayer] = []
     inside: set[nn.Module] = set()

@@ -166,6 +166,7 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
     ranks = inputs.ranks
     if ranks.device != "cuda":
         return
+    no_map = "" if inputs.config.model.device_map is None else " MODEL_DEVICE_MAP=null"
     for per_node in sorted({ranks.per_node, gpu_count}):
         if per_node * ranks.nodes < 2 or per_node < ranks.per_node:
             continue
@@ -176,7 +177,8 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             first_stage = max(2, inputs.zero_stage)
         if number or ranks.strategy != "fsdp":
             changed = _with_engine(inputs, "fsdp", per_node, zero_stage=0)
-            yield Option(f"make train-distributed{number} TRAIN_STRATEGY=fsdp", changed, "engine")
+            words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
+            yield Option(words, changed, "engine")
         if not backend_of(inputs.config).runs_under_deepspeed:
             continue
         for stage in range(first_stage, 4):
@@ -186,6 +188,7 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             )
             if inputs.config.train.strategy != "auto":
                 words += f" TRAIN_STRATEGY=zero{stage}"
+            words += no_map
             yield Option(words, changed, "engine")
 
 
@@ -194,7 +197,8 @@ def _with_engine(
 ) -> PlanInputs:
     return replace(
         inputs,
-        ranks=replace(inputs.ranks, strategy=strategy, per_node=per_node),
+        ranks=replace(inputs.ranks, strategy=strategy, per_node=per_node, gpus_per_process=1),
+        layers_by_gpu=(),
         zero_stage=zero_stage,
         offload=False,
         offload_weights=False,

@@ -5,7 +5,8 @@ from functools import cached_property
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
-from sft_play.plan import activations, batch, cards, memory, speed
+from sft_play.config.sections.model import MapRule
+from sft_play.plan import activations, batch, cards, memory, placement, speed
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted
@@ -38,6 +39,7 @@ class PlanInputs:
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
     host_budget_bytes: int = 0  # that one rank may take beside its GPU
     tracer: Tracer | None = None  # where the closed form has not been shown to fit the model
+    layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
 
     @cached_property
     def request(self) -> BatchRequest:
@@ -123,6 +125,7 @@ class PlanInputs:
             generates=train.predict_with_generate,
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
+            layers_by_gpu=self.layers_by_gpu,
         )
 
     @property
@@ -162,6 +165,46 @@ def choose_layout(inputs: PlanInputs) -> Layout:
 
     chosen = batch.choose(inputs.request, peak_bytes, inputs.budget_bytes)
     return chosen or batch.smallest(inputs.request)
+
+
+def with_placement(inputs: PlanInputs) -> PlanInputs:
+    """Return the inputs with the layers of each GPU, where one process has several.
+
+    sequential gives GPU 0 the most layers with which a step fits.
+    """
+    gpus = inputs.ranks.gpus_per_process
+    rule = inputs.config.model.device_map
+    layers = inputs.model.layers
+    if gpus == 1:
+        return replace(inputs, layers_by_gpu=())
+    if isinstance(rule, dict):
+        return replace(
+            inputs, layers_by_gpu=placement.counts(placement.layers_of_map(rule, layers))
+        )
+    fewest = -(-layers // gpus)
+    if rule != "sequential":
+        return _with_layers_placed(inputs, rule, fewest)
+    for most_layers in range(layers, fewest, -1):
+        placed = _with_layers_placed(inputs, rule, most_layers)
+        if placed.fits(choose_layout(placed)):
+            return placed
+    return _with_layers_placed(inputs, rule, fewest)
+
+
+def _with_layers_placed(inputs: PlanInputs, rule: MapRule, most_layers: int) -> PlanInputs:
+    step = inputs.step
+    matrix = step.weight_bytes * step.model.vocab * step.model.hidden
+    others = matrix if step.model.is_tied else 2 * matrix
+    layer = max(1, memory.base_weight_bytes(step, step.weight_bytes) - others) // step.model.layers
+    places = placement.places_by_rule(
+        rule,
+        before=matrix,
+        layers=[layer] * step.model.layers,
+        behind=0 if step.model.is_tied else matrix,
+        gpus=inputs.ranks.gpus_per_process,
+        most_layers=most_layers,
+    )
+    return replace(inputs, layers_by_gpu=placement.counts(places[1:-1]))
 
 
 def with_offloading(inputs: PlanInputs) -> PlanInputs:

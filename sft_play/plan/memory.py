@@ -15,6 +15,7 @@ from sft_play.plan.activations import (
     working_of,
 )
 from sft_play.plan.layout import Layout
+from sft_play.plan.parts import parts_by_gpu
 from sft_play.plan.step import StepSpec
 
 GIB = 2**30
@@ -96,8 +97,14 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     """Return the bytes of one rank in each phase.
 
     ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3. FSDP divides
-    base weights, and what trains them; every rank holds adapters whole.
+    base weights, and what trains them; every rank holds adapters whole. Of a model that is placed
+    on several GPUs they are those of the GPU that needs most.
     """
+    if step.layers_by_gpu:
+        parts = [step_bytes(*part) for part in parts_by_gpu(step, layout)]
+        return StepBytes(
+            {name: max((part.phases[name] for part in parts), key=_total) for name in PHASES}
+        )
     held = _held(step, layout)
     working = working_of(step, layout)
     forward = replace(
@@ -121,11 +128,18 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     return StepBytes(phases)
 
 
+def _total(phase: PhaseBytes) -> int:
+    return phase.total
+
+
 def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:
     """Return whether the backward pass holds most when it begins, with all activations.
 
     Otherwise it does when it ends, with all gradients.
     """
+    if step.layers_by_gpu:
+        parts = parts_by_gpu(step, layout)
+        step, layout = max(parts, key=lambda part: max(map(_total, _backward(*part))))
     begin, end = _backward(step, layout)
     return begin.total >= end.total
 
@@ -138,6 +152,8 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
     """
     if step.eval_batch_size is not None:
         return step.eval_batch_size
+    if step.layers_by_gpu:
+        return min(evaluation_rows(*part) for part in parts_by_gpu(step, layout))
     unpacked = layout.unpacked()
     working = working_of(step, unpacked)
     free_bytes = working.backward + working.forward_logits

@@ -24,6 +24,11 @@ class Ranks:
     master_port: int | None  # None: a free port, chosen at launch; not for several nodes
     visible: tuple[str, ...]  # entries of CUDA_VISIBLE_DEVICES for this node's ranks
     cpu_count: int
+    gpus_per_process: int = 1  # more: one model is placed on them (model.device_map)
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.per_node * self.gpus_per_process
 
     @property
     def world_size(self) -> int:

@@ -238,6 +238,9 @@ def _where(plan: RunPlan) -> str:
     if ranks.strategy != "single" and ranks.world_size == 1:
         strategy += " of one process"
     machines = f"{ranks.nodes} machines x " if ranks.nodes > 1 else ""
+    if ranks.gpus_per_process > 1:
+        layers = " + ".join(map(str, plan.step.layers_by_gpu))
+        return f"{ranks.gpus_per_process} x {_gpus(plan)} for one process, {layers} layers"
     return f"{machines}{ranks.per_node} x {_gpus(plan) or 'a process on the CPU'}, {strategy}"
 
 

@@ -12,10 +12,16 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import activations, advice, memory, recipe, sources, switches
+from sft_play.plan import activations, advice, device_map, memory, recipe, sources, switches
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.inputs import PlanInputs, choose_layout, shortage, with_offloading
+from sft_play.plan.inputs import (
+    PlanInputs,
+    choose_layout,
+    shortage,
+    with_offloading,
+    with_placement,
+)
 from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.packing import resolve_packing
@@ -60,6 +66,7 @@ def resolve(
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
+    ranks = device_map.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
     _require_backend(loaded.config, hardware)
     sources.require(loaded)
     first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
@@ -81,10 +88,12 @@ def fastest(
 ) -> PlannedRun:
     """Return the plan of the fastest strategy that fits on all GPUs, unless one is asked for.
 
-    Where nobody knows how fast a card is, whole weights on every GPU come first.
+    Where nobody knows how fast a card is, whole weights on every GPU come first. A device map asks
+    for one process.
     Raises: as `resolve`.
     """
-    planned = resolve(loaded, invocation, hardware, environ, True, False)
+    distributed = loaded.config.model.device_map is None
+    planned = resolve(loaded, invocation, hardware, environ, distributed, False)
     ranks = planned.plan.ranks
     is_alone = ranks.world_size == 1 or ranks.device == "cpu"
     if is_alone or loaded.config.train.strategy != "auto":
@@ -133,14 +142,15 @@ def _resolve(
         offload=offload,
         offload_weights=offload_weights,
         budget_bytes=_budget_bytes(hardware, ranks),
-        gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.per_node]),
+        gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
         tracer=Tracer.of(config, model, environ),
     )
     _refuse_combinations(loaded, inputs)
-    inputs = with_offloading(inputs)
+    inputs = with_offloading(with_placement(inputs))
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
+    warnings += device_map.sentences(loaded, ranks, inputs.layers_by_gpu)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     warnings += recurrent_warnings(model, hardware)
     warnings += _offloading_warnings(inputs, layout) + switches.warnings(config, ranks, environ)
@@ -309,14 +319,14 @@ def _budget_bytes(hardware: Hardware, ranks: Ranks) -> int:
     """Return what one rank may take: the least free of its GPUs, or its share of the host."""
     free_bytes = hardware.ram_available_bytes // ranks.per_node
     if hardware.kind == "cuda":
-        free_bytes = min(gpu.free_bytes for gpu in hardware.gpus[: ranks.per_node])
+        free_bytes = min(gpu.free_bytes for gpu in hardware.gpus[: ranks.gpus_per_node])
     return int(free_bytes * (1 - RESERVE))
 
 
 def _used_before(hardware: Hardware, ranks: Ranks) -> tuple[int, ...]:
     if ranks.device == "cpu":
         return (0,) * ranks.per_node
-    gpus = hardware.gpus[: ranks.per_node]
+    gpus = hardware.gpus[: ranks.gpus_per_node]
     return tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
 
 
@@ -327,7 +337,9 @@ def _resolved(
 
     So the run folder explains itself anywhere.
     """
-    model = {}
+    model: dict[str, object] = {
+        "device_map": device_map.resolved(config.model.device_map, plan.ranks)
+    }
     if Path(config.model.name).is_dir():
         model["name"] = _absolute(config.model.name)
     if config.model.chat_template not in (None, "default"):

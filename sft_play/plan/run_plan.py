@@ -61,7 +61,7 @@ class RunPlan:
     memory: StepBytes  # by the closed form, once probed by measurement
     budget_bytes: int  # that a rank may take
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
-    used_before_bytes: tuple[int, ...]  # by others, of each local rank's GPU; 0 on a CPU
+    used_before_bytes: tuple[int, ...]  # by others, of each GPU of this machine's ranks; 0 on a CPU
     deepspeed: DeepSpeedPlan | None = None
     shortage: str | None = None  # why it is not expected to fit
     changes: tuple[Change, ...] = ()  # that would make it fit
@@ -116,6 +116,11 @@ class RunPlan:
     def longest_rows(self) -> LongestRows:
         """The longest rows that the memory takes, with and without offloaded activations."""
         return longest_rows(self.step, self.request, self.budget_bytes)
+
+    def used_before(self, local_rank: int) -> tuple[int, ...]:
+        """Return what others used on each GPU of a rank of this machine; 0 on a CPU."""
+        gpus = self.ranks.gpus_per_process
+        return self.used_before_bytes[local_rank * gpus : (local_rank + 1) * gpus]
 
     def packed(self, fullest_step: int) -> Self:
         """Return the plan once the rows are counted: fewer and smaller micro-batches."""

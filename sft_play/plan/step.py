@@ -33,6 +33,7 @@ class StepSpec:
     traced: TracedStep | None = None  # where the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
     is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
+    layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
 
     def with_trace(self, traced: TracedStep) -> "StepSpec":
         """Return the step with what a trace found of it."""
@@ -46,6 +47,11 @@ class StepSpec:
         if self.traced is not None:
             return "traced"
         return "closed form" if self.untraced is None else "guess"
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the fullest GPU where one model is placed on several, else 0."""
+        return max(self.layers_by_gpu, default=0)
 
     @property
     def is_full(self) -> bool:

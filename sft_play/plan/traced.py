@@ -78,6 +78,14 @@ class Growth:
         """Return the bytes of a micro-batch."""
         return self.fixed + rows * tokens * (self.by_token + self.by_pair * tokens)
 
+    def plus(self, other: Self, times: float) -> Self:
+        """Return the sum of this growth and another one, times a number."""
+        return type(self)(
+            self.fixed + times * other.fixed,
+            self.by_token + times * other.by_token,
+            self.by_pair + times * other.by_pair,
+        )
+
 
 @dataclass(frozen=True)
 class LayersGrowth:
@@ -86,6 +94,15 @@ class LayersGrowth:
     kept: Growth
     layers: Growth
     backward: Growth
+
+    def with_kept_share(self, share: float) -> Self:
+        """Return the growth where only a share of what is kept is, beside equal work."""
+        less = share - 1
+        return type(self)(
+            self.kept.plus(self.kept, less),
+            self.layers.plus(self.kept, less),
+            self.backward.plus(self.kept, less),
+        )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ MAY_CHANGE = {
     *NOT_TAKEN_OVER,
     *PLANNED_ANEW,
     "model.attn_implementation",
+    "model.device_map",
     "model.trust_remote_code",
     "tuning.allow_untrained_tokens",
     "train.output_dir",

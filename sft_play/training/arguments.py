@@ -47,6 +47,8 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
         disable_tqdm=True,
     )
     arguments.settings = _settings_of(planned)
+    if plan.ranks.gpus_per_process > 1:
+        arguments._n_gpu = 1  # one model is placed on the GPUs; Trainer would wrap DataParallel
     if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
             f"the process group has {arguments.world_size} ranks, planned were "

@@ -8,7 +8,7 @@ import contextlib
 import gc
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -57,7 +57,7 @@ class DryRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.memory.paused())
             stack.enter_context(_weights_checked(self.trainer.model))
-            stack.enter_context(_random_state_kept(self.trainer.args.device))
+            stack.enter_context(_random_state_kept(self.trainer.process.devices))
             stack.enter_context(_modules_kept(self.model))
             stack.enter_context(_accumulating(self.trainer))
             stack.callback(self._clear)
@@ -213,10 +213,11 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
+def _random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    gpus = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=gpus):
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)

@@ -1,5 +1,6 @@
 """Samples the load of a machine's GPUs through NVML while the run goes on: one rank a machine."""
 
+import itertools
 import logging
 import socket
 import threading
@@ -35,14 +36,15 @@ class GpuSampler:
 
         Every rank must call it.
         """
-        uuid = None
-        if process.device.type == "cuda":
-            uuid = f"GPU-{torch.cuda.get_device_properties(process.device).uuid}"
+        own = []
         host = socket.gethostname()
-        ranks = process.gather((host, uuid))
-        if process.local_rank != 0 or uuid is None:
+        if process.device.type == "cuda":
+            for device in process.devices:
+                own.append((host, f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+        found = list(itertools.chain.from_iterable(process.gather(own)))
+        if process.local_rank != 0:
             return cls({})
-        return cls({rank: of_rank for rank, (there, of_rank) in enumerate(ranks) if there == host})
+        return cls({number: uuid for number, (there, uuid) in enumerate(found) if there == host})
 
     def begin(self) -> threading.Thread | None:
         """Begin to sample, and return the thread that does; None where there is no GPU."""

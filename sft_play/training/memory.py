@@ -1,6 +1,7 @@
 """Memory measured on one rank: peaks by phase, what is free, and bytes by component."""
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +29,21 @@ class Peaks:
 class MemoryMeter:
     """Reads the allocator of this rank's GPU, or the resident memory of a CPU process.
 
+    Of a rank with several GPUs (model.device_map) each number is that of the fullest one.
     A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peaks
     by phase. Reading the allocator's counters does not synchronize with the GPU.
     """
 
-    def __init__(self, process: Process, used_before_bytes: int = 0):
-        """`used_before_bytes` is what other programs used on this rank's GPU before the run."""
+    def __init__(self, process: Process, used_before_bytes: Sequence[int] = ()):
+        """`used_before_bytes` is what other programs used on this rank's GPUs before the run."""
         self.process = process
-        self.used_before_bytes = used_before_bytes
+        self.used_before_bytes = used_before_bytes or (0,) * len(process.devices)
         self.is_exact = process.device.type == "cuda"  # exact enough to choose a batch size
         self.current_phase: str | None = None
         self._is_paused = False
         self._phases: dict[str, int] = {}
-        self._reserved = 0
-        self._before_training = 0
+        self._reserved = [0] * len(process.devices)
+        self._before_training = self._reserved
         self.times = StepTimes(process.device)
         if self._is_gpu:
             torch.cuda.init()
@@ -87,7 +89,8 @@ class MemoryMeter:
     def reset(self) -> None:
         """Reset the peak that `peak_bytes` returns."""
         if self._is_gpu:
-            torch.cuda.reset_peak_memory_stats(self.process.device)
+            for device in self.process.devices:
+                torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:
         """Return the peak of allocated bytes since `reset` or the start of the phase.
@@ -95,17 +98,19 @@ class MemoryMeter:
         On a CPU it is the memory that is resident now, not a peak.
         """
         if self._is_gpu:
-            return torch.cuda.max_memory_allocated(self.process.device)
+            return max(map(torch.cuda.max_memory_allocated, self.process.devices))
         return psutil.Process().memory_info().rss
 
     def allocatable_bytes(self) -> int:
         """Return what this process can allocate in all: what it holds now plus what is free."""
         if not self._is_gpu:
             return self.peak_bytes() + host_memory().available_bytes
-        device = self.process.device
-        free, total = torch.cuda.mem_get_info(device)
-        limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        return min(free + torch.cuda.memory_reserved(device), limit)
+        found = []
+        for device in self.process.devices:
+            free, total = torch.cuda.mem_get_info(device)
+            limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+            found.append(min(free + torch.cuda.memory_reserved(device), limit))
+        return min(found)
 
     def context_bytes(self) -> int:
         """Return what this process uses on the GPU outside torch's allocator, 0 on a CPU.
@@ -115,10 +120,11 @@ class MemoryMeter:
         """
         if not self._is_gpu:
             return 0
-        device = self.process.device
-        free, total = torch.cuda.mem_get_info(device)
-        outside = total - free - torch.cuda.memory_reserved(device)
-        return max(0, outside - self.used_before_bytes)
+        found = [0]
+        for device, used_before in zip(self.process.devices, self.used_before_bytes, strict=True):
+            free, total = torch.cuda.mem_get_info(device)
+            found.append(total - free - torch.cuda.memory_reserved(device) - used_before)
+        return max(found)
 
     def phase_peaks(self) -> dict[str, int]:
         """Return the peak bytes of each phase that was entered, with the context; {} on a CPU."""
@@ -128,29 +134,40 @@ class MemoryMeter:
 
     def reserved_peak_bytes(self) -> int:
         """Return the peak that torch's allocator reserved in the run; on a CPU, resident memory."""
+        return max(self._reserved_peaks())
+
+    def _reserved_peaks(self) -> list[int]:
+        """Return the peak of each device of this rank."""
         if not self._is_gpu:
-            return resident_peak_bytes()
+            return [resident_peak_bytes()]
         self._record()
-        return self._reserved
+        return list(self._reserved)
 
     def note_before_training(self) -> None:
         """Note the peak so far as what the run takes before training."""
-        self._before_training = self.reserved_peak_bytes()
+        self._before_training = self._reserved_peaks()
 
-    def of_rank(self) -> RankMemory:
-        """Return the memory of this rank's device, with the peak so far."""
-        peak = self.reserved_peak_bytes()
-        return rank_memory(self.process.rank, self.process.device, self._before_training, peak)
+    def of_ranks(self) -> list[RankMemory]:
+        """Return the memory of all ranks' devices, with the peaks so far. Every rank must call it.
+
+        The GPUs of a run with one process count as ranks.
+        """
+        own = []
+        peaks = self._reserved_peaks()
+        for number, device in enumerate(self.process.devices):
+            rank = self.process.rank + number
+            own.append(rank_memory(rank, device, self._before_training[number], peaks[number]))
+        return list(itertools.chain.from_iterable(self.process.gather(own)))
 
     def gib_now(self) -> dict[str, float]:
         """Return what this rank holds now, and the most that it allocated in a step so far."""
         if not self._is_gpu:
             return {"rss_gib": self.peak_bytes() / GIB}
-        device = self.process.device
+        devices = self.process.devices
         steps = [self._phases.get(phase, 0) for phase in ("forward", "backward", "optimizer")]
         return {
-            "mem_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
-            "mem_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "mem_allocated_gib": max(map(torch.cuda.memory_allocated, devices)) / GIB,
+            "mem_reserved_gib": max(map(torch.cuda.memory_reserved, devices)) / GIB,
             "mem_peak_gib": max(steps) / GIB,
         }
 
@@ -172,13 +189,15 @@ class MemoryMeter:
         """Update the peaks of the run and of the current phase, and reset the allocator's."""
         if not self._is_gpu:
             return
-        counters = torch.cuda.memory_stats_as_nested_dict(self.process.device)
-        self._reserved = max(self._reserved, counters["reserved_bytes"]["all"]["peak"])
-        if self.current_phase is not None:
-            allocated = counters["allocated_bytes"]["all"]["peak"]
-            before = self._phases.get(self.current_phase, 0)
-            self._phases[self.current_phase] = max(before, allocated)
-        torch.cuda.reset_peak_memory_stats(self.process.device)
+        for number, device in enumerate(self.process.devices):
+            counters = torch.cuda.memory_stats_as_nested_dict(device)
+            reserved = counters["reserved_bytes"]["all"]["peak"]
+            self._reserved[number] = max(self._reserved[number], reserved)
+            if self.current_phase is not None:
+                allocated = counters["allocated_bytes"]["all"]["peak"]
+                before = self._phases.get(self.current_phase, 0)
+                self._phases[self.current_phase] = max(before, allocated)
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def components(model: torch.nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:

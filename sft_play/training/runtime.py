@@ -17,6 +17,7 @@ from accelerate import PartialState
 
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.precision import precision
+from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
@@ -50,9 +51,10 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
         rank(),
         local_rank,
         world_size,
-        _device(plan.ranks.device, local_rank),
+        _device(plan.ranks, local_rank),
         compute_dtype=DTYPES[precision(planned.config)],
         timeout=timedelta(seconds=planned.config.train.ddp_timeout),
+        gpus=plan.ranks.gpus_per_process,
     )
 
 
@@ -109,12 +111,13 @@ def allow_tf32(process: Process) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def _device(kind: str, local_rank: int) -> torch.device:
-    if kind == "cpu":
+def _device(ranks: Ranks, local_rank: int) -> torch.device:
+    if ranks.device == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+    last = local_rank + ranks.gpus_per_process - 1
+    if not torch.cuda.is_available() or last >= torch.cuda.device_count():
         raise EnvironmentFault(
-            f"cuda:{local_rank} was planned and torch {torch.__version__} sees "
+            f"cuda:{last} was planned and torch {torch.__version__} sees "
             f"{torch.cuda.device_count()} GPUs; try make doctor, or DEVICE=cpu"
         )
     torch.cuda.set_device(local_rank)

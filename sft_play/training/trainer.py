@@ -232,7 +232,8 @@ class SftTrainer(Trainer):
             loss = loss + self.router_loss.of_micro_batch(len(targets) / num_items_in_batch)
         self.step_log.add_loss(loss.detach(), len(targets) / num_items_in_batch)
         self.memory.enter("backward")
-        return loss * self.accelerator.num_processes
+        # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
+        return (loss * self.accelerator.num_processes).to(self.args.device)
 
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if is_divided(model):

@@ -68,7 +68,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     log_transformers_with_ours()
     runtime.seed_everything(config.train.seed)
     stop = StopOnSignal(process, when_stuck=recorder.abandon)
-    memory = MemoryMeter(process, planned.plan.used_before_bytes[process.local_rank])
+    memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
     context = RunContext(planned, folder, process, memory)
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
@@ -164,7 +164,8 @@ def load_weights(
         f"loading {context.config.model.name}", measure=lambda: held_memory(context.process)
     )
     with context.memory.phase("load"), watched(stage, context.process.is_main):
-        model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp)
+        placed = plan.step.most_layers
+        model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp, placed)
     context.memory.note_before_training()
     if context.process.is_main:
         log_model(model, context)
@@ -185,7 +186,7 @@ def before_first_step(
     recorder: RunRecorder,
 ) -> None:
     """Check the wrapped model, probe the planned step, and score the test rows."""
-    by_rank = context.process.gather(context.memory.of_rank())
+    by_rank = context.memory.of_ranks()
     recorder.note(memory_by_rank=by_rank)
     if context.process.is_main and context.process.device.type == "cuda":
         logger.info("%s", "\n".join(lines_before_training(by_rank)))
@@ -303,7 +304,7 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
             report.peak_bytes, measured=peaks.measured, reserved=peaks.reserved
         ),
         memory=dataclasses.replace(report.memory, measured=peaks.phases),
-        memory_by_rank=trainer.process.gather(trainer.memory.of_rank()),
+        memory_by_rank=trainer.memory.of_ranks(),
         loss=[
             LoggedLoss(entry["step"], entry["loss"])
             for entry in trainer.state.log_history

@@ -1,8 +1,9 @@
 """The sections `model` and `tuning`: which base model, and how it is trained."""
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from sft_play.config.sections.base import (
     Auto,
@@ -16,6 +17,27 @@ from sft_play.config.sections.base import (
 # Names of modules in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings"})
 HEADS = frozenset({"lm_head", "embed_out"})  # most others; GPT-NeoX
+
+
+def _map_of_devices(value: Any) -> Any:
+    """Return a device map with numbers for GPUs: `cuda:1` and "1" are 1, a device alone is all."""
+    if isinstance(value, dict):
+        return {name: _device_number(device) for name, device in value.items()}
+    number = _device_number(value)
+    return {"": number} if isinstance(number, int) or number == "cpu" else value
+
+
+def _device_number(device: Any) -> Any:
+    found = re.fullmatch(r"(?:cuda:)?([0-9]{1,4})", device) if isinstance(device, str) else None
+    if found:
+        return int(found[1])
+    return 0 if device == "cuda" else device
+
+
+MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+# by module name; "" is the whole model
+ModuleDevices = dict[str, NonNegativeInt | Literal["cpu"]]
+DeviceMap = Annotated[MapRule | ModuleDevices, BeforeValidator(_map_of_devices)]
 
 
 class ModelSection(Section):
@@ -44,6 +66,18 @@ class ModelSection(Section):
         description="Attention implementation of transformers; auto is sdpa where the architecture "
         "has it, else eager. Fused kernels (train.fast_path) replace auto and sdpa only; backend "
         "unsloth brings its own.",
+    )
+    device_map: DeviceMap | None = Field(
+        None,
+        json_schema_extra={
+            "structured": True,
+            "write": "auto, balanced, balanced_low_0, sequential, or a mapping of modules to GPUs, "
+            "such as {model.embed_tokens: 0, model.layers: 0, model.norm: 1, lm_head: 1}",
+        },
+        description="One model over the GPUs of one process, layer after layer, for a model that "
+        "is too large for one GPU; one GPU computes at a time. auto and balanced give each GPU "
+        "as many bytes of weights, balanced_low_0 no layer to GPU 0, sequential all that fits to "
+        "GPU 0, then to the next. With several processes each holds a whole copy. null is one GPU.",
     )
     chat_template: str | None = Field(
         None,

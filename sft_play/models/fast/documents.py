@@ -25,6 +25,10 @@ class Documents(NamedTuple):
     boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
     longest: int  # tokens of the longest document
 
+    def on(self, device: torch.device) -> "Documents":
+        """Return the same documents with their boundaries on a device."""
+        return Documents(self.boundaries.to(device), self.longest)
+
 
 def named_documents(kwargs: dict[str, Any]) -> Documents | None:
     """Return the documents that a batch names by transformers' keywords, None if it names none."""
@@ -48,6 +52,16 @@ class DocumentBatch:
         self.documents = documents
         self._lengths = lengths
         self._places_with_gaps: dict[int, Tensor] = {}
+        self._elsewhere: dict[torch.device, DocumentBatch] = {}
+
+    def on(self, device: torch.device) -> "DocumentBatch":
+        """Return the same documents for modules on a device; copied there once."""
+        if self.boundaries.device == device:
+            return self
+        if device not in self._elsewhere:
+            documents = self.documents.on(device)
+            self._elsewhere[device] = DocumentBatch(documents, self.lengths)
+        return self._elsewhere[device]
 
     @property
     def boundaries(self) -> Tensor:

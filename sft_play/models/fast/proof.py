@@ -23,7 +23,7 @@ from sft_play.models.fast.comparison import (
     difference,
     is_rounding,
 )
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.setup import TrainingSetup, Unsupported, current_gpu_of
 from sft_play.models.fast.shape_proof import why_not_alike
 
 ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible beside the base weight's
@@ -88,6 +88,7 @@ def _why_not_proved(
         given = fused_call(call, batch) if mixes_tokens else call
         with (
             setup.gathered(module),
+            current_gpu_of(module),
             as_it_was(module, setup.process.device),
             comparable(module),
         ):

@@ -100,6 +100,14 @@ def base_model_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def current_gpu_of(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Make the GPU of a module the current one, on which some kernels start whatever they read."""
+    device = next((parameter.device for parameter in module.parameters()), None)
+    if device is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
 def is_training(module: nn.Module) -> bool:
     """Return whether a forward pass belongs to a training step; fused code runs only there."""
     return module.training and torch.is_grad_enabled()

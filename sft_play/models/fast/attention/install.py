@@ -10,6 +10,7 @@ from torch import nn
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.attention.interface import use_interface
 from sft_play.models.fast.attention.masks import remove_mask, unmasked
+from sft_play.models.fast.by_document import first_tensor
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
@@ -120,7 +121,10 @@ def _unmasked(setup: TrainingSetup) -> Callable[[Call, str], Call]:
     """Return how fused attention is called where own code gets a mask."""
 
     def fused_call(call: Call, batch: str) -> Call:
-        documents = setup.proof_inputs.documents if batch == PACKED else None
+        documents = None
+        if batch == PACKED:
+            hidden = first_tensor(call.args, call.kwargs)
+            documents = setup.proof_inputs.documents.on(hidden.device)
         mask = unmasked(documents)
         return Call(call.args, {**call.kwargs, "attention_mask": mask})
 

@@ -84,10 +84,11 @@ def forward_packed(
         lengths = packed.batch.lengths
         with packed.hidden():  # from mixers within this one
             return forward_by_document(module, lengths, args, kwargs)
-    rows, tokens = first_tensor(args, kwargs).shape[:2]
+    hidden = first_tensor(args, kwargs)
+    rows, tokens = hidden.shape[:2]
     flat_args = tuple(_flatten(value, rows, tokens) for value in args)
     flat_kwargs = {name: _flatten(value, rows, tokens) for name, value in kwargs.items()}
-    with documents_of_call(packed.batch):
+    with documents_of_call(packed.batch.on(hidden.device)):
         output = fast(module, *flat_args, **flat_kwargs)
     return unflatten(output, rows, tokens)
 

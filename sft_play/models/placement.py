@@ -1,0 +1,291 @@
+"""One model on the GPUs of one process: where each block of it is, and how its inputs get there.
+
+A block is a layer, or a module without layers beside them: the embedding, the last norm, the output
+head. transformers loads every weight to its GPU. Before a block runs, a hook moves its inputs to
+the block's GPU and makes that the current one, for kernels that start on the current GPU. The
+backward pass follows the same way back by itself.
+"""
+
+import difflib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.hooks import remove_hook_from_submodules
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from sft_play.config.schema import Config
+from sft_play.config.sections.model import MapRule, ModuleDevices
+from sft_play.errors import ConfigError
+from sft_play.models.fast.attention.masks import is_unmasked, unmasked
+from sft_play.models.sharding import outermost_layers
+from sft_play.plan.memory import NF4_BYTES
+from sft_play.plan.placement import places_by_rule
+from sft_play.process import Process
+
+logger = logging.getLogger(__name__)
+
+DeviceMap = dict[str, torch.device]  # by module name; "" is the whole model
+
+
+class Block(NamedTuple):
+    """A part of a model that one device holds: a module, or a parameter beside the layers."""
+
+    name: str
+    parameters: list[nn.Parameter]
+    is_layer: bool = False
+
+
+def device_map_of(
+    config: Config, process: Process, stored: PretrainedConfig | None, most_layers: int = 0
+) -> DeviceMap:
+    """Return the device of each block of a run's base model, {"": device} where it has one.
+
+    `most_layers` is what the plan gives a GPU at most under sequential.
+    Raises: ConfigError for a mapping that the model's modules do not have, or a model without
+    layers.
+    """
+    wanted = config.model.device_map
+    if stored is None or not _is_placed(wanted, process):
+        return {"": process.device}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            stored, dtype=torch.bfloat16, trust_remote_code=config.model.trust_remote_code
+        )
+    model.tie_weights()
+    blocks = list(_blocks(model, "", set(outermost_layers(model))))
+    if not any(block.is_layer for block in blocks):
+        raise ConfigError(
+            f"model.device_map: {type(model).__name__} has no layers that could be placed one by "
+            "one; set MODEL_DEVICE_MAP=null"
+        )
+    if _names_what_is_here(wanted, process):
+        devices = _devices_by_name(blocks, wanted, model)
+    else:
+        rule = "balanced" if isinstance(wanted, dict) else wanted
+        places = _places(blocks, rule, config.tuning.mode == "qlora", process, most_layers)
+        devices = [process.devices[place] for place in places]
+    return _shared_together(blocks, devices)
+
+
+def _is_placed(wanted: MapRule | ModuleDevices | None, process: Process) -> bool:
+    """Return whether a map means more than the process's one device."""
+    if wanted is None or process.world_size > 1:
+        return False
+    return len(process.devices) > 1 or _names_what_is_here(wanted, process)
+
+
+def _names_what_is_here(wanted: MapRule | ModuleDevices, process: Process) -> bool:
+    """Return whether a mapping's devices are this process's; a run may be used on other ones."""
+    if not isinstance(wanted, dict):
+        return False
+    if process.device.type == "cpu":
+        return set(wanted.values()) == {"cpu"}
+    return all(device != "cpu" and device < len(process.devices) for device in wanted.values())
+
+
+def _blocks(module: nn.Module, name: str, layers: set[nn.Module]) -> Iterator[Block]:
+    """Yield the blocks of a module in the order in which it names them."""
+    if module in layers or not any(child in layers for child in module.modules()):
+        yield Block(name, list(module.parameters()), module in layers)
+        return
+    prefix = f"{name}." if name else ""
+    for own, parameter in module.named_parameters(recurse=False):
+        yield Block(prefix + own, [parameter])
+    for own, child in module.named_children():
+        yield from _blocks(child, prefix + own, layers)
+
+
+def _places(
+    blocks: list[Block], rule: MapRule, is_packed: bool, process: Process, most_layers: int
+) -> list[int]:
+    """Return the number of the GPU of each block by a rule."""
+    numbers = [number for number, block in enumerate(blocks) if block.is_layer]
+    first, behind = numbers[0], numbers[-1] + 1
+    sizes: list[int] = []
+    seen: set[nn.Parameter] = set()  # tied ones count where they come first
+    for block in blocks:
+        own = [parameter for parameter in block.parameters if parameter not in seen]
+        seen.update(own)
+        sizes.append(_bytes(own, is_packed and block.is_layer))
+    before, *of_layers, last = places_by_rule(
+        rule,
+        before=sum(sizes[:first]),
+        layers=sizes[first:behind],
+        behind=sum(sizes[behind:]),
+        gpus=len(process.devices),
+        most_layers=most_layers,
+    )
+    return [before] * first + of_layers + [last] * (len(blocks) - behind)
+
+
+def _bytes(parameters: list[nn.Parameter], is_packed: bool) -> int:
+    """Return the bytes of parameters, whose matrices may be packed in 4 bits."""
+    total = 0.0
+    for parameter in parameters:
+        is_matrix = is_packed and parameter.dim() > 1
+        total += parameter.numel() * (NF4_BYTES if is_matrix else parameter.element_size())
+    return int(total)
+
+
+def _devices_by_name(
+    blocks: list[Block], wanted: ModuleDevices, model: nn.Module
+) -> list[torch.device]:
+    """Return the device of each block by a mapping: that of the longest name it begins with.
+
+    Raises: ConfigError for a name that is none, or is inside a block, and for a block without one.
+    """
+    names = [block.name for block in blocks]
+    modules = dict(model.named_modules())
+    for key in wanted:
+        inside = [name for name in names if key.startswith(f"{name}.")]
+        if inside and key in modules:
+            raise ConfigError(
+                f"model.device_map: {key} is inside {inside[0]}, which one GPU computes as a "
+                f"whole; write {inside[0]}"
+            )
+        if key not in modules and key not in names:
+            raise ConfigError(
+                f"model.device_map: {type(model).__name__} has no module {key}; "
+                f"{_instead(key, names)}"
+            )
+    devices: list[torch.device] = []
+    for block in blocks:
+        keys = [key for key in wanted if not key or f"{block.name}.".startswith(f"{key}.")]
+        if keys:
+            device = wanted[max(keys, key=len)]
+            devices.append(torch.device("cpu") if device == "cpu" else torch.device("cuda", device))
+        elif block.parameters:
+            raise ConfigError(
+                f"model.device_map names no GPU for {block.name}; add {block.name}: 0, or "
+                '"": 0 for all that is not named'
+            )
+        else:
+            devices.append(devices[0] if devices else torch.device("meta"))
+    return devices
+
+
+def _instead(key: str, names: list[str]) -> str:
+    outer = dict.fromkeys(re.sub(r"\.\d+$", "", name) for name in names)
+    close = difflib.get_close_matches(key, [*outer, *names], n=1)
+    return f"write {close[0]}" if close else f"its parts are {', '.join(outer)}"
+
+
+def _shared_together(blocks: list[Block], devices: list[torch.device]) -> DeviceMap:
+    """Return the devices by name, where blocks that share a weight have one.
+
+    What has no weights, such as rotary positions, is where the model begins.
+    """
+    found: DeviceMap = {}
+    first: dict[nn.Parameter, Block] = {}
+    for block, device in zip(blocks, devices, strict=True):
+        sharing = [first[parameter] for parameter in block.parameters if parameter in first]
+        if sharing and found[sharing[0].name] != device:
+            device = found[sharing[0].name]
+            logger.info(
+                "device map: %s shares its weights with %s and is on %s too",
+                block.name,
+                sharing[0].name,
+                device,
+            )
+        first |= {parameter: block for parameter in block.parameters if parameter not in first}
+        found[block.name] = device
+    start = next(found[block.name] for block in blocks if block.parameters)
+    return found | {block.name: start for block in blocks if not block.parameters}
+
+
+def place(model: PreTrainedModel, devices: DeviceMap) -> None:
+    """Let the blocks of a loaded model get their inputs on their devices, by hooks of ours.
+
+    accelerate's hooks wrap every module's forward method, which fused kernels replace.
+    """
+    remove_hook_from_submodules(model)
+    model.placed_blocks = devices
+    move_inputs(model)
+
+
+def move_inputs(model: PreTrainedModel) -> None:
+    """Hook the blocks of a placed model anew, after adapters have wrapped some of them."""
+    devices: DeviceMap | None = getattr(model, "placed_blocks", None)
+    if devices is None:
+        return
+    for handle in vars(model).pop("placement_hooks", ()):
+        handle.remove()
+    copies = Copies()
+    first = model.get_input_embeddings().weight.device
+    hooks = [model.register_forward_pre_hook(_mover(first, copies), with_kwargs=True)]
+    for root in dict.fromkeys((model, model.get_decoder())):
+        hooks.append(root.register_forward_hook(_returner(first), always_call=True))
+    modules = dict(model.named_modules())
+    for name, device in devices.items():
+        if name in modules:  # else a parameter
+            hook = _mover(device, copies)
+            hooks.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+    model.placement_hooks = hooks
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Return whether a model is on several devices of this process."""
+    return len(set(getattr(model, "placed_blocks", {}).values())) > 1
+
+
+def _mover(device: torch.device, copies: "Copies") -> Callable[..., tuple[tuple, dict[str, Any]]]:
+    """Return a forward pre-hook that moves a module's inputs to its device."""
+
+    def move(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        moved = {name: copies.on(device, value) for name, value in kwargs.items()}
+        return copies.on(device, args), moved
+
+    return move
+
+
+def _returner(device: torch.device) -> Callable[..., None]:
+    """Return a forward hook that makes the model's first GPU the current one again."""
+
+    def come_back(module: nn.Module, args: tuple, output: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return come_back
+
+
+class Copies:
+    """Copies of inputs on other devices; what all layers are given is copied to each once."""
+
+    def __init__(self) -> None:
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def on(self, device: torch.device, value: Any) -> Any:
+        """Return a value with its tensors on a device; caches of generation stay as they are."""
+        if isinstance(value, Tensor):
+            return self._tensor(device, value)
+        if type(value) in (tuple, list):
+            return type(value)(self.on(device, part) for part in value)
+        if type(value) is dict:
+            return {name: self.on(device, part) for name, part in value.items()}
+        return value
+
+    def _tensor(self, device: torch.device, tensor: Tensor) -> Tensor:
+        documents = getattr(tensor, "documents", None)
+        if is_unmasked(tensor) and documents is None:
+            return tensor
+        if documents is not None:
+            if documents.boundaries.device == device:
+                return tensor
+            boundaries = self._tensor(device, documents.boundaries)
+            return unmasked(documents._replace(boundaries=boundaries))
+        if tensor.device == device:
+            return tensor
+        if tensor.requires_grad:  # hidden states, which one block is given
+            return tensor.to(device)
+        made = self._made.setdefault(tensor, {})
+        key = (device, tensor._version)  # it may have been written to since
+        if key not in made:
+            made[key] = tensor.to(device)
+        return made[key]

@@ -1,0 +1,92 @@
+"""Which GPU of one process holds which part of a model: model.device_map. Pure: no torch, no I/O.
+
+A model is a row of blocks in the order in which they compute: what comes before the layers, the
+layers, what comes behind them. A GPU holds blocks that follow one another, so that hidden states
+cross from one GPU to the next once in a pass.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from sft_play.config.sections.model import MapRule
+
+# The last words of modules that hold all layers: of most models, GPT-2, MPT, BLOOM, and so on
+CONTAINERS = frozenset(
+    ("", "model", "transformer", "decoder", "language_model", "backbone", "gpt_neox", "layers")
+) | {"h", "blocks", "block"}
+
+
+def spread(sizes: Sequence[int], gpus: int) -> list[int]:
+    """Return the GPU of each block, so that the fullest GPU holds as few bytes as possible.
+
+    >>> spread([4, 2, 2, 2, 2], 2)
+    [0, 0, 1, 1, 1]
+    """
+    low = max(sizes, default=0)
+    high = sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if max(_filled(sizes, middle), default=0) < gpus:
+            high = middle
+        else:
+            low = middle + 1
+    return _filled(sizes, low)
+
+
+def _filled(sizes: Sequence[int], limit: int) -> list[int]:
+    """Return the GPU of each block where every GPU is filled up to a limit before the next."""
+    places: list[int] = []
+    gpu = 0
+    held = 0
+    for size in sizes:
+        if held + size > limit and held > 0:
+            gpu += 1
+            held = 0
+        held += size
+        places.append(gpu)
+    return places
+
+
+def places_by_rule(
+    rule: MapRule, before: int, layers: Sequence[int], behind: int, gpus: int, most_layers: int
+) -> list[int]:
+    """Return the GPU of what comes before the layers, of each layer, and of what comes behind.
+
+    `before`, `layers` and `behind` are bytes of weights. `most_layers` is how many layers of a
+    training step fit on one GPU, which sequential fills; 0 where no step is planned.
+    """
+    if gpus == 1:
+        return [0] * (len(layers) + 2)
+    if rule == "sequential" and most_layers:
+        places = [min(number // most_layers, gpus - 1) for number in range(len(layers))]
+        return [0, *places, max(places)]
+    if rule == "balanced_low_0":
+        return [0, *(place + 1 for place in spread([*layers, behind], gpus - 1))]
+    return spread([before, *layers, behind], gpus)
+
+
+def layers_of_map(devices: Mapping[str, int | str], layers: int) -> list[int]:
+    """Return the GPU of each layer by a mapping of module names, as far as the names tell.
+
+    The mapping is checked against the model's modules where it is loaded.
+    """
+    places: list[int] = []
+    for number in range(layers):
+        named = [name for name in devices if _holds_layer(name, number)]
+        device = devices[max(named, key=len)] if named else 0
+        places.append(0 if device == "cpu" else int(device))
+    return places
+
+
+def _holds_layer(name: str, number: int) -> bool:
+    last = name.rpartition(".")[2]
+    return last == str(number) if last.isdecimal() else last in CONTAINERS
+
+
+def counts(places: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of layers on each GPU.
+
+    >>> counts([0, 0, 1, 1, 1])
+    (2, 3)
+    """
+    gpus = max(places, default=0) + 1
+    return tuple(sum(place == gpu for place in places) for gpu in range(gpus))

@@ -1,0 +1,193 @@
+"""sft_play.models.placement on a CPU: names, places, and inputs that follow the blocks.
+
+The meta device stands for another GPU: an operation on tensors of both devices is an error there too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_files import run_json
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
+from sft_play.models import placement
+from sft_play.models.fast.attention.masks import unmasked
+from sft_play.models.fast.documents import Documents
+from sft_play.process import Process
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+ALL_CPU = "{model.embed_tokens: cpu, model.layers: cpu, model.norm: cpu, lm_head: cpu}"
+TYPES = ["llama", "qwen3", "gpt2", "gemma2", "qwen3_moe", "falcon_h1"]
+
+
+def devices_of(base: Path, device_map: Any, gpus: int = 2, **settings: Any) -> dict[str, Any]:
+    """Return the number of the GPU of each block of a model, or its device's type."""
+    device = torch.device("cuda", 0) if gpus else CPU
+    process = Process(0, 0, 1, device, gpus=max(1, gpus))
+    config = Config.model_validate(
+        {"model": {"name": str(base), "device_map": device_map}, **settings}
+    )
+    found = placement.device_map_of(config, process, AutoConfig.from_pretrained(base))
+    return {
+        name: place.type if place.index is None else place.index for name, place in found.items()
+    }
+
+
+def weights_on(base: Path, devices: dict[str, int]) -> list[int]:
+    """Return the weights on each GPU, those that blocks share once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    model.tie_weights()
+    held = [0] * (max(devices.values()) + 1)
+    for name, parameter in model.named_parameters():
+        block = max((key for key in devices if f"{name}.".startswith(f"{key}.")), key=len)
+        held[devices[block]] += parameter.numel()
+    return held
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_balanced_model_is_cut_between_layers(base_of, model_type: str) -> None:
+    base = base_of(model_type)
+    devices = devices_of(base, "balanced")
+    layers = [number for name, number in devices.items() if name.rpartition(".")[2].isdecimal()]
+    assert layers == sorted(layers)
+    held = weights_on(base, devices)
+    assert len(held) == 2
+    assert min(held) > 0
+
+
+def test_32_layers_are_balanced_to_a_twentieth(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3", num_hidden_layers=32, hidden_size=64, intermediate_size=256, vocab_size=4096,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    for gpus in (2, 4):
+        held = weights_on(tmp_path, devices_of(tmp_path, "auto", gpus))
+        assert len(held) == gpus
+        assert max(held) < 1.1 * sum(held) / gpus
+
+
+def test_tied_weights_are_on_one_gpu_and_what_has_none_is_where_the_model_begins(tiny_base) -> None:
+    devices = devices_of(tiny_base, "balanced")
+    assert devices["lm_head"] == devices["model.embed_tokens"] == 0
+    assert devices["model.rotary_emb"] == 0
+    devices = devices_of(tiny_base, {"": 0, "lm_head": 1, "model.layers.1": 1})
+    assert (devices["lm_head"], devices["model.layers.1"], devices["model.layers.0"]) == (0, 1, 0)
+
+
+def test_low_0_keeps_layers_off_the_first_gpu(base_of) -> None:
+    devices = devices_of(base_of("llama"), "balanced_low_0", 3)
+    layers = {place for name, place in devices.items() if ".layers." in name}
+    assert 0 not in layers
+    assert devices["model.embed_tokens"] == 0
+
+
+def test_a_run_is_used_on_other_devices_than_it_was_trained_on(tiny_base) -> None:
+    mapping = {"": 0, "model.layers.1": 1}
+    assert set(devices_of(tiny_base, mapping, gpus=0).values()) == {"cpu"}
+    assert set(devices_of(tiny_base, {"": 0, "model.layers.1": 5}).values()) == {0, 1}
+    assert set(devices_of(tiny_base, "balanced", gpus=0).values()) == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words"),
+    [
+        ({"": 0, "model.layer": 1}, "no module model.layer; write model.layers"),
+        ({"": 0, "transformer": 1}, "its parts are model.embed_tokens, model.layers"),
+        ({"": 0, "model.layers.0.mlp": 1}, "is inside model.layers.0, which one GPU computes"),
+        ({"": 0, "model.layers.2": 1}, "no module model.layers.2; write model.layers"),
+        ({"model.layers": 1}, "names no GPU for model.embed_tokens; add model.embed_tokens: 0"),
+    ],
+)
+def test_a_mapping_names_modules_of_the_model(
+    tiny_base, mapping: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        devices_of(tiny_base, mapping)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("is_training", [False, True])
+def test_inputs_follow_the_blocks_from_device_to_device(
+    base_of, model_type: str, is_training: bool
+) -> None:
+    base = base_of(model_type)
+    config = AutoConfig.from_pretrained(base, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    places = {**devices_of(base, "balanced_low_0"), "lm_head": 1}
+    for name, place in places.items():
+        if place:
+            model.get_submodule(name).to(META)
+    placement.place(model, {name: (CPU, META)[place] for name, place in places.items()})
+    model.train(is_training)
+    ids = torch.arange(12).view(2, 6)
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    assert (logits.shape[:2], logits.device) == ((2, 6), META)
+    placement.move_inputs(model)  # a second time, as behind adapters
+    hooks = model.get_input_embeddings()._forward_pre_hooks
+    assert len(hooks) == 1
+
+
+def test_what_all_layers_get_is_copied_once_and_again_when_it_has_changed() -> None:
+    copies = placement.Copies()
+    tensor = torch.ones(3)
+    found = copies.on(META, (tensor, {"a": [tensor]}, 7))
+    assert found[0] is found[1]["a"][0]
+    assert found[0].device == META
+    assert found[2] == 7
+    tensor.add_(1)
+    assert copies.on(META, tensor) is not found[0]
+    assert copies.on(CPU, tensor) is tensor
+
+
+def test_documents_go_along_with_the_mask_that_carries_them() -> None:
+    mask = unmasked(Documents(torch.tensor([0, 3, 5]), 3))
+    moved = placement.Copies().on(META, mask)
+    assert moved.documents.boundaries.device == META
+    assert moved.documents.longest == 3
+    plain = unmasked(None)
+    assert placement.Copies().on(META, plain) is plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_a_placed_model_trains_and_resumes_as_a_whole_one(
+    plan_run, run_worker, taught_base, mode: str
+) -> None:
+    settings = {
+        "model.name": taught_base,
+        "tuning.mode": mode,
+        "tuning.lora.dropout": 0.1,
+        "train.max_steps": 4,
+        "train.learning_rate": 1e-3,
+        "train.gradient_checkpointing": True,
+        "train.save_strategy": "steps",
+        "train.save_steps": 2,
+    }
+    whole = plan_run(settings)
+    placed = plan_run({**settings, "model.device_map": ALL_CPU})
+    assert run_worker(whole) == run_worker(placed) == 0
+    resumed = plan_run(
+        {
+            **settings,
+            "model.device_map": ALL_CPU,
+            "train.resume_from": placed.checkpoints / "checkpoint-2",
+        }
+    )
+    assert run_worker(resumed) == 0
+    one, two = run_json(whole), run_json(placed)
+    assert two["loss"] == one["loss"]
+    for when in ("before", "after"):
+        for name in ("eval_loss", "rougeL"):
+            assert two["metrics"][when][name] == one["metrics"][when][name]
+    assert two["fast_path"] == one["fast_path"]
+    (expected,) = whole.weights(mode).glob("*.safetensors")
+    for folder in (placed, resumed):
+        (found,) = folder.weights(mode).glob("*.safetensors")
+        torch.testing.assert_close(load_file(found), load_file(expected), rtol=0, atol=0)
