@@ -134,6 +134,22 @@ def test_inputs_follow_the_blocks_from_device_to_device(
     assert len(hooks) == 1
 
 
+def test_a_layer_returns_to_the_device_of_the_next_one(base_of) -> None:
+    """Otherwise a checkpointed layer would not keep the random state that its dropout draws from."""
+    model = AutoModelForCausalLM.from_pretrained(base_of("llama"), dtype=torch.float32)
+    places = devices_of(base_of("llama"), "balanced")
+    places |= {"model.layers.0": 0, "model.layers.1": 1}
+    placement.place(model, {name: (CPU, META)[place] for name, place in places.items()})
+    seen: list[torch.device] = []
+    second = model.get_decoder().layers[1]
+    second._forward_pre_hooks.clear()
+    second.register_forward_pre_hook(lambda module, args: seen.append(args[0].device))
+    second.to(META)
+    with pytest.raises(RuntimeError, match="meta"):  # its other inputs are where the model begins
+        model(input_ids=torch.arange(4)[None])
+    assert seen == [META]
+
+
 def test_what_all_layers_get_is_copied_once_and_again_when_it_has_changed() -> None:
     copies = placement.Copies()
     tensor = torch.ones(3)

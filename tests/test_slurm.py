@@ -50,6 +50,7 @@ def job(**changes) -> SlurmJob:
         "name": "mine",
         "nodes": 2,
         "per_node": 8,
+        "gpus_per_node": 8,
         "device": "cuda",
         "seconds": 3600.0,
         "command": "python -m sft_play train",

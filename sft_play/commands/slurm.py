@@ -71,6 +71,7 @@ def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
         name=call.invocation.run or run_stem(load_config(call)),
         nodes=plan.ranks.nodes,
         per_node=plan.ranks.per_node,
+        gpus_per_node=plan.ranks.gpus_per_node,
         device=plan.ranks.device,
         seconds=seconds,
         command=f'"{sys.executable}" -m sft_play {TRAIN[target]}',

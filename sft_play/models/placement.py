@@ -7,6 +7,7 @@ backward pass follows the same way back by itself.
 """
 
 import difflib
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
@@ -221,10 +223,14 @@ def move_inputs(model: PreTrainedModel) -> None:
     for root in dict.fromkeys((model, model.get_decoder())):
         hooks.append(root.register_forward_hook(_returner(first), always_call=True))
     modules = dict(model.named_modules())
-    for name, device in devices.items():
-        if name in modules:  # else a parameter
-            hook = _mover(device, copies)
-            hooks.append(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+    placed = [(modules[name], devices[name]) for name in devices if name in modules]
+    for module, device in placed:
+        hook = _mover(device, copies)
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    layers = [part for part in placed if isinstance(part[0], GradientCheckpointingLayer)]
+    for (layer, device), (_, following) in itertools.pairwise(layers):
+        if following != device:
+            hooks.append(layer.register_forward_hook(_sender(following, copies)))
     model.placement_hooks = hooks
 
 
@@ -243,6 +249,18 @@ def _mover(device: torch.device, copies: "Copies") -> Callable[..., tuple[tuple,
         return copies.on(device, args), moved
 
     return move
+
+
+def _sender(device: torch.device, copies: "Copies") -> Callable[..., Any]:
+    """Return a forward hook that moves what a layer returns to the device of the next one.
+
+    A checkpointed layer keeps the random state of its arguments' devices, for its dropout.
+    """
+
+    def send(module: nn.Module, args: tuple, output: Any) -> Any:
+        return copies.on(device, output)
+
+    return send
 
 
 def _returner(device: torch.device) -> Callable[..., None]:
@@ -282,7 +300,7 @@ class Copies:
             return unmasked(documents._replace(boundaries=boundaries))
         if tensor.device == device:
             return tensor
-        if tensor.requires_grad:  # hidden states, which one block is given
+        if tensor.requires_grad or tensor.is_inference():  # hidden states: one block gets them
             return tensor.to(device)
         made = self._made.setdefault(tensor, {})
         key = (device, tensor._version)  # it may have been written to since

@@ -31,6 +31,11 @@ def setup_of(planned: PlannedRun) -> StepSetup:
             f"EXACT=1 cannot trace tuning.backend={backend.name}, which brings its own model code; "
             "plan without EXACT, or set TUNING_BACKEND=bnb"
         )
+    if planned.plan.step.layers_by_gpu:
+        raise ConfigError(
+            "EXACT=1 traces a model on one GPU, and model.device_map places this one on several; "
+            "plan without EXACT"
+        )
     tuning = planned.config.tuning
     if tuning.lora.use_dora and tuning.mode == "qlora":
         raise ConfigError(

@@ -308,7 +308,7 @@ def _memory(plan: RunPlan) -> str:
 def _batch(plan: RunPlan) -> str:
     layout = plan.layout
     noun, nouns = "process", "processes"
-    if plan.ranks.device == "cuda":
+    if plan.ranks.device == "cuda" and plan.ranks.gpus_per_process == 1:
         noun, nouns = "GPU", "GPUs"
     world = f"{layout.world_size} {nouns if layout.world_size > 1 else noun}"
     return (

@@ -79,7 +79,8 @@ class SlurmJob:
 
     name: str  # of the job, and the start of its runs' names
     nodes: int
-    per_node: int  # processes of a machine: one a GPU
+    per_node: int  # processes of a machine
+    gpus_per_node: int  # one a process, but under model.device_map
     device: str
     seconds: float | None  # of training by the plan; None: not known
     command: str  # quoted for a shell, without an apostrophe
@@ -110,8 +111,8 @@ def script(job: SlurmJob) -> str:
     is_gpu = job.device == "cuda"
     return TEMPLATE.format(
         job=job,
-        gpus=f"#SBATCH --gpus-per-node={job.per_node}\n" if is_gpu else "",
-        cpus=job.per_node * (CPUS_PER_GPU if is_gpu else 1),
+        gpus=f"#SBATCH --gpus-per-node={job.gpus_per_node}\n" if is_gpu else "",
+        cpus=job.gpus_per_node * CPUS_PER_GPU if is_gpu else job.per_node,
         exports="".join(f"export {words}\n" for words in job.variables),
         notice=NOTICE_SECONDS,
         pattern=str(job.output_dir).replace("%", "%%"),  # % begins what Slurm fills in

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from sft_play.errors import CheckpointError
 from sft_play.plan.next_command import after_out_of_memory
 from sft_play.runs import stamp
@@ -22,6 +24,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 # "you tried to allocate 4096 bytes"
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
+FULL_GPU = re.compile(r"GPU (\d+) has a total capacity")
 STEP_PHASES = ("forward", "backward", "optimizer")
 # Components that a measurement cannot tell apart; `measured_beyond` exists once a probe has run
 TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")
@@ -43,7 +46,7 @@ class OutOfMemoryExplainer:
 
     def _report(self, error: BaseException) -> OutOfMemoryReport:
         context = self.context
-        device = context.process.device
+        device = self._full_device(error)
         phase = context.memory.current_phase
         command = after_out_of_memory(
             context.config,
@@ -59,9 +62,17 @@ class OutOfMemoryExplainer:
             phase=phase,
             asked_bytes=parse_bytes(ASKED, error),
             free_bytes=parse_bytes(FREE, error),
-            components=self._components(phase),
+            components=self._components(phase, device),
             next=command,
         )
+
+    def _full_device(self, error: BaseException) -> torch.device:
+        """Return the device that was full: of a model that is placed on several, the named one."""
+        process = self.context.process
+        named = FULL_GPU.search(str(error))
+        if len(process.devices) == 1 or named is None:
+            return process.device
+        return torch.device("cuda", int(named[1]))
 
     def _step(self) -> int:
         """Return the current or the last step, 0 before the first."""
@@ -70,7 +81,7 @@ class OutOfMemoryExplainer:
         is_in_step = self.context.memory.current_phase in STEP_PHASES
         return self.trainer.state.global_step + is_in_step
 
-    def _components(self, phase: str | None) -> dict[str, ComponentBytes]:
+    def _components(self, phase: str | None, device: torch.device) -> dict[str, ComponentBytes]:
         """Return the predicted and measured bytes of each component.
 
         Activations and context of a CPU cannot be measured.
@@ -80,11 +91,10 @@ class OutOfMemoryExplainer:
         planned = phase_bytes.components()
         predicted = {name: size for name, size in planned.items() if name not in TRANSIENT}
         predicted["activations"] = sum(planned.get(name, 0) for name in TRANSIENT)
-        measured = self._measured()
+        measured = self._measured(device)
         return {name: ComponentBytes(size, measured.get(name)) for name, size in predicted.items()}
 
-    def _measured(self) -> dict[str, int]:
-        device = self.context.process.device
+    def _measured(self, device: torch.device) -> dict[str, int]:
         memory = self.context.memory
         measured: dict[str, int] = {}
         if self.trainer is not None:

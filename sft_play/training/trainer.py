@@ -44,6 +44,7 @@ from sft_play.training.step_log import StepLog
 REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
 LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
 LOSS_TARGETS = "loss_targets"  # (N,)
+RANDOM_STATES = "gpu_random_states.pt"  # of the GPUs of a model that is placed on several
 
 
 def token_mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int) -> torch.Tensor:
@@ -345,6 +346,20 @@ class SftTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         sharded.load_optimizer(Path(checkpoint), self)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if len(self.process.devices) > 1:  # Trainer's has that of the first GPU
+            states = list(map(torch.cuda.get_rng_state, self.process.devices))
+            torch.save(states, Path(output_dir) / RANDOM_STATES)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        path = Path(checkpoint or "") / RANDOM_STATES
+        if checkpoint is not None and len(self.process.devices) > 1 and path.is_file():
+            states = torch.load(path, weights_only=True)
+            for state, device in zip(states, self.process.devices, strict=False):
+                torch.cuda.set_rng_state(state, device)
 
     def _load_from_checkpoint(self, *args: Any) -> None:
         if not trains_divided(self.model):  # else its weights were loaded from there
