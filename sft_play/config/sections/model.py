@@ -74,10 +74,9 @@ class ModelSection(Section):
             "write": "auto, balanced, balanced_low_0, sequential, or a mapping of modules to GPUs, "
             "such as {model.embed_tokens: 0, model.layers: 0, model.norm: 1, lm_head: 1}",
         },
-        description="One model over the GPUs of one process, layer after layer, for a model that "
-        "is too large for one GPU; one GPU computes at a time. auto and balanced give each GPU "
-        "as many bytes of weights, balanced_low_0 no layer to GPU 0, sequential all that fits to "
-        "GPU 0, then to the next. With several processes each holds a whole copy. null is one GPU.",
+        description="One model on all GPUs of one process, of which one computes at a time. auto, "
+        "balanced: parts of like size; balanced_low_0: no layer on GPU 0; sequential: GPU 0 first. "
+        "null is one GPU.",
     )
     chat_template: str | None = Field(
         None,
