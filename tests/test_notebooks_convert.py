@@ -84,6 +84,14 @@ def test_the_kind_of_each_notebook_is_told(name: str, kind: Kind) -> None:
         assert "look     " in report(path)
 
 
+def test_what_trains_without_a_known_trainer_is_no_inference(tmp_path: Path) -> None:
+    path = write_notebook(
+        tmp_path / "in.ipynb", LOAD, "trainer = model.get_trainer()\ntrainer.train()"
+    )
+    assert Notebook(documents.read(path)).kind is Kind.OTHER
+    assert converted(path).changed_cells == {1}  # who knows what arguments it has
+
+
 def test_the_load_counts_gpus_first_and_takes_the_map_as_its_last_argument(tmp_path: Path) -> None:
     (made,) = converted_cell(tmp_path, f"from unsloth import FastLanguageModel\n{LOAD}")
     detection, call = made.split("model, tokenizer")

@@ -252,3 +252,11 @@ def test_functions_that_reshape_rows_are_named(tmp_path: Path) -> None:
     report = exported(tmp_path, "", *cells).report
     assert "cell 2: to_sharegpt is not carried" in report
     assert "cell 3: concatenate_datasets is not carried" in report
+
+
+def test_a_trainer_of_the_notebooks_own_is_read_and_named(tmp_path: Path) -> None:
+    cells = ("class MyTrainer(SFTTrainer):\n    pass", "MyTrainer(args=SFTConfig(max_steps=3))")
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, *cells)
+    made = Exported(path, tmp_path)
+    assert made["train.max_steps"] == 3
+    assert "MyTrainer is a trainer of the notebook's own" in made.report

@@ -66,4 +66,5 @@ def _of_banner(code: Code) -> Note:
 
 
 def _one_a_cell(calls: list[Found]) -> list[Found]:
+    """Return the first call of each cell."""
     return list({found.number: found for found in reversed(calls)}.values())[::-1]

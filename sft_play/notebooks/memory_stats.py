@@ -44,6 +44,8 @@ else:
         )
 """
 AFTER = """\
+import os
+
 num_gpus = torch.cuda.device_count()
 if num_gpus == 1 or "LOCAL_RANK" in os.environ:
 {one}

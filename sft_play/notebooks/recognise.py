@@ -78,14 +78,30 @@ class Notebook:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """What an imported name is called in its module: `import A as B` gives {"B": "A"}."""
-        return {
+        """What an imported name is called in its module: `import A as B` gives {"B": "A"}.
+
+        A trainer class of the notebook's own counts as the one that it is made of.
+        """
+        imported = {
             alias.asname: alias.name
             for code in self.parsed
             for node in ast.walk(code.tree)
             if isinstance(node, ast.Import | ast.ImportFrom)
             for alias in node.names
             if alias.asname
+        }
+        return imported | self.own_trainers
+
+    @cached_property
+    def own_trainers(self) -> dict[str, str]:
+        """Classes of the notebook that are made of a trainer, each with that trainer."""
+        return {
+            node.name: base.id
+            for code in self.parsed
+            for node in ast.walk(code.tree)
+            if isinstance(node, ast.ClassDef)
+            for base in node.bases
+            if isinstance(base, ast.Name) and base.id in TRAINERS
         }
 
     @cached_property
@@ -203,7 +219,7 @@ class Notebook:
             return Kind.AUDIO
         if trainers & set(SFT_TRAINERS):
             return Kind.TEXT
-        return Kind.OTHER if trainers else Kind.INFERENCE
+        return Kind.OTHER if trainers or self.train_calls else Kind.INFERENCE
 
     def _loads_embeddings(self, trainers: set[str]) -> bool:
         if "SentenceTransformerTrainer" in trainers:

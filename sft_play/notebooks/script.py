@@ -20,7 +20,7 @@ HEADER = '''\
 """{name} as a script: one process a GPU, each with the whole model and rows of its own.
 
 Start it with: torchrun --nproc_per_node=2 {script}
-or with:       accelerate launch --num_processes 2 {script}
+or with:       accelerate launch --multi_gpu --num_processes 2 {script}
 Without a launcher it is the notebook, in one process.
 """
 
@@ -130,7 +130,7 @@ def _script_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[Note]
     edits_of_arguments, said = _unused_parameters(notebook)
     for number, edit in edits_of_arguments:
         edits[number].append(edit)
-    for found in notebook.train_calls:
+    for found in notebook.train_calls if notebook.trainers else []:
         place = found.code.place_before(found.call)
         text = lines_at(ALL_PROCESSES.format(trainer=found.name), place.indent, found.code.newline)
         edits[found.number].append(Edit(place.offset, place.offset, text))

@@ -286,6 +286,11 @@ def _settle(carried: Carried, notebook: Notebook, values: Values) -> None:
             carried.notes.append(look(None, f"the notebook does not set {path}: here {choice}"))
     if "train.epochs" in found and "train.max_steps" in found:
         carried.notes.append(look(None, "max_steps wins over num_train_epochs, as in the notebook"))
+    for name, base in notebook.own_trainers.items():
+        said = (
+            f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried"
+        )
+        carried.notes.append(look(None, said))
     carried.notes += [*_of_batch(found), *_of_resuming(notebook)]
     if "train.max_steps" in found:
         carried.notes.append(_of_steps(found))
