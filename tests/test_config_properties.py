@@ -84,11 +84,29 @@ def random_value(
     }[kind]
 
 
+def random_rope(dice: random.Random) -> dict[str, object]:
+    """Valid settings of model.rope_scaling: few of their combinations are."""
+    rope = {path: None for path in settings() if path.startswith("model.rope_scaling.")}
+    rope_type = dice.choice([None, "linear", "dynamic", "yarn", "llama3"])
+    rope["model.rope_scaling.rope_type"] = rope_type
+    if rope_type is not None:
+        rope["model.rope_scaling.factor"] = dice.choice([1.0, 1 + 1 / 3, 4.0])
+    for option, rope_types in rules.ROPE_OPTIONS.items():
+        if rope_type in rope_types and dice.random() < 0.5:
+            value = dice.randint(1, 9) if option.startswith("original") else 2 / 3
+            rope[f"model.rope_scaling.{option}"] = value
+    return rope
+
+
 def random_config(seed: int, text: typing.Callable[[random.Random], str]) -> Config:
     """A valid config that breaks no rule."""
     dice = random.Random(seed)
     while True:
-        values = {path: random_value(path, dice, text) for path in settings()}
+        ropes = random_rope(dice)
+        values = {
+            path: ropes[path] if path in ropes else random_value(path, dice, text)
+            for path in settings()
+        }
         if values["data.val_size"] == 5e-324:
             values["data.val_size"] = 0.25
         config = Config.model_validate(nested(values))

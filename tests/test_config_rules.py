@@ -21,6 +21,17 @@ OPTIONS = [
     "tuning.lora.trainable_tokens=<s>",
     "tuning.lora.use_dora=true",
 ]
+ROPE = "model.rope_scaling.rope_type={}"
+FACTOR = "model.rope_scaling.factor=2"
+# Each setting of a rope, a type that has it, and one that has not
+ROPE_OPTIONS = [
+    ("model.rope_scaling.attention_factor=1.2", "yarn", "llama3"),
+    ("model.rope_scaling.beta_fast=16", "yarn", "linear"),
+    ("model.rope_scaling.beta_slow=2", "yarn", "dynamic"),
+    ("model.rope_scaling.high_freq_factor=4", "llama3", "yarn"),
+    ("model.rope_scaling.low_freq_factor=2", "llama3", "linear"),
+    ("model.rope_scaling.original_max_position_embeddings=512", "llama3", "dynamic"),
+]
 # settings that break the rule, settings beside it that do not; in the order of RULES
 CASES = [
     (["tuning.backend=unsloth", *NO_16_BITS], ["tuning.backend=bnb", *NO_16_BITS]),
@@ -52,6 +63,15 @@ CASES = [
     (
         ["tuning.backend=unsloth", "train.neftune_noise_alpha=5"],
         ["tuning.backend=bnb", "train.neftune_noise_alpha=5"],
+    ),
+    ([ROPE.format("yarn")], [ROPE.format("yarn"), FACTOR]),
+    *(
+        ([ROPE.format(other), FACTOR, option], [ROPE.format(own), FACTOR, option])
+        for option, own, other in ROPE_OPTIONS
+    ),
+    (
+        ["tuning.backend=unsloth", ROPE.format("linear"), FACTOR],
+        ["tuning.backend=bnb", ROPE.format("linear"), FACTOR],
     ),
     (
         ["tuning.lora.init_lora_weights=orthogonal", "tuning.lora.r=3"],

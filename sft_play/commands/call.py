@@ -79,7 +79,7 @@ def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFact
         return recipe.RecipeFacts(shape.parameters)
     from sft_play.data.first_look import look_at_rows
 
-    positions = load_positions(model.name, model.revision, call.environ, may_fetch)
+    positions = load_positions(model, call.environ, may_fetch)
     rows = look_at_rows(loaded.config, call.environ, may_fetch)
     return recipe.RecipeFacts(shape.parameters, positions, rows)
 

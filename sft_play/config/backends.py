@@ -64,6 +64,7 @@ class Backend:
     patches_transformers: bool  # when imported, so it must be imported before transformers
     lora_options: frozenset[str]  # settings of tuning.lora beyond those that every backend has
     has_embedding_noise: bool  # train.neftune_noise_alpha
+    stretches_as_told: bool  # model.rope_scaling
     packing: PackingSupport
 
 
@@ -88,6 +89,7 @@ BNB = Backend(
     patches_transformers=False,
     lora_options=LORA_OPTIONS,
     has_embedding_noise=True,
+    stretches_as_told=True,
     packing=PackingSupport(frozenset({"lora", "qlora", "full"}), except_types=BNB_NEVER_PACKED),
 )
 UNSLOTH = Backend(
@@ -111,6 +113,7 @@ UNSLOTH = Backend(
     patches_transformers=True,
     lora_options=frozenset({"loraplus_lr_ratio"}),
     has_embedding_noise=False,
+    stretches_as_told=False,
     packing=PackingSupport(
         frozenset({"lora", "qlora"}),
         model_types=UNSLOTH_PACKED_MODEL_TYPES,

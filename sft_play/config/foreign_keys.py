@@ -17,6 +17,7 @@ SAME_SETTING = {
     "pretrained_model_name_or_path": "model.name",
     "base_model_revision": "model.revision",
     "model_revision": "model.revision",
+    "model.rope_scaling.type": "model.rope_scaling.rope_type",
     "block_size": "model.max_seq_len",
     "context_length": "model.max_seq_len",
     "cutoff_len": "model.max_seq_len",

@@ -1,11 +1,22 @@
 """Rules between settings, as a table of (when, message). Pure: a Config in, sentences out."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
 from sft_play.config.schema import Config, LoraSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
+
+# Settings of model.rope_scaling, and the types that have them
+ROPE_OPTIONS = {
+    "original_max_position_embeddings": ("yarn", "llama3"),
+    "attention_factor": ("yarn",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,17 @@ def _rule_of_backend(option: str) -> Rule:
         ("tuning.backend", f"tuning.lora.{option}"),
         lambda c: _is_set(c, option) and option not in backend_of(c).lora_options,
         "this backend is not given the setting; set TUNING_BACKEND=bnb, or delete it",
+    )
+
+
+def _rule_of_rope(option: str, rope_types: tuple[str, ...]) -> Rule:
+    return Rule(
+        ("model.rope_scaling.rope_type", f"model.rope_scaling.{option}"),
+        lambda c: (
+            getattr(c.model.rope_scaling, option) is not None
+            and c.model.rope_scaling.rope_type not in rope_types
+        ),
+        f"{option} is for rope_type {' and '.join(rope_types)}; leave one of them out",
     )
 
 
@@ -124,6 +146,19 @@ RULES = (
         lambda c: c.train.neftune_noise_alpha is not None and not backend_of(c).has_embedding_noise,
         "this backend trains without noise on the embeddings; set TUNING_BACKEND=bnb, or "
         "TRAIN_NEFTUNE_NOISE_ALPHA=null",
+    ),
+    Rule(
+        ("model.rope_scaling.rope_type", "model.rope_scaling.factor"),
+        lambda c: (c.model.rope_scaling.rope_type is None) != (c.model.rope_scaling.factor is None),
+        "a stretched rope has both, such as MODEL_ROPE_SCALING_ROPE_TYPE=yarn "
+        "MODEL_ROPE_SCALING_FACTOR=4; without them it is the base's own",
+    ),
+    *itertools.starmap(_rule_of_rope, sorted(ROPE_OPTIONS.items())),
+    Rule(
+        ("tuning.backend", "model.rope_scaling.rope_type"),
+        lambda c: c.model.rope_scaling.rope_type and not backend_of(c).stretches_as_told,
+        "Unsloth stretches a rope by itself where model.max_seq_len asks for it; set "
+        "MODEL_ROPE_SCALING_ROPE_TYPE=null, or TUNING_BACKEND=bnb",
     ),
     Rule(
         ("tuning.lora.init_lora_weights", "tuning.lora.r"),

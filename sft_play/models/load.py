@@ -30,6 +30,7 @@ from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.packed import dtype_name, log_packed
+from sft_play.models.rope import with_stretched_rope
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ def load_base(
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     options: dict[str, Any] = {"dtype": base_dtype, "quantization_config": quantization}
     stored = _stored_config(config)
+    if config.model.rope_scaling.rope_type and stored is not None:
+        options["config"] = with_stretched_rope(stored, config.model)
     is_mxfp4 = _stored_format(stored) == MXFP4
     if is_mxfp4:
         options["quantization_config"] = Mxfp4Config(dequantize=True)

@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.plan.rope import stretch
 from sft_play.plan.structure import MatrixKind, Structure, adapted_matrices, structure_from_json
 
 KNOWN = Path(__file__).parent / "known_models.json"
@@ -182,20 +184,26 @@ def load_model_config(
     return _read(path, name)
 
 
-def load_positions(
-    name: str, revision: str | None, environ: Mapping[str, str], may_fetch: bool
-) -> int | None:
+def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
     """Return the tokens of the longest sequence that a model can take, None where nobody says.
+
+    A rope that is stretched by model.rope_scaling counts.
 
     Models of the same shape differ in it, so that of a well-known model is unknown too before its
     config.json is in the hub's cache, unless `may_fetch`.
 
     Raises: EnvironmentFault when it cannot be fetched.
     """
-    path = find_file(name, "config.json", revision, environ)
+    path = find_file(model.name, "config.json", model.revision, environ)
     if path is None and may_fetch:
-        path = _download(name, revision)
-    return None if path is None else positions_of(_read(path, name))
+        path = _download(model.name, model.revision)
+    if path is None:
+        return None
+    config = _read(path, model.name)
+    longest = _longest(_text_part(config))
+    if model.rope_scaling.rope_type is None or longest is None:
+        return positions_of(config)
+    return stretch(_rope_of(_text_part(config)), longest, model.rope_scaling).positions
 
 
 def positions_of(config: ModelConfigJson) -> int | None:
@@ -203,14 +211,31 @@ def positions_of(config: ModelConfigJson) -> int | None:
 
     A rope that is stretched by a factor takes as much more than the sequences it began with.
     """
-    text = config.get("text_config") or config
-    positions = next((text[key] for key in POSITIONS if isinstance(text.get(key), int)), None)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    original = rope.get("original_max_position_embeddings")
+    text = _text_part(config)
+    positions = _longest(text)
+    rope = _rope_of(text)
     factor = rope.get("factor")
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "dynamic":  # config.json has the length that it begins at
+        original = positions
     if positions is None or not original or not factor:
         return positions
     return max(positions, int(original * factor))
+
+
+def _text_part(config: ModelConfigJson) -> ModelConfigJson:
+    return config.get("text_config") or config
+
+
+def _longest(text: ModelConfigJson) -> int | None:
+    """Return the positions that a config.json names, None where it names none."""
+    return next((text[key] for key in POSITIONS if isinstance(text.get(key), int)), None)
+
+
+def _rope_of(text: ModelConfigJson) -> ModelConfigJson:
+    """Return the rope of a config.json, of earlier versions of transformers too."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return {"rope_type": rope.get("type", "default"), **rope}
 
 
 def known_config(name: str) -> ModelConfigJson | None:

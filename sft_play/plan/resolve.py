@@ -1,6 +1,7 @@
 """What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from sft_play.plan.packing import resolve_packing
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.ranks import Ranks, plan_ranks
 from sft_play.plan.recurrent import recurrent_warnings
+from sft_play.plan.rope import unstretched
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.step import StepSpec
 from sft_play.plan.strategy import (
@@ -232,14 +234,20 @@ def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list
     model = loaded.config.model
     if loaded.origin["model.max_seq_len"].startswith(recipe.CHOSEN):  # within them where it looked
         return []
-    positions = load_positions(model.name, model.revision, environ, may_fetch=False)
+    positions = load_positions(model, environ, may_fetch=False)
     if positions is None or model.max_seq_len <= positions:
         return []
+    rope = model.rope_scaling
+    own = load_positions(unstretched(model), environ, may_fetch=False)
+    factor = math.ceil(model.max_seq_len / own)
+    reach = f"the {own} tokens of the model's config.json"
+    if rope.rope_type:
+        reach = f"the {positions} tokens that {rope.rope_type} with factor {rope.factor:g} reaches"
     return [
-        f"{loaded.described('model.max_seq_len')} is more than the {positions} tokens of the "
-        "model's config.json: what it learned of positions does not reach further, and tokens "
-        "behind them train badly; stretch its rope there (rope_parameters), or set "
-        f"MODEL_MAX_SEQ_LEN={positions}"
+        f"{loaded.described('model.max_seq_len')} is more than {reach}: what the model knows of "
+        "positions does not reach further, and tokens behind them train badly; stretch its rope "
+        f"with MODEL_ROPE_SCALING_ROPE_TYPE={rope.rope_type or 'yarn'} "
+        f"MODEL_ROPE_SCALING_FACTOR={factor}, or set MODEL_MAX_SEQ_LEN={positions}"
     ]
 
 

@@ -89,6 +89,9 @@ def _code(config: Config, weights: Path, is_adapter: bool) -> list[str]:
             "from peft import PeftModel",
             f"from transformers import {classes}, GenerationConfig",
         ]
+        if model.rope_scaling.rope_type:
+            imports[1] = f"from transformers import AutoConfig, {classes}, GenerationConfig"
+            options += ", config=AutoConfig.from_pretrained(folder)"  # with the stretched rope
         load = [
             f"base = {model.name!r}",
             "stops = GenerationConfig.from_pretrained(folder)  # else answers run on",

@@ -39,8 +39,10 @@ BINDING = (
     "base_digest",
     "adapter",
     "neftune_noise_alpha",
+    "rope_scaling",
     "template_digest",
 )
+BEFORE = {"rope_scaling": {}}  # what the stamps of versions without a fact mean
 
 
 def versions() -> dict[str, str]:
@@ -71,6 +73,7 @@ def wanted(config: Config) -> Stamp:
         "base_digest": digest_of_model(base) if base.is_dir() else None,
         "adapter": None if tuning.mode == "full" else _adapter_shape(tuning.lora),
         "neftune_noise_alpha": config.train.neftune_noise_alpha,
+        "rope_scaling": config.model.rope_scaling.model_dump(exclude_none=True),
         "seed": config.train.seed,
         "data_seed": config.train.data_seed,
     }
@@ -112,6 +115,7 @@ def differences(stamp: Stamp, other: Stamp) -> list[str]:
     digest = stamp.get("base_digest")
     is_moved = digest is not None and digest == other.get("base_digest")
     found = []
+    stamp, other = {**BEFORE, **stamp}, {**BEFORE, **other}
     for name in BINDING:
         if name not in stamp or name not in other or stamp[name] == other[name]:
             continue

@@ -22,6 +22,7 @@ from sft_play.models.export import saved_stops, trained_stops, write_stops
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
+from sft_play.models.rope import write_rope_beside_adapter
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun
@@ -263,6 +264,7 @@ def describe_weights(weights: Path, config: Config, trainer: SftTrainer, report:
     tokenizer = trainer.processing_class
     stops = trained_stops(trainer.train_dataset.samples, tokenizer)
     write_stops(weights, stops, tokenizer, trainer.model)
+    write_rope_beside_adapter(config, trainer.model.config, weights)
     card = card_text(config, report, saved_stops(stops, tokenizer), weights)
     write_text(weights / "README.md", card)
     share(weights)

@@ -40,6 +40,50 @@ ModuleDevices = dict[str, NonNegativeInt | Literal["cpu"]]
 DeviceMap = Annotated[MapRule | ModuleDevices, BeforeValidator(_map_of_devices)]
 
 
+class RopeScalingSection(Section):
+    """A stretched rope, for rows that are longer than those the base was trained on.
+
+    The names are those of rope_parameters in transformers.
+    """
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = Field(
+        None,
+        description="How rotary positions are stretched beyond the base's: yarn and llama3 leave "
+        "near tokens as they are, linear moves all, dynamic only longer rows; null is the base's "
+        "own rope.",
+    )
+    factor: Annotated[float, Field(ge=1)] | None = Field(
+        None,
+        description="How many times as many tokens as before the stretched rope reaches, such as "
+        "4; needed with a rope_type.",
+    )
+    original_max_position_embeddings: PositiveInt | None = Field(
+        None,
+        description="Tokens that the base was trained on, for yarn and llama3; null is what its "
+        "config.json says.",
+    )
+    attention_factor: PositiveFloat | None = Field(
+        None, description="yarn: scale of the rotated values; null follows from the factor."
+    )
+    beta_fast: PositiveFloat | None = Field(
+        None,
+        description="yarn: what turns more often than this within the base's length stays as it "
+        "is; null is 32.",
+    )
+    beta_slow: PositiveFloat | None = Field(
+        None, description="yarn: what turns less often than this is stretched in full; null is 1."
+    )
+    low_freq_factor: PositiveFloat | None = Field(
+        None,
+        description="llama3: what turns less often than this within the base's length is "
+        "stretched in full; null is 1.",
+    )
+    high_freq_factor: PositiveFloat | None = Field(
+        None,
+        description="llama3: what turns more often than this stays as it is; null is 4.",
+    )
+
+
 class ModelSection(Section):
     """The base model and how it reads text."""
 
@@ -56,6 +100,7 @@ class ModelSection(Section):
         description="Longest training sequence in tokens; longer rows are handled as data.too_long "
         "says. auto holds 99.5 % of the training rows, within what the model can take.",
     )
+    rope_scaling: RopeScalingSection = RopeScalingSection()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Type of the unquantised base weights; auto is the compute type for lora and "
