@@ -18,21 +18,17 @@ from sft_play.data.data_facts import DataFacts
 from sft_play.data.histogram import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
-from sft_play.models.export import saved_stops, trained_stops, write_stops
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
-from sft_play.models.rope import write_rope_beside_adapter
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
 from sft_play.runs import stamp
-from sft_play.runs.files import share, write_text
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.model_card import card_text
-from sft_play.runs.report import LoggedLoss, RunReport
+from sft_play.runs.report import LoggedLoss
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.build import build_evaluator, build_trainer
@@ -41,6 +37,7 @@ from sft_play.training.checks import check_engine, check_saved_adapter, check_sa
 from sft_play.training.collectives import limited
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
+from sft_play.training.describe import describe_weights
 from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
 from sft_play.training.failure_broadcast import FailureBroadcast
 from sft_play.training.held_out import HeldOutEvaluation
@@ -257,17 +254,6 @@ def save_weights(
         describe_weights(weights, context.config, trainer, report)
         stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
     return weights
-
-
-def describe_weights(weights: Path, config: Config, trainer: SftTrainer, report: RunReport) -> None:
-    """Write beside saved weights where their answers end, for programs and people."""
-    tokenizer = trainer.processing_class
-    stops = trained_stops(trainer.train_dataset.samples, tokenizer)
-    write_stops(weights, stops, tokenizer, trainer.model)
-    write_rope_beside_adapter(config, trainer.model.config, weights)
-    card = card_text(config, report, saved_stops(stops, tokenizer), weights)
-    write_text(weights / "README.md", card)
-    share(weights)
 
 
 def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:
