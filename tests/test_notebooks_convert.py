@@ -268,3 +268,23 @@ def test_statistics_before_and_after_training_in_one_cell(tmp_path: Path) -> Non
 def test_trainers_are_known_by_their_variable(name: str, tmp_path: Path) -> None:
     after = converted_cell(tmp_path, LOAD, f"{name} = SFTTrainer(m)\n{name}.train()\nmodel.train()")
     assert after[1].count(f"_args = {name}.args") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'",
+            "sets CUDA_VISIBLE_DEVICES: the GPUs",
+        ),
+        ("%env CUDA_VISIBLE_DEVICES=0", "sets CUDA_VISIBLE_DEVICES"),
+        ("os.environ.setdefault('LOCAL_RANK', '0')", "sets LOCAL_RANK: it is torchrun's"),
+        ("model = torch.nn.DataParallel(model)", "calls DataParallel: copies the model"),
+        ("notebook_launcher(train, num_processes=2)", "calls notebook_launcher: starts processes"),
+        ("torch.cuda.set_device(0)", "calls set_device: chooses a GPU"),
+    ],
+)
+def test_what_decides_about_gpus_itself_is_named(source: str, words: str, tmp_path: Path) -> None:
+    path = write_notebook(tmp_path / "in.ipynb", LOAD, source)
+    assert f"cell 2: {words}" in report(path)
+    assert sources(converted(path).text)[1] == source

@@ -260,3 +260,14 @@ def test_a_trainer_of_the_notebooks_own_is_read_and_named(tmp_path: Path) -> Non
     made = Exported(path, tmp_path)
     assert made["train.max_steps"] == 3
     assert "MyTrainer is a trainer of the notebook's own" in made.report
+
+
+def test_what_is_set_after_the_arguments_were_made_wins(tmp_path: Path) -> None:
+    later = "trainer.args.max_steps = 9\ntrainer.args.bf16 = True\ntrainer.args.foo = 1"
+    cells = (LOAD, TRAIN.format("max_steps=60"), later)
+    made = Exported(write_notebook(tmp_path / "in.ipynb", *cells), tmp_path)
+    assert (made["train.max_steps"], made["train.bf16"]) == (9, True)
+    assert "foo = 1 has no setting here" in made.report
+    cells = (LOAD, "a = SFTConfig(max_steps=5)\na.max_steps = 6", "SFTTrainer(m, args=a).train()")
+    made = Exported(write_notebook(tmp_path / "in.ipynb", *cells), tmp_path)
+    assert made["train.max_steps"] == 6

@@ -11,6 +11,7 @@ from sft_play.notebooks.inference import device_edits
 from sft_play.notebooks.load_call import device_map_edits
 from sft_play.notebooks.memory_stats import statistics_edits
 from sft_play.notebooks.notes import Note, look
+from sft_play.notebooks.own_devices import notes_of_devices
 from sft_play.notebooks.recognise import Kind, Notebook
 
 # What a person must know of each kind, None where nothing is special
@@ -63,6 +64,7 @@ def all_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[Note]]:
     notes = [*of_kind(notebook), *unread_cells(notebook)]
     if notebook.kind in (Kind.NOTHING, Kind.EMBEDDINGS):
         return {}, notes
+    notes += notes_of_devices(notebook)
     edits: defaultdict[int, list[Edit]] = defaultdict(list)
     for load in notebook.training_loads:
         made, said = device_map_edits(load)

@@ -170,12 +170,16 @@ class Notebook:
     def trainer_names(self) -> frozenset[str]:
         """The variables that hold a trainer, such as `trainer` and `self.trainer`."""
         makers = (*TRAINERS, "train_on_responses_only")
+        return self.variables_of(re.compile("|".join(makers)))
+
+    def variables_of(self, makers: re.Pattern[str]) -> frozenset[str]:
+        """Return the variables that hold what a call of a function with such a name returned."""
         return frozenset(
             ast.unparse(target)
             for code in self.parsed
             for node in ast.walk(code.tree)
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-            if self.name_of(node.value.func) in makers
+            if makers.fullmatch(self.name_of(node.value.func))
             for target in node.targets
             if isinstance(target, ast.Name | ast.Attribute)
         )

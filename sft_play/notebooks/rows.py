@@ -1,14 +1,12 @@
 """Where a notebook's rows come from, and what becomes of the way in which it formats them. Pure."""
 
 import ast
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sft_play.notebooks.carried import Carried
 from sft_play.notebooks.notes import Note, look
 from sft_play.notebooks.recognise import Found, Notebook
 from sft_play.notebooks.values import Values
-
-if TYPE_CHECKING:
-    from sft_play.notebooks.settings import Carried
 
 FILE_BUILDERS = ("json", "csv", "parquet", "text")
 TEMPLATE = "here the model's own chat template renders the rows; model.chat_template names another"
@@ -18,7 +16,7 @@ TEMPLATE = "here the model's own chat template renders the rows; model.chat_temp
 RESHAPES = ("to_sharegpt", "apply_chat_template", "concatenate_datasets", "interleave_datasets")
 
 
-def take_rows(carried: "Carried", notebook: Notebook, values: Values, data: str | None) -> None:
+def take_rows(carried: Carried, notebook: Notebook, values: Values, data: str | None) -> None:
     """Take data.train_path: what the user names, else what the notebook loads."""
     _take_held_out(carried, notebook, values)
     if data is not None:
@@ -38,7 +36,7 @@ def take_rows(carried: "Carried", notebook: Notebook, values: Values, data: str 
         carried.notes.append(look(loads[0].number, said))
 
 
-def _take_held_out(carried: "Carried", notebook: Notebook, values: Values) -> None:
+def _take_held_out(carried: Carried, notebook: Notebook, values: Values) -> None:
     """Take the share of the rows that `train_test_split` holds out."""
     for split in notebook.methods("train_test_split")[:1]:
         share = values.keyword(split, "test_size")
@@ -49,7 +47,7 @@ def _take_held_out(carried: "Carried", notebook: Notebook, values: Values) -> No
             carried.notes.append(look(split.number, said))
 
 
-def _source(carried: "Carried", values: Values, load: Found) -> Any:
+def _source(carried: Carried, values: Values, load: Found) -> Any:
     """Return the source of a load_dataset call, None where it cannot be told."""
     read = [values.of(load.code, node) for node in load.call.args]
     path = read[0] if read else values.keyword(load, "path")

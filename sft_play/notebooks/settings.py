@@ -2,21 +2,26 @@
 named. Pure: no file is opened.
 """
 
+import ast
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from sft_play.config.commented import Line, commented_yaml
-from sft_play.config.foreign_keys import ADVICE, SAME_SETTING
-from sft_play.config.schema import Config, settings
+from sft_play.config.schema import settings
 from sft_play.errors import ConfigError
 from sft_play.notebooks import rows
+from sft_play.notebooks.carried import Carried, setting_of
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.notes import Note, changed, look
-from sft_play.notebooks.recognise import ARGUMENTS, SFT_TRAINERS, Found, Kind, Notebook
-from sft_play.notebooks.values import AUTO, Unknown, Values
+from sft_play.notebooks.recognise import (
+    ARGUMENTS,
+    SFT_TRAINERS,
+    Found,
+    Kind,
+    Notebook,
+    variable,
+)
+from sft_play.notebooks.values import Unknown, Values
 
 # Keywords that say nothing about the run, or that the rows and the model answer for
 SILENT = frozenset(
@@ -41,7 +46,6 @@ PLAIN = {
     "dataset_text_field": ("text", "", None),
     "ddp_find_unused_parameters": (False, None),
 }
-OPTIMIZERS = {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"}
 QUANTISED_NAMES = ("-unsloth-bnb-4bit", "-bnb-4bit")
 WHOLE_MODULES = ("embed_tokens", "lm_head")
 # What get_peft_model takes where a notebook leaves it out; r is the same here
@@ -54,24 +58,6 @@ CHOSEN_HERE = {
     "train.lr_scheduler_type": "cosine",
     "train.warmup_steps": "0.03 of the run",
 }
-
-
-@dataclass
-class Carried:
-    """The settings found so far, with where each comes from, and the notes."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-
-    def put(self, path: str, value: Any, cell: int, word: str) -> None:
-        """Take a setting; a second, other value for it is named and not taken."""
-        if path in self.values and self.values[path] != value:
-            said = f"{word} is not carried: {path} is {self.values[path]!r} by "
-            self.notes.append(look(cell, f"{said}{self.origins[path]}"))
-            return
-        self.values[path] = value
-        self.origins.setdefault(path, f"cell {cell}: {word}")
 
 
 def export(document: Document, data: str | None) -> tuple[str, list[Note]]:
@@ -90,6 +76,7 @@ def export(document: Document, data: str | None) -> tuple[str, list[Note]]:
     if not calls_of_adapters(notebook) and carried.values.get("tuning.mode") != "full":
         said = "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
         carried.notes.append(look(None, said))
+    _take_later_values(carried, notebook, values)
     _settle(carried, notebook, values)
     carried.notes += rows.notes_of_rows(notebook)
     rows.take_rows(carried, notebook, values, data)
@@ -164,7 +151,7 @@ def _take_keywords(
             continue
         if name in PLAIN and _is_one_of(value, PLAIN[name]):
             continue
-        _take(carried, found, name, value)
+        carried.take(found.number, name, value)
 
 
 def _keywords(carried: Carried, values: Values, found: Found) -> dict[str, Any]:
@@ -183,84 +170,23 @@ def _keywords(carried: Carried, values: Values, found: Found) -> dict[str, Any]:
     return read
 
 
+def _take_later_values(carried: Carried, notebook: Notebook, values: Values) -> None:
+    """Take what is set after the arguments were made, such as `trainer.args.max_steps = 5`."""
+    owners = {f"{name}.args" for name in notebook.trainer_names}
+    owners.update(notebook.variables_of(ARGUMENTS))
+    for code in notebook.parsed:
+        for node in ast.walk(code.tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if not isinstance(target, ast.Attribute) or variable(target.value) not in owners:
+                continue
+            path = setting_of(target.attr)
+            if path is not None:
+                carried.values.pop(path, None)
+            carried.take(code.number, target.attr, values.of(code, node.value))
+
+
 def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
     return any(value is part or value == part for part in plain)
-
-
-def _take(carried: Carried, found: Found, name: str, value: Any) -> None:
-    """Take one keyword, or say that it has no counterpart."""
-    cell = found.number
-    path = setting_of(name)
-    if path is None:
-        advice = f": {ADVICE[name]}" if name in ADVICE else ""
-        shown = value.text if isinstance(value, Unknown) else repr(value)
-        carried.notes.append(look(cell, f"{name} = {shown} has no setting here{advice}"))
-        return
-    if isinstance(value, Unknown):
-        said = f"{name} = {value.text}, which only running tells: write {path}"
-        carried.notes.append(look(cell, said))
-        return
-    adapted = _adapted(path, value)
-    if adapted is not None and not isinstance(adapted, Unknown) and not _is_valid(path, adapted):
-        adapted = Unknown(f"{path} takes other values, which docs/configuration.md lists")
-    if isinstance(adapted, Unknown):
-        carried.notes.append(look(cell, f"{name} = {value!r} is not carried: {adapted.text}"))
-    elif adapted is not None:
-        carried.put(path, adapted, cell, f"{name} = {value!r}")
-
-
-def setting_of(name: str) -> str | None:
-    """Return the setting that takes the value of a keyword, None where there is none."""
-    for section in ("train", "tuning.lora", "model"):
-        if f"{section}.{name}" in settings():
-            return f"{section}.{name}"
-    return SAME_SETTING.get(name)
-
-
-def _adapted(path: str, value: Any) -> Any:
-    """Return a value as its setting has it.
-
-    None leaves the setting out, an Unknown says why it is not carried.
-    """
-    if path == "train.max_steps":
-        return value if isinstance(value, int) and value > 0 else None
-    if path == "train.gradient_checkpointing":
-        return bool(value)
-    if path == "train.optim":
-        return OPTIMIZERS.get(value, value)
-    if path in ("train.bf16", "train.fp16"):
-        return value if value in (True, False, AUTO) else None
-    if path == "train.report_to":
-        return _trackers(value)
-    if path == "tuning.lora.init_lora_weights":
-        return None if value is True else value
-    if path == "tuning.lora.target_modules" and isinstance(value, str):
-        return value if value == "all-linear" else Unknown("write a list of names")
-    if path == "train.resume_from":
-        return Unknown("name a run of SFT-Play in train.resume_from")
-    return value
-
-
-def _is_valid(path: str, value: Any) -> bool:
-    """Return whether a setting takes a value."""
-    tree: Any = value
-    for name in reversed(path.split(".")):
-        tree = {name: tree}
-    try:
-        Config.model_validate(tree)
-    except ValidationError:
-        return False
-    return True
-
-
-def _trackers(value: Any) -> Any:
-    """Return the trackers of report_to."""
-    known = {"tensorboard", "wandb", "mlflow", "trackio"}
-    names = value if isinstance(value, list) else [value]
-    if names in (["none"], [None], []):
-        return []
-    unknown = [name for name in names if name not in known]
-    return Unknown(f"train.report_to has {', '.join(sorted(known))} and none") if unknown else names
 
 
 def _settle(carried: Carried, notebook: Notebook, values: Values) -> None:
