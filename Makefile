@@ -33,7 +33,7 @@ CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data \
   bench-plan bench-scaling test test-fast test-faults test-long test-architectures test-gpu lint \
-  clean
+  docs clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
@@ -161,6 +161,10 @@ test-gpu: $(ENV) ## run the tests that need a GPU
 lint: $(ENV) ## check rules and format with ruff
 	@$(CHECK)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+docs: $(ENV) ## write the generated pages of docs/, and build all of them as a site in outputs/site
+	@$(CHECK)
+	@$(PY) -m sft_play.config.reference && $(PY) -m tools.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 clean: ## remove caches; keep runs and .venv
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Every command of README.md and docs/ is one that the program takes; those for a CPU work.
 
-A command that is added to README.md goes into RUN, RUN_CHANGED or NOT_RUN below.
+A command that is added to README.md or to another page of TRIED goes into RUN, RUN_CHANGED or
+NOT_RUN below.
 """
 
 import os
@@ -23,7 +24,11 @@ from sft_play.config import invocation, loader, targets
 from sft_play.errors import ConfigError
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+# The pages whose commands a long test types, in this order
+NAMES = ("install", "index", "first-run", "several-gpus", "backends", "using-a-run")
+TRIED = (README, *(DOCS / f"{name}.md" for name in NAMES))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", MAKEFILE, re.MULTILINE))
 
@@ -36,13 +41,15 @@ REFUSED = ("make train LR=1e-4", "make eval TRAIN_EPOCHS=3")
 # What stands for a reader's own value, and one that can be read
 PLACEHOLDERS = {"GPUS=...": "GPUS=2xH200", "outputs/<run>": "outputs/name"}
 
-# What a long test runs, in the order of README.md: a command as it is written there,
+# What a long test runs, in the order of TRIED: a command as it is written there,
 RUN = (
     "make init DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct OUT=config.yaml",
     "make config CONFIG=small TRAIN_BATCH_SIZE=4",
     "make plan GPUS=2xH200 CONFIG=configs/multi_gpu_config.yaml",
     "make data-check CONFIG=config.yaml",
     "make preview CONFIG=config.yaml",
+    "make plan DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct",
+    "make data-check DATA_TRAIN_PATH=my.jsonl MODEL_NAME=Qwen/Qwen2.5-1.5B-Instruct",
     "make plan",
     "make train CONFIG=base",
     "make data-check",
@@ -81,18 +88,19 @@ RUN_CHANGED = {
     ),
     "make infer RUN=name PROMPT='...'": "make infer RUN=name PROMPT='When does the bank open?'",
     "make chat RUN=name": "printf 'Hello\\n/exit\\n' | make chat RUN=name",
+    "make chat": "printf 'Hello\\n/exit\\n' | make chat",
     "make infer RUN=name": "echo 'When does the bank open?' | make infer RUN=name",
     "make infer PROMPT='...'": "make infer PROMPT='When does the bank open?'",
     "make doctor": "make doctor || [ $? = 2 ]",  # make's code where doctor found something
 }
-# The commands of README.md that no test runs, by the reason
+# The commands of TRIED that no test runs, by the reason
 NOT_RUN = {
     "installs, from the network": (
+        "make install",
         "make install TORCH=cpu",
         "make install TORCH=cu126",
         "make install TORCH=cu130",
         "make install-unsloth",
-        ".venv/bin/python -m pip install wandb",
     ),
     "needs a GPU": (
         "make train-distributed CONFIG=configs/run_bnb.yaml",
@@ -107,6 +115,7 @@ NOT_RUN = {
         "make bench-scaling",
     ),
     "these tests": ("make test",),
+    "another test builds the site": ("make docs",),
     "goes on until make tb-stop": ("make tensorboard",),
 }
 
@@ -210,11 +219,17 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def tried_commands() -> list[str]:
+    """Return the commands of TRIED, each once, in their order."""
+    texts = [command.text for page in TRIED for command in commands_of(page)]
+    return list(dict.fromkeys(texts))
+
+
 def test_a_command_of_the_readme_is_run_or_listed_with_the_reason() -> None:
     listed = [*RUN, *RUN_CHANGED, *(text for texts in NOT_RUN.values() for text in texts)]
-    written = [command.text for command in commands_of(README)]
-    assert set(written) - set(listed) == set(), "new in README.md: list it above"
-    assert set(listed) - set(written) == set(), "no longer in README.md: remove it here"
+    written = tried_commands()
+    assert set(written) - set(listed) == set(), "new in a page: list it above"
+    assert set(listed) - set(written) == set(), "no longer in a page: remove it here"
 
 
 @pytest.mark.parametrize("command", named(OF_MAKE))
@@ -314,7 +329,7 @@ def run_in(project: Path, typed: str) -> str:
 @pytest.mark.long
 def test_the_commands_of_the_readme_work_on_a_cpu_in_its_order(tmp_path: Path) -> None:
     project = copied_project(tmp_path)
-    written = [command.text for command in commands_of(README)]
+    written = tried_commands()
     typed = [RUN_CHANGED.get(text, text) for text in written if text in {*RUN, *RUN_CHANGED}]
     failures = [run_in(project, command) for command in typed]
     assert not any(failures), "\n\n".join(filter(None, failures))

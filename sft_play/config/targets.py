@@ -88,6 +88,7 @@ READS: dict[str, frozenset[str]] = {
     "test-architectures": NOTHING,
     "test-gpu": NOTHING,
     "lint": NOTHING,
+    "docs": NOTHING,
 }
 OURS = SETTINGS.union(*READS.values())
 

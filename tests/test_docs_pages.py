@@ -1,0 +1,72 @@
+"""The pages of docs/: what the code writes is up to date, every block parses, the site builds."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from sft_play.config.schema import settings
+from sft_play.config.unknown import suggest
+from sft_play.errors import ExitClass
+from tools.docs import errors, migration
+from tools.docs.__main__ import DOCS, PAGES, page
+
+EVERY_PAGE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+PARSERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_that_the_code_writes_is_up_to_date(name):
+    path = DOCS / name
+    assert path.read_text(encoding="utf-8") == page(path), "run python -m tools.docs"
+
+
+def test_messages_are_read_with_their_class_and_place():
+    found = errors.messages()
+    texts = {message.text: message.source for message in found[ExitClass.CONFIG]}
+    assert texts["CONFIG=<word>: no such file; <hint>"] == "sft_play/config/loader.py"
+    assert all(len(found[kind]) > 3 for kind in (ExitClass.DATA, ExitClass.ENVIRONMENT))
+
+
+@pytest.mark.parametrize("row", migration.SIDE_BY_SIDE, ids=lambda row: row[0])
+def test_a_name_side_by_side_is_what_the_program_answers(row):
+    here, *theirs = row
+    setting = here.partition(":")[0]
+    for name in filter(None, theirs):
+        if setting.rpartition(".")[2] == name:
+            continue
+        answer = suggest(f"train.{name}", settings())
+        assert answer is not None, f"{name} is not known"
+        words = f"{answer.name} {answer.advice}"
+        assert setting in words or here in words, f"{name}: {words}"
+
+
+def test_the_settings_side_by_side_exist():
+    named = {row[0].partition(":")[0] for row in migration.SIDE_BY_SIDE}
+    assert named - migration.settings_named() == {"make train-deepspeed"}
+
+
+@pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda path: path.name)
+def test_every_block_of_code_parses(path):
+    for _, language, text in BLOCK.findall(path.read_text(encoding="utf-8")):
+        if language in PARSERS:
+            PARSERS[language](text)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").exists()
