@@ -186,6 +186,11 @@ def test_inputs_go_to_a_named_device(line: str, made: str | None, tmp_path: Path
         assert after.endswith(made)
 
 
+def test_what_stands_in_an_f_string_stays(tmp_path: Path) -> None:
+    line = "print(f'é {t(1).to(\"cuda\")} {x.cuda()}')"
+    assert converted_cell(tmp_path, LOAD, line)[1] == line
+
+
 def test_a_device_of_the_notebooks_own_is_left_to_it(tmp_path: Path) -> None:
     after = converted_cell(tmp_path, LOAD, "device = 'cpu'", "t('a').to('cuda')")
     assert after[1] == "device = 'cpu'"

@@ -7,6 +7,7 @@ the text itself is never rewritten. Pure.
 
 import ast
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -158,6 +159,16 @@ def path_to(tree: ast.AST, node: ast.AST) -> Iterator[ast.stmt]:
             return
 
 
+def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls below a node, but for those in f-strings: Python 3.11 misplaces them."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.JoinedStr):
+            continue
+        if isinstance(child, ast.Call):
+            yield child
+        yield from calls_in(child)
+
+
 def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
     """Yield every list of statements that stand one after the other."""
     for node in ast.walk(tree):
@@ -169,7 +180,9 @@ def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 def _tree(lines: list[str]) -> tuple[ast.Module | None, str | None]:
     try:
-        return ast.parse("\n".join(lines)), None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as "\\d" in the notebook's strings
+            return ast.parse("\n".join(lines)), None
     except SyntaxError as error:
         return None, f"line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deep

@@ -44,8 +44,9 @@ def device_edits(notebook: Notebook, code: Code) -> tuple[list[Edit], list[Note]
 
 def cuda_calls(code: Code) -> Iterator[ast.Call]:
     """Yield the calls that move something to the GPU without a number, in order."""
-    calls = [node for node in ast.walk(code.tree) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda node: (node.end_lineno, node.end_col_offset)):
+    for call in sorted(
+        codes.calls_in(code.tree), key=lambda node: (node.end_lineno, node.end_col_offset)
+    ):
         if isinstance(call.func, ast.Attribute) and (_moves_to_cuda(call) or _is_cuda(call)):
             yield call
 

@@ -119,8 +119,9 @@ class Notebook:
     def calls(self) -> Iterator[tuple[Code, ast.Call]]:
         """Yield every call, in the order in which the calls are written."""
         for code in self.parsed:
-            found = (node for node in ast.walk(code.tree) if isinstance(node, ast.Call))
-            for call in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
+            for call in sorted(
+                codes.calls_in(code.tree), key=lambda node: (node.lineno, node.col_offset)
+            ):
                 yield code, call
 
     def methods(self, name: str) -> list[Found]:

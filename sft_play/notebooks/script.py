@@ -4,6 +4,7 @@ Cells keep their order and their code; magics, shell lines and text become comme
 """
 
 import ast
+import warnings
 from pathlib import Path
 
 from sft_play.errors import ConfigError
@@ -260,7 +261,9 @@ def _why_no_script(code: Code) -> str | None:
     if code.tree is None:
         return code.problem
     try:
-        compile(code.tree, "cell", "exec")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code.tree, "cell", "exec")
     except SyntaxError as error:  # `await` and `return` outside of a function
         return f"line {error.lineno}: {error.msg}"
     return None
