@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,23 @@ def test_an_interrupt_stops_a_run_with_a_checkpoint(few_rows, monkeypatch):
         sft_play.train("tiny", train=settings, data=few_rows, run="stopped")
     assert stopped.value.__notes__ == [f"run {Path('outputs/stopped')}"]
     assert os.listdir("outputs/stopped/checkpoints")
+
+
+@pytest.mark.long
+def test_a_run_stops_with_a_checkpoint_when_its_program_is_killed(few_rows):
+    settings = {**SMALL, "max_steps": 10000}
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import sft_play
+sft_play.train("tiny", train={settings!r}, data={few_rows!r}, run="left")
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as notebook:
+        assert any(line.startswith(b"step 2/") for line in notebook.stdout)
+        notebook.kill()
+    run = sft_play.report("left")
+    deadline = time.monotonic() + 60
+    while run.report.state == "running" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert run.report.state == "stopped"
+    assert os.listdir("outputs/left/checkpoints")
