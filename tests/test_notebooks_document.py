@@ -237,3 +237,13 @@ def test_spoiled_notebooks_convert_to_what_still_parses_twice_as_once(
             assert codes.parse(number, "".join(new["source"])).problem is None
         else:
             assert old == new
+
+
+def test_a_very_long_sum_of_strings_is_no_trouble(tmp_path: Path) -> None:
+    long = "template = " + " + ".join(["'a'"] * 900) + "\n"
+    path = write_notebook(
+        tmp_path / "in.ipynb", long + LOAD, "trainer = SFTTrainer(m)\ntrainer.train()"
+    )
+    assert "device_map" in sources(converted(path).text)[0]
+    run(NB=str(path), OUT=str(tmp_path / "train.py"))
+    run(NB=str(path), OUT=str(tmp_path / "config.yaml"), DATA="rows.jsonl")

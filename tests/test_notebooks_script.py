@@ -117,3 +117,10 @@ def test_a_converted_notebook_makes_the_same_script(tmp_path: Path) -> None:
     once = tmp_path / path.name
     once.write_text(converted(path).text, encoding="utf-8")
     assert script(once)[0] == script(path)[0]
+
+
+def test_saving_is_the_first_processs_and_steps_are_kept() -> None:
+    _, report = script(next(path for path in GOLDEN if path.stem == "alpaca"))
+    assert "kept     cell 14: save_pretrained_gguf(), by the first process alone" in report
+    assert "an update has 2 x 4 = 8 rows for each process" in report
+    assert "max_steps = 60 is kept, and counts updates" in report

@@ -8,7 +8,7 @@ the text itself is never rewritten. Pure.
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,23 +150,29 @@ def first_line(statement: ast.stmt) -> int:
 
 def path_to(tree: ast.AST, node: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements that hold a node, from the outermost to the innermost."""
-    for child in ast.iter_child_nodes(tree):
-        if child is node or any(inner is node for inner in ast.walk(child)):
-            if isinstance(child, ast.stmt):
-                yield child
-            if child is not node:
-                yield from path_to(child, node)
-            return
+    holder = tree
+    while holder is not node:
+        children = ast.iter_child_nodes(holder)
+        holder = next(part for part in children if any(inner is node for inner in ast.walk(part)))
+        if isinstance(holder, ast.stmt):
+            yield holder
 
 
 def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls below a node, but for those in f-strings: Python 3.11 misplaces them."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.JoinedStr):
-            continue
-        if isinstance(child, ast.Call):
-            yield child
-        yield from calls_in(child)
+    return (node for node in nodes_without(tree, ast.JoinedStr) if isinstance(node, ast.Call))
+
+
+def nodes_without(tree: ast.AST, left_out: type[ast.AST] | Container[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree, but for those of a type, or in a set, and all below them."""
+    # no recursion: a long sum of strings is as deep as it is long
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        is_out = isinstance(node, left_out) if isinstance(left_out, type) else node in left_out
+        if not is_out:
+            yield node
+            waiting += ast.iter_child_nodes(node)
 
 
 def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:

@@ -5,8 +5,8 @@ Pure: the code of a notebook in, edits of its cells out.
 
 import ast
 import re
-from collections.abc import Iterator
 
+from sft_play.notebooks import code as codes
 from sft_play.notebooks.code import Edit
 from sft_play.notebooks.load_call import lines_at
 from sft_play.notebooks.memory_runs import (
@@ -129,18 +129,10 @@ def _other_uses(notebook: Notebook, names: Names, converted: set[ast.stmt]) -> l
     lists = {names.start, names.most, names.used, names.training}
     notes = []
     for code in notebook.parsed:
-        used = set(_loaded_names(code.tree, converted)) & lists
+        others = codes.nodes_without(code.tree, converted)
+        names_used = (node for node in others if isinstance(node, ast.Name))
+        used = {node.id for node in names_used if isinstance(node.ctx, ast.Load)} & lists
         if used and not covers_all_gpus(code):
             said = "a list on several GPUs, a number for each; see whether this cell takes one"
             notes.append(look(code.number, f"uses {', '.join(sorted(used))}: {said}"))
     return notes
-
-
-def _loaded_names(node: ast.AST, without: set[ast.stmt]) -> Iterator[str]:
-    """Yield the names that are read below a node, but for those in some statements."""
-    if node in without:
-        return
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id
-    for child in ast.iter_child_nodes(node):
-        yield from _loaded_names(child, without)

@@ -6,6 +6,7 @@ Cells keep their order and their code; magics, shell lines and text become comme
 import ast
 import warnings
 from pathlib import Path
+from typing import Any
 
 from sft_play.errors import ConfigError
 from sft_play.notebooks import code as codes
@@ -13,7 +14,7 @@ from sft_play.notebooks.code import Code, Edit
 from sft_play.notebooks.convert import all_edits
 from sft_play.notebooks.document import Cell, Document
 from sft_play.notebooks.load_call import argument_edit, lines_at
-from sft_play.notebooks.notes import Note, changed, look
+from sft_play.notebooks.notes import Note, changed, kept, look
 from sft_play.notebooks.recognise import ARGUMENTS, Found, Notebook, variable
 from sft_play.notebooks.values import Values
 
@@ -68,7 +69,12 @@ if WORLD_SIZE > 1 and dist.is_initialized():
 """
 UNUSED = "ddp_find_unused_parameters"
 TOGETHER = ("evaluate", "predict")  # methods of a trainer that all processes must call
-SAVES = ("save_pretrained", "push_to_hub", "save_pretrained_merged", "save_pretrained_gguf")
+SAVES = frozenset(
+    """
+    save_pretrained save_pretrained_merged save_pretrained_gguf push_to_hub push_to_hub_merged
+    push_to_hub_gguf save_model
+    """.split()
+)
 ONLY_IN_NOTEBOOKS = {"google": "only Colab has", "IPython": "comes with Jupyter"}
 IN_NOTEBOOKS = ("get_ipython", "input")
 
@@ -223,6 +229,8 @@ def _notes(notebook: Notebook) -> list[Note]:
         if name in SAVES and code.number < last_code.number:
             said = f"{name}() stands before the end of training, so every process saves"
             notes.append(look(code.number, said))
+        elif name in SAVES:
+            notes.append(kept(code.number, f"{name}(), by the first process alone"))
     for module, where in ONLY_IN_NOTEBOOKS.items():
         if module in notebook.modules:
             notes.append(look(None, f"imports {module}, which {where}"))
@@ -239,21 +247,27 @@ def _notes(notebook: Notebook) -> list[Note]:
 
 
 def _of_batch(notebook: Notebook) -> Note:
-    """Say that an update has the notebook's rows for each process."""
+    """Say what the notebook's batch and steps are with several processes."""
+    batch, accumulation, steps = _sizes(notebook)
+    rows = "an update has the notebook's rows for each process"
+    if isinstance(batch, int) and isinstance(accumulation, int):
+        product = f"{batch} x {accumulation} = {batch * accumulation}"
+        rows = f"an update has {product} rows for each process"
+    said = "divide gradient_accumulation_steps by their number to keep the notebook's"
+    counted = f"; max_steps = {steps} is kept, and counts updates" if isinstance(steps, int) else ""
+    return look(None, f"{rows}; {said}{counted}")
+
+
+def _sizes(notebook: Notebook) -> list[Any]:
+    """Return batch, accumulation and steps of the trainer's arguments, as far as they are known."""
     values = Values(notebook)
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    sizes: list[object] = []
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+    sizes: list[Any] = [None] * len(names)
     for code, call in notebook.calls():
         if ARGUMENTS.fullmatch(notebook.name_of(call.func)):
             found = Found(code, call, notebook.name_of(call.func))
             sizes = [values.keyword(found, name) for name in names]
-    rows = "an update has the notebook's rows for each process"
-    if sizes and all(isinstance(size, int) for size in sizes):
-        rows = (
-            f"an update has {sizes[0]} x {sizes[1]} = {sizes[0] * sizes[1]} rows for each process"
-        )
-    said = "divide gradient_accumulation_steps by their number to keep the notebook's"
-    return look(None, f"{rows}; {said}")
+    return sizes
 
 
 def _why_no_script(code: Code) -> str | None:
@@ -266,6 +280,8 @@ def _why_no_script(code: Code) -> str | None:
             compile(code.tree, "cell", "exec")
     except SyntaxError as error:  # `await` and `return` outside of a function
         return f"line {error.lineno}: {error.msg}"
+    except RecursionError as error:
+        return str(error)
     return None
 
 
