@@ -169,7 +169,11 @@ class SftTrainer(Trainer):
         self.order.set_epoch(kwargs["epoch"])
         # Trainer counted the micro-batches before `set_micro_batch`
         kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
-        with _visited_once(kwargs["model"]):
+        visiting = _visited_once(kwargs["model"])
+        if trains_divided(self.model):
+            # FSDP has other parameters around each pass: their gradients would never be zeroed
+            visiting = contextlib.nullcontext()
+        with visiting:
             super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
