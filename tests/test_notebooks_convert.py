@@ -159,6 +159,7 @@ def loads(source: str) -> list[ast.Call]:
         ("device_map=device_map", "has a device_map already"),
         ("**options", "add device_map to it by hand"),
         ("fast_inference=True", "vLLM"),
+        ("fast_inference=fast", "vLLM"),
     ],
 )
 def test_a_load_with_a_map_of_its_own_stays(arguments: str, words: str, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_the_trainers_arguments_get_what_ddp_needs_once(tmp_path: Path) -> None:
         ("'auto'", "RANK_DEVICE_MAP or ('auto')"),
         ("'balanced'", "RANK_DEVICE_MAP or ('balanced')"),
         ("{'': 0}", "RANK_DEVICE_MAP or ({'': 0})"),
+        ("{'': 'cuda:0'}", "RANK_DEVICE_MAP or ({'': 'cuda:0'})"),
     ],
 )
 def test_a_map_of_the_notebook_holds_without_a_launcher_alone(

@@ -160,17 +160,17 @@ def path_to(tree: ast.AST, node: ast.AST) -> Iterator[ast.stmt]:
 
 def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls below a node, but for those in f-strings: Python 3.11 misplaces them."""
-    return (node for node in nodes_without(tree, ast.JoinedStr) if isinstance(node, ast.Call))
+    strings = {node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)}
+    return (node for node in nodes_without(tree, strings) if isinstance(node, ast.Call))
 
 
-def nodes_without(tree: ast.AST, left_out: type[ast.AST] | Container[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree, but for those of a type, or in a set, and all below them."""
+def nodes_without(tree: ast.AST, left_out: Container[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree, but for some and all below them."""
     # no recursion: a long sum of strings is as deep as it is long
     waiting = [tree]
     while waiting:
         node = waiting.pop()
-        is_out = isinstance(node, left_out) if isinstance(left_out, type) else node in left_out
-        if not is_out:
+        if node not in left_out:
             yield node
             waiting += ast.iter_child_nodes(node)
 

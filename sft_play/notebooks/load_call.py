@@ -47,7 +47,7 @@ def device_map_edits(load: Found) -> tuple[list[Edit], list[Note]]:
     if load.unpacks:
         mapping = "`**` takes keywords from a mapping: add device_map to it by hand"
         return [], [look(load.number, f"{load.name}.from_pretrained: {mapping}")]
-    if is_true(load.keyword("fast_inference")):
+    if may_be_true(load.keyword("fast_inference")):
         said = "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged"
         return [], [look(load.number, said)]
     place = load.code.place_before(load.call)
@@ -65,8 +65,8 @@ def _of_given_map(load: Found, given: ast.expr) -> Note:
     written = load.code.text(given)
     return look(
         load.number,
-        f"the load has device_map={written} of its own, which is kept; the guide's is 'balanced' "
-        "on several GPUs",
+        f"the load has device_map={written} of its own, which is kept; 'balanced' would split the "
+        "model evenly",
     )
 
 
@@ -118,6 +118,6 @@ def lines_at(text: str, indent: str, newline: str) -> str:
     return textwrap.indent(text, indent).replace("\n", newline)
 
 
-def is_true(node: ast.expr | None) -> bool:
-    """Return whether an argument is written as True."""
-    return isinstance(node, ast.Constant) and node.value is True
+def may_be_true(node: ast.expr | None) -> bool:
+    """Return whether an argument is given and not written as False."""
+    return node is not None and not (isinstance(node, ast.Constant) and not node.value)

@@ -123,16 +123,17 @@ def _with_edits(document: Document, notebook: Notebook, edits: dict[int, list[Ed
 def _script_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[Note]]:
     """Return what a script changes beyond the converted notebook."""
     edits: dict[int, list[Edit]] = {code.number: [] for code in notebook.parsed}
-    notes: list[Note] = []
+    maps: set[ast.AST] = set()
     for load in notebook.loads:
         given = load.keyword("device_map")
         if given is not None:
+            maps.add(given)
             start, end = load.code.span(given)
             text = f"RANK_DEVICE_MAP or ({load.code.source[start:end]})"
             edits[load.number].append(Edit(start, end, text))
     for code in notebook.parsed:
         edits[code.number] += [
-            Edit(*code.span(node), 'f"cuda:{LOCAL_RANK}"') for node in _first_gpu(code)
+            Edit(*code.span(node), 'f"cuda:{LOCAL_RANK}"') for node in _first_gpu(code, maps)
         ]
     edits_of_arguments, said = _unused_parameters(notebook)
     for number, edit in edits_of_arguments:
@@ -145,21 +146,16 @@ def _script_edits(notebook: Notebook) -> tuple[dict[int, list[Edit]], list[Note]
     end = last_code.end_of_line(last_code.span(last)[1])
     edits[last_code.number].append(Edit(end, end, f"\n{ALONE}".replace("\n", last_code.newline)))
     goes_on = "after it the first process goes on alone"
-    return edits, [*notes, *said, changed(last_code.number, f"all processes train; {goes_on}")]
+    return edits, [*said, changed(last_code.number, f"all processes train; {goes_on}")]
 
 
-def _first_gpu(code: Code) -> list[ast.Constant]:
-    """Return the words "cuda:0": in a script each process has another GPU."""
-    in_strings = {
-        part
-        for node in ast.walk(code.tree)
-        if isinstance(node, ast.JoinedStr)
-        for part in ast.walk(node)
-    }
+def _first_gpu(code: Code, maps: set[ast.AST]) -> list[ast.Constant]:
+    """Return the words "cuda:0", but in device maps: each process of a script has another GPU."""
+    strings = {node for node in ast.walk(code.tree) if isinstance(node, ast.JoinedStr)}
     return [
         node
-        for node in ast.walk(code.tree)
-        if isinstance(node, ast.Constant) and node.value == "cuda:0" and node not in in_strings
+        for node in codes.nodes_without(code.tree, maps | strings)
+        if isinstance(node, ast.Constant) and node.value == "cuda:0"
     ]
 
 
