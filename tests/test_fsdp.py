@@ -33,6 +33,8 @@ Finished = Callable[..., RunFolder]
 
 def note_held_weights(folder: Path) -> None:
     """Make a rank's check of its engine write down how many weights the rank holds, and of how many."""
+    from torch.distributed.fsdp import FSDPModule
+
     from sft_play.models.sharding import own_part
     from sft_play.training import worker
 
@@ -42,7 +44,12 @@ def note_held_weights(folder: Path) -> None:
         check(model, strategy)
         frozen = [p for n, p in model.named_parameters() if "lora_" not in n]
         found = [sum(own_part(p).numel() for p in frozen), sum(p.numel() for p in frozen)]
-        (folder / f"held-{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+        rank = torch.distributed.get_rank()
+        (folder / f"held-{rank}.json").write_text(json.dumps(found))
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+        policies = [type(group.offload_policy).__name__ for group in groups if group is not None]
+        (folder / f"policies-{rank}.json").write_text(json.dumps(policies))
 
     worker.check_engine = note
 
@@ -52,13 +59,16 @@ def finished(plan_run, taught_base) -> Finished:
     """A function that returns a finished run of two processes, the same one to every test."""
     runs: dict[tuple, RunFolder] = {}
 
-    def run(strategy: str, mode: str, resume_from: Path | None = None) -> RunFolder:
-        key = (strategy, mode, resume_from)
+    def run(
+        strategy: str, mode: str, resume_from: Path | None = None, offload: bool = False
+    ) -> RunFolder:
+        key = (strategy, mode, resume_from, offload)
         if key not in runs:
             changes = {**SETTINGS, "model.name": taught_base, "tuning.mode": mode}
             if resume_from is not None:
                 changes["train.resume_from"] = resume_from
-            folder = plan_run({**changes, "train.strategy": strategy}, num_gpus=2)
+            changes |= {"train.strategy": strategy, "train.fsdp_offload": offload}
+            folder = plan_run(changes, num_gpus=2)
             exits = run_two_workers(folder, note_held_weights, folder.path)
             assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
             runs[key] = folder
@@ -177,3 +187,21 @@ def test_a_resumed_run_is_the_one_that_never_stopped(
     tolerance = 0.0 if begun == goes_on else 1e-5
     assert losses[1] == pytest.approx(losses[0], rel=0, abs=tolerance)
     torch.testing.assert_close(saved(again, mode), saved(whole, mode), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
+    finished: Finished, mode: str
+) -> None:
+    fsdp, offloaded = finished("fsdp", mode), finished("fsdp", mode, offload=True)
+    policies = json.loads((offloaded.path / "policies-0.json").read_text())
+    assert set(policies) == {"CPUOffloadPolicy"}
+    assert set(json.loads((fsdp.path / "policies-0.json").read_text())) == {"OffloadPolicy"}
+    reports = [run_json(run) for run in (fsdp, offloaded)]
+    assert reports[1]["loss"] == reports[0]["loss"]
+    assert reports[1]["fast_path"] == reports[0]["fast_path"]
+    torch.testing.assert_close(saved(offloaded, mode), saved(fsdp, mode), rtol=0, atol=0)
+    assert files(offloaded.weights(mode)) == files(fsdp.weights(mode))
+    checkpoint = offloaded.checkpoints / "checkpoint-3"
+    again = finished("fsdp", mode, checkpoint, offload=True)
+    torch.testing.assert_close(saved(again, mode), saved(fsdp, mode), rtol=0, atol=0)

@@ -1,6 +1,7 @@
 """sft_play.plan.strategy: what train.strategy and the target ask for, or why it cannot be."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from plan_examples import CPU, plan_for
 
 from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
+from sft_play.plan import memory
+from sft_play.plan.devices import parse
 from sft_play.plan.strategy import ZERO_CONFIGS
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
@@ -105,3 +108,49 @@ def test_a_json_of_another_stage_is_refused_with_both_stages(tmp_path: Path) -> 
 
 def test_every_stage_has_a_json_that_ships() -> None:
     assert all(path.is_file() for path in ZERO_CONFIGS.values())
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_offloaded_weights_are_the_hosts_and_what_trains_them_too(mode: str) -> None:
+    words = (LLAMA_8B, f"tuning.mode={mode}", "train.batch_size=1", "train.strategy=fsdp")
+    on_gpu = plan_for("2xH200", *words).plan
+    offloaded = plan_for("2xH200", *words, "train.fsdp_offload=true").plan
+    assert (offloaded.ranks.strategy, offloaded.is_fsdp) == ("fsdp", True)
+    before, after = (plan.memory.phases["optimizer"] for plan in (on_gpu, offloaded))
+    assert (before.weights > 0, after.weights) == (True, 0)
+    assert (after.optimizer == 0) == (after.gradients == 0) == (mode == "full")
+    assert after.adapters == before.adapters
+    moved = before.weights
+    if mode == "full":
+        moved += before.gradients + before.optimizer
+    assert memory.host_bytes(offloaded.step, offloaded.layout) == moved
+    assert memory.host_bytes(on_gpu.step, on_gpu.layout) == 0
+
+
+def test_offloading_asks_for_fsdp_by_itself_and_takes_all_gpus() -> None:
+    planned = plan_for("2xH200", "train.fsdp_offload=true", distributed=False)
+    assert planned.plan.ranks.strategy == "fsdp"
+    assert planned.plan.ranks.world_size == 2
+
+
+def test_a_host_without_room_for_offloaded_weights_is_warned_of() -> None:
+    small = replace(parse("2xH200"), ram_available_bytes=8 * memory.GIB)
+    plan = plan_for(small, LLAMA_8B, "tuning.mode=full", "train.fsdp_offload=true").plan
+    assert any("of host memory for each process" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        (("train.strategy=ddp",), {}, "asks for another strategy; set TRAIN_STRATEGY=fsdp"),
+        (("train.strategy=zero3",), {}, "offload_param in a DeepSpeed JSON"),
+        ((), {"use_deepspeed": True}, "make train-deepspeed asks for another"),
+        ((), {"gpus": "1xH200"}, "TRAIN_FSDP_OFFLOAD=false"),
+    ],
+)
+def test_offloading_of_another_strategy_is_refused(
+    settings: tuple[str, ...], options: dict[str, Any], words: str
+) -> None:
+    hardware = {"gpus": "2xH200", **options}
+    with pytest.raises(ConfigError, match=words):
+        plan_for(hardware.pop("gpus"), "train.fsdp_offload=true", *settings, **hardware)

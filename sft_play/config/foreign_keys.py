@@ -108,6 +108,10 @@ SAME_SETTING = {
     "use_liger": "train.fast_path",
     "use_liger_kernel": "train.fast_path",
     "num_workers": "train.dataloader_num_workers",
+    "cpu_offload": "train.fsdp_offload",
+    "fsdp_cpu_offload": "train.fsdp_offload",
+    "fsdp_offload_params": "train.fsdp_offload",
+    "offload_params": "train.fsdp_offload",
     # evaluation, checkpoints, folders
     "per_device_eval_batch_size": "train.eval_batch_size",
     "evaluation_strategy": "train.eval_strategy",

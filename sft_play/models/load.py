@@ -64,7 +64,9 @@ def load_model(
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
         if is_fsdp and config.tuning.mode == "qlora":
-            sharding.divide_packed(base, process)
+            sharding.divide_packed(base, process, config.train.fsdp_offload)
+    if is_fsdp:
+        sharding.bring_what_is_whole(model, process)
     sharding.start(base, process)
     placement.move_inputs(base)
     install_fused_kernels(model, config, process, zero_stage)
@@ -115,6 +117,8 @@ def load_base(
     if is_mxfp4:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     devices = placement.device_map_of(config, process, stored, most_layers)
+    if is_fsdp and quantization is None and config.train.fsdp_offload:
+        devices = {"": torch.device("cpu")}
     if zero_stage < 3:
         options["device_map"] = devices
     if config.model.attn_implementation != "auto":
@@ -128,7 +132,8 @@ def load_base(
             stack.enter_context(packing_experts(quantization))
         elif is_fsdp:  # 4-bit weights are packed whole first
             trains_weights = config.tuning.mode == "full"
-            stack.enter_context(sharding.dividing_while_loading(process, trains_weights))
+            offloads = config.train.fsdp_offload
+            stack.enter_context(sharding.dividing_while_loading(process, trains_weights, offloads))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, options)

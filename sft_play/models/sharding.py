@@ -8,6 +8,9 @@ Adapters belong to no unit: every rank holds them whole, in float32, and DDP sum
 frozen unit has nothing to reduce. Where every weight is trained, units gather them in the type that
 is computed with and sum gradients in float32.
 
+With train.fsdp_offload a rank's parts wait in host memory, and what is gathered is on the GPU.
+Where every weight is trained, gradients and the optimizer are in host memory too.
+
 A gathered weight lies in the same memory each time. What the forward pass kept of it is valid again
 in the backward pass, so fused kernels need to know nothing of this.
 """
@@ -22,7 +25,13 @@ import torch
 from bitsandbytes.nn import Params4bit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -32,7 +41,9 @@ from sft_play.process import Process
 
 
 @contextlib.contextmanager
-def dividing_while_loading(process: Process, trains_weights: bool) -> Iterator[None]:
+def dividing_while_loading(
+    process: Process, trains_weights: bool, offloads: bool = False
+) -> Iterator[None]:
     """Let from_pretrained divide a model once it is built, on the meta device.
 
     transformers reads into a divided parameter the rows of this rank alone, so no rank ever holds
@@ -41,7 +52,7 @@ def dividing_while_loading(process: Process, trains_weights: bool) -> Iterator[N
 
     def distribute(cls: type, model: PreTrainedModel, *args: Any) -> PreTrainedModel:
         model.tie_weights()
-        _divide(model, process, trains_weights)
+        _divide(model, process, trains_weights, offloads)
         return model
 
     # where transformers divides a model itself, by lists of names that few models have
@@ -53,11 +64,13 @@ def _divide(
     model: PreTrainedModel,
     process: Process,
     trains_weights: bool,
+    offloads: bool,
     left_whole: set[nn.Parameter] | None = None,
 ) -> None:
     """Divide the weights of a model among the ranks.
 
-    `trains_weights` says that they are trained, and not adapters beside them.
+    `trains_weights` says that they are trained, and not adapters beside them; `offloads` keeps a
+    rank's parts in host memory.
     Raises: ConfigError for a model without layers to divide.
     """
     policy = MixedPrecisionPolicy()
@@ -73,6 +86,9 @@ def _divide(
             f"train.strategy=fsdp: {type(model).__name__} has no layers that could be gathered one "
             "at a time; set TRAIN_STRATEGY=zero3"
         )
+    offload_policy = OffloadPolicy()
+    if offloads:
+        offload_policy = CPUOffloadPolicy(pin_memory=process.device.type == "cuda")
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     units: list[nn.Module] = [*layers]
     embedding = model.get_input_embeddings()
@@ -81,12 +97,18 @@ def _divide(
         units.append(embedding)  # a tied one is the head, and the root's
     for unit in (*units, model):
         own_class = type(unit)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=left_whole)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            ignored_params=left_whole,
+        )
         # transformers loads the models of other modules than its own in another way
         type(unit).__module__ = own_class.__module__
 
 
-def divide_packed(model: PreTrainedModel, process: Process) -> None:
+def divide_packed(model: PreTrainedModel, process: Process, offloads: bool = False) -> None:
     """Divide a model with 4-bit weights, which this rank holds whole until now, below adapters.
 
     A rank keeps the constants of each block of weights whole. FSDP gathers plain bytes, into the
@@ -99,7 +121,7 @@ def divide_packed(model: PreTrainedModel, process: Process) -> None:
             if isinstance(parameter, Params4bit):
                 packed[module, name] = vars(parameter)
                 module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
-    _divide(model, process, trains_weights=False, left_whole=adapters)
+    _divide(model, process, False, offloads, left_whole=adapters)
     units = units_by_module(model)
     for unit in dict.fromkeys(units[module] for module, _ in packed):
         names = [(module, name) for module, name in packed if units[module] is unit]
@@ -121,6 +143,31 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
             found.append(module)
             inside.update(module.modules())
     return found
+
+
+@torch.no_grad()
+def bring_what_is_whole(model: nn.Module, process: Process) -> None:
+    """Move what FSDP does not divide to this rank's device, where it was loaded to the host.
+
+    Those are buffers, and adapters that PEFT has put beside their weights.
+    """
+    for module in model.modules():
+        for owned in (module._buffers, module._parameters):
+            for name, tensor in owned.items():
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data = tensor.data.to(process.device)
+                else:
+                    owned[name] = tensor.to(process.device)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return the device that a weight computes on: of a divided one, its ranks'."""
+    if not isinstance(tensor, DTensor):
+        return tensor.device
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def is_divided(model: nn.Module) -> bool:

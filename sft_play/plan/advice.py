@@ -9,7 +9,7 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.inputs import PlanInputs, choose_layout
-from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.memory import GIB, host_bytes, step_bytes
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
 from sft_play.plan.strategy import why_not_fsdp
@@ -179,6 +179,11 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             changed = _with_engine(inputs, "fsdp", per_node, zero_stage=0)
             words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
             yield Option(words, changed, "engine")
+        offloaded = replace(_with_engine(inputs, "fsdp", per_node, 0), offload_weights=True)
+        on_host = host_bytes(offloaded.step, choose_layout(offloaded))
+        if not inputs.offload_weights and on_host <= inputs.host_budget_bytes:
+            words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true{no_map}"
+            yield Option(words, offloaded, "engine")
         if not backend_of(inputs.config).runs_under_deepspeed:
             continue
         for stage in range(first_stage, 4):

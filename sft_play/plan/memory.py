@@ -281,14 +281,24 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     # without a GPU, offloaded tensors only move within the host's memory
     weights = base_weight_bytes(step, weight_bytes) // weight_shards
     optimizer = state_bytes * trained // optimizer_shards
+    gradients = step.trained_bytes * trained // gradient_shards
+    on_host = step.is_gpu and step.offloads_training
     return PhaseBytes(
         weights=0 if step.offload_weights and step.is_gpu else weights,
         adapters=adapter_bytes * step.adapter_weights // (1 if step.is_fsdp else weight_shards),
-        gradients=step.trained_bytes * trained // gradient_shards,
-        optimizer=0 if step.offload and step.is_gpu else optimizer,
+        gradients=0 if on_host else gradients,
+        optimizer=0 if on_host or (step.offload and step.is_gpu) else optimizer,
         buckets=buckets,
         context=_context_bytes(step, world_size),
     )
+
+
+def host_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return the bytes that FSDP's offloading keeps in host memory for each rank of GPUs."""
+    if not (step.is_fsdp and step.offload_weights and step.is_gpu):
+        return 0
+    held = _held(replace(step, offload_weights=False), layout)
+    return held.weights + (held.gradients + held.optimizer if step.is_full else 0)
 
 
 def _gathered_layers(step: StepSpec) -> int:

@@ -98,7 +98,8 @@ def fastest(
     planned = resolve(loaded, invocation, hardware, environ, distributed, False)
     ranks = planned.plan.ranks
     is_alone = ranks.world_size == 1 or ranks.device == "cpu"
-    if is_alone or loaded.config.train.strategy != "auto":
+    train = loaded.config.train
+    if is_alone or train.strategy != "auto" or train.fsdp_offload:
         return planned
     loaded = recipe.settle(loaded, recipe.RecipeFacts())
     plans = []
@@ -134,6 +135,8 @@ def _resolve(
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
         _refuse_bfloat16(loaded, deepspeed_path, raw)
     offload, offload_weights = deepspeed.offloads(raw)
+    if engine.strategy == "fsdp":
+        offload_weights = config.train.fsdp_offload
     inputs = PlanInputs(
         config=config,
         is_effective_set=loaded.is_set("train.effective_batch_size"),
@@ -155,6 +158,7 @@ def _resolve(
     warnings += device_map.sentences(loaded, ranks, inputs.layers_by_gpu)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     warnings += recurrent_warnings(model, hardware)
+    warnings += _fsdp_offload_warnings(inputs, layout)
     warnings += _offloading_warnings(inputs, layout) + switches.warnings(config, ranks, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
@@ -261,6 +265,18 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
         f"{loaded.described('train.effective_batch_size')} becomes {rows}: train.batch_size="
         f"{layout.batch_size} x world={layout.world_size} x train.grad_accum={layout.grad_accum}; "
         f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
+    ]
+
+
+def _fsdp_offload_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Say where weights that shall wait in host memory have no room there."""
+    needed = memory.host_bytes(inputs.step, layout)
+    if needed <= inputs.host_budget_bytes:
+        return []
+    return [
+        f"train.fsdp_offload=true needs {needed / memory.GIB:.1f} GiB of host memory for each "
+        f"process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set "
+        "TUNING_MODE=qlora, or use more machines"
     ]
 
 

@@ -177,7 +177,7 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
     trained = step.trained_weights
     is_divided = step.zero_stage or step.divides_training
     share = trained / (layout.world_size if is_divided else 1)
-    if step.offload:
+    if step.offload or step.offloads_training:
         moved = share * 2 * size / HOST_LINK_BYTES
         return moved + trained * (6 * size + 2 * state) / HOST_MEMORY_BYTES
     master = 4 if step.zero_stage else 0
@@ -202,7 +202,10 @@ def _collective_seconds(
     ring = (layout.world_size - 1) / layout.world_size / link_bytes
     gradients = step.trained_weights * _trained_bytes(step) * ring
     if step.is_fsdp:
-        gathered = 2 * memory.base_weight_bytes(step, step.compute_bytes) * ring
+        weights = memory.base_weight_bytes(step, step.compute_bytes)
+        gathered = 2 * weights * ring
+        if step.offload_weights:  # each rank's part comes from the host
+            gathered += 2 * weights / layout.world_size / HOST_LINK_BYTES
         if step.is_full:
             return max(0.0, work.micro_batches * (gathered + gradients) - compute_seconds)
         return max(0.0, work.micro_batches * gathered + 2 * gradients - compute_seconds)

@@ -26,7 +26,7 @@ class StepSpec:
     is_gpu: bool
     eval_batch_size: int | None = None  # None: as many as `memory.evaluation_rows` allows
     generates: bool = False  # evaluations answer with a key-value cache
-    offload_weights: bool = False  # ZeRO-3's, to the host
+    offload_weights: bool = False  # ZeRO-3's or FSDP's, to the host
     adapter_options: AdapterOptions = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
@@ -62,6 +62,11 @@ class StepSpec:
     def divides_training(self) -> bool:
         """Whether FSDP divides gradients and optimizer too; adapters are whole on every rank."""
         return self.is_fsdp and self.is_full
+
+    @property
+    def offloads_training(self) -> bool:
+        """Whether FSDP keeps gradients and optimizer in host memory too."""
+        return self.divides_training and self.offload_weights
 
     @property
     def is_half(self) -> bool:

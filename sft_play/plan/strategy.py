@@ -76,7 +76,8 @@ class AskedStrategy:
         if ranks.world_size == 1:
             raise ConfigError(
                 f"{self.described}: FSDP shares a model among processes, and this run has one; set "
-                "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto"
+                "NUM_GPUS=2 or more (without a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto and "
+                "TRAIN_FSDP_OFFLOAD=false"
             )
         reason = why_not_fsdp(config, is_float16)
         if reason:
@@ -93,6 +94,16 @@ def asked_strategy(
     name = loaded.config.train.strategy
     described = loaded.described("train.strategy")
     is_zero = name in ZERO_CONFIGS
+    if loaded.config.train.fsdp_offload:
+        offload = loaded.described("train.fsdp_offload")
+        if use_deepspeed or name not in ("auto", "fsdp"):
+            asked = "make train-deepspeed" if use_deepspeed else described
+            raise ConfigError(
+                f"{offload}: it is FSDP's, and {asked} asks for another strategy; set "
+                "TRAIN_STRATEGY=fsdp and use make train-distributed, or name offload_param in a "
+                "DeepSpeed JSON of ZeRO-3"
+            )
+        return AskedStrategy("fsdp", offload if name == "auto" else described, False, None)
     if use_deepspeed and not is_zero and name != "auto":
         raise ConfigError(
             f"{described}: make train-deepspeed trains with ZeRO; use make train-distributed for "

@@ -41,6 +41,7 @@ PLANNED_ANEW = (
     "train.dataloader_pin_memory",
     "train.probe",
     "train.strategy",
+    "train.fsdp_offload",
 )
 # What a resumed run may change; every other setting is part of what is trained
 MAY_CHANGE = {

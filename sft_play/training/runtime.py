@@ -70,9 +70,12 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(uses_deepspeed).lower()
     if uses_deepspeed:
         _compile_nothing_for_inference()
+    backend = plan.ranks.collective_backend
+    if plan.ranks.device == "cuda" and plan.step.offloads_training:
+        backend = "cuda:nccl,cpu:gloo"  # the norm of gradients is summed in host memory
     state = PartialState(
         cpu=plan.ranks.device == "cpu" and not uses_deepspeed,
-        backend=plan.ranks.collective_backend,
+        backend=backend,
         timeout=timeout,
     )
     if plan.ranks.device == "cpu":

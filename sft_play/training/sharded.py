@@ -28,7 +28,8 @@ def wrapped(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
     accelerate refuses DDP around a model with divided weights, although it need not know of them.
     """
-    accelerator.prepare_model(model, evaluation_mode=True)  # autocast alone
+    # autocast alone: what is offloaded stays in host memory
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     if trains_divided(model):
         model._is_accelerate_prepared = True
         return model

@@ -173,6 +173,11 @@ class TrainSection(Section):
         "zero3 of DeepSpeed, divide parts of it (docs/planner.md). auto is ddp, and fsdp where "
         "only that fits.",
     )
+    fsdp_offload: bool = Field(
+        False,
+        description="Under fsdp keep each rank's part of the divided weights in host memory, and "
+        "what trains them; a layer comes to the GPU while it computes. Slower; auto is fsdp then.",
+    )
     ddp_find_unused_parameters: bool = Field(
         False, description="Let DDP look for parameters without a gradient in every step (slower)."
     )

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_play.models.fast.documents import Documents
+from sft_play.models.sharding import device_of
 from sft_play.process import Process
 
 Kind = int  # the number of a kind of modules
@@ -126,7 +127,7 @@ def capture(base: PreTrainedModel, process: Process, longest_row: int | None) ->
     No row has more tokens than `longest_row`. Call it before anything is installed.
     """
     decoder = base.get_decoder()
-    device = next(base.parameters()).device  # of a trace: not the process's
+    device = device_of(next(base.parameters()))  # of a trace: not the process's
     kinds = kinds_of(decoder, base.config.get_text_config())
     firsts: dict[Kind, nn.Module] = {}
     calls: dict[Kind, dict[str, Call]] = {}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models.fast.capture import ProofInputs, capture
-from sft_play.models.sharding import gathered, units_by_module
+from sft_play.models.sharding import device_of, gathered, units_by_module
 from sft_play.process import Process
 
 
@@ -102,7 +102,7 @@ def base_model_of(model: nn.Module) -> nn.Module:
 
 def current_gpu_of(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Make the GPU of a module the current one, on which some kernels start whatever they read."""
-    device = next((parameter.device for parameter in module.parameters()), None)
+    device = next((device_of(parameter) for parameter in module.parameters()), None)
     if device is None or device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -9,6 +9,7 @@ from sft_play.models.fast.capture import as_it_was
 from sft_play.models.fast.loss.formula import HeadFormula, head_formula_of
 from sft_play.models.fast.loss.head import FusedHead, output_head
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
+from sft_play.models.sharding import device_of
 from sft_play.plan.fast import TRAINED_TOKENS
 
 CHECK_TOKENS = 8
@@ -63,9 +64,10 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear, formula: HeadFormu
     outputs: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
-        with as_it_was(model, head.weight.device):
+        device = device_of(head.weight)
+        with as_it_was(model, device):
             model.eval()
-            ids = torch.arange(CHECK_TOKENS, device=head.weight.device)[None] % len(head.weight)
+            ids = torch.arange(CHECK_TOKENS, device=device)[None] % len(head.weight)
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         hook.remove()

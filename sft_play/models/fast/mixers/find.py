@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from sft_play.models.fast.capture import Kind
 from sft_play.models.fast.mixers.kernels import rebound
+from sft_play.models.sharding import device_of
 
 LENGTHS = (19, 1, 3, 23)  # of the documents, some shorter than a convolution is wide
 # Share of the change of the first document's output that counts as a leak. Rounding that depends on
@@ -143,7 +144,7 @@ def _calls_of_each_kind(decoder: nn.Module, kinds: dict[nn.Module, Kind]) -> lis
 
     modules = [module for module in decoder.modules() if module is not decoder]
     handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    device = next(decoder.parameters()).device
+    device = device_of(next(decoder.parameters()))
     try:
         decoder(**packed_batch(device, decoder.get_input_embeddings().weight.shape[0]))
     finally:
