@@ -126,8 +126,8 @@ class Pace:
 def in_short(number: float) -> str:
     """Return a number with three digits or so.
 
-    >>> in_short(0.5), in_short(96), in_short(12345), in_short(2_500_000_000)
-    ('0.5', '96', '12.3k', '2.5G')
+    >>> in_short(0.5), in_short(96), in_short(2904.6), in_short(12345), in_short(2_500_000_000)
+    ('0.5', '96', '2905', '12.3k', '2.5G')
     """
     if number >= 1e9:
         return f"{number / 1e9:.1f}G"
@@ -135,8 +135,8 @@ def in_short(number: float) -> str:
         return f"{number / 1e6:.1f}M"
     if number >= 1e4:
         return f"{number / 1e3:.1f}k"
-    if isinstance(number, int):
-        return str(number)
+    if isinstance(number, int) or number >= 1e3:
+        return f"{number:.0f}"
     return f"{number:.3g}"
 
 
