@@ -128,6 +128,7 @@ SYNONYMS = {
     "NGPU": "NUM_GPUS",
     "NGPUS": "NUM_GPUS",
     "NODES": "NNODES",
+    "NOTEBOOK": "NB",
     "NPROC": "NUM_GPUS",
     "NPROC_PER_NODE": "NUM_GPUS",
     "NUM_MACHINES": "NNODES",
