@@ -109,20 +109,16 @@ def load_base(
     if config.tuning.mode == "qlora":
         quantization = bnb.quantization_config(config, process.compute_dtype, zero_stage)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
-    options: dict[str, Any] = {"dtype": base_dtype, "quantization_config": quantization}
     stored = _stored_config(config)
-    if config.model.rope_scaling.rope_type and stored is not None:
-        options["config"] = with_stretched_rope(stored, config.model)
     is_mxfp4 = _stored_format(stored) == MXFP4
-    if is_mxfp4:
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    options = _loading_options(config, stored)
+    options["dtype"] = base_dtype
+    options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
     devices = placement.device_map_of(config, process, stored, most_layers)
     if is_fsdp and quantization is None and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
     if zero_stage < 3:
         options["device_map"] = devices
-    if config.model.attn_implementation != "auto":
-        options["attn_implementation"] = config.model.attn_implementation
     # some classes draw weights that the files replace, and fewer where weights are divided: the
     # adapters that are drawn next are to be the same
     gpus = list(process.devices) if process.device.type == "cuda" else []
@@ -149,6 +145,16 @@ def load_base(
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
     return model
+
+
+def _loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:
+    """Return what config.model asks of transformers' loader besides types and devices."""
+    options: dict[str, Any] = {}
+    if config.model.rope_scaling.rope_type and stored is not None:
+        options["config"] = with_stretched_rope(stored, config.model)
+    if config.model.attn_implementation != "auto":
+        options["attn_implementation"] = config.model.attn_implementation
+    return options
 
 
 def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import activations, advice, device_map, memory, recipe, sources, switches
+from sft_play.plan import advice, device_map, memory, offloading, recipe, sources, switches
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import (
@@ -135,8 +135,6 @@ def _resolve(
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
         _refuse_bfloat16(loaded, deepspeed_path, raw)
     offload, offload_weights = deepspeed.offloads(raw)
-    if engine.strategy == "fsdp":
-        offload_weights = config.train.fsdp_offload
     inputs = PlanInputs(
         config=config,
         is_effective_set=loaded.is_set("train.effective_batch_size"),
@@ -145,7 +143,7 @@ def _resolve(
         is_half=precision != "float32",
         zero_stage=deepspeed.zero_stage(raw),
         offload=offload,
-        offload_weights=offload_weights,
+        offload_weights=offload_weights or config.train.fsdp_offload,
         budget_bytes=_budget_bytes(hardware, ranks),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
@@ -158,8 +156,7 @@ def _resolve(
     warnings += device_map.sentences(loaded, ranks, inputs.layers_by_gpu)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
     warnings += recurrent_warnings(model, hardware)
-    warnings += _fsdp_offload_warnings(inputs, layout)
-    warnings += _offloading_warnings(inputs, layout) + switches.warnings(config, ranks, environ)
+    warnings += offloading.warnings(inputs, layout) + switches.warnings(config, ranks, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
     plan = RunPlan(
@@ -265,34 +262,6 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
         f"{loaded.described('train.effective_batch_size')} becomes {rows}: train.batch_size="
         f"{layout.batch_size} x world={layout.world_size} x train.grad_accum={layout.grad_accum}; "
         f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
-    ]
-
-
-def _fsdp_offload_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
-    """Say where weights that shall wait in host memory have no room there."""
-    needed = memory.host_bytes(inputs.step, layout)
-    if needed <= inputs.host_budget_bytes:
-        return []
-    return [
-        f"train.fsdp_offload=true needs {needed / memory.GIB:.1f} GiB of host memory for each "
-        f"process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set "
-        "TUNING_MODE=qlora, or use more machines"
-    ]
-
-
-def _offloading_warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
-    """Say where activations that shall be offloaded have no room on the host, or need none."""
-    if inputs.config.train.activation_offloading is not True:
-        return []
-    if not inputs.can_offload_activations:
-        return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
-    host_bytes = activations.offloaded_bytes(inputs.step, layout)
-    if host_bytes <= inputs.host_budget_bytes:
-        return []
-    return [
-        f"train.activation_offloading=true needs {host_bytes / memory.GIB:.1f} GiB of host memory "
-        f"for each process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set a "
-        "smaller MODEL_MAX_SEQ_LEN"
     ]
 
 

@@ -1,0 +1,38 @@
+"""What shall wait in host memory and has no room there, in words. Pure: no torch, no I/O."""
+
+from sft_play.plan import activations, memory
+from sft_play.plan.inputs import PlanInputs
+from sft_play.plan.layout import Layout
+
+
+def warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Return what to know of offloaded weights and activations."""
+    return _of_weights(inputs, layout) + _of_activations(inputs, layout)
+
+
+def _of_weights(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Say where weights that shall wait in host memory have no room there."""
+    needed = memory.host_bytes(inputs.step, layout)
+    if needed <= inputs.host_budget_bytes:
+        return []
+    return [
+        f"train.fsdp_offload=true needs {needed / memory.GIB:.1f} GiB of host memory for each "
+        f"process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set "
+        "TUNING_MODE=qlora, or use more machines"
+    ]
+
+
+def _of_activations(inputs: PlanInputs, layout: Layout) -> list[str]:
+    """Say where activations that shall be offloaded have no room on the host, or need none."""
+    if inputs.config.train.activation_offloading is not True:
+        return []
+    if not inputs.can_offload_activations:
+        return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
+    host_bytes = activations.offloaded_bytes(inputs.step, layout)
+    if host_bytes <= inputs.host_budget_bytes:
+        return []
+    return [
+        f"train.activation_offloading=true needs {host_bytes / memory.GIB:.1f} GiB of host memory "
+        f"for each process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set a "
+        "smaller MODEL_MAX_SEQ_LEN"
+    ]
