@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sft_play.config.loader import PROJECT_ROOT
-from tools.docs import commands, errors, migration
+from tools.docs import commands, errors, migration, timelines
 
 DOCS = PROJECT_ROOT / "docs"
+PICTURE = DOCS / "timelines.svg"
 MARK = "<!-- From here on written by `python -m tools.docs`; edit the code instead. -->\n"
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands.markdown,
@@ -29,7 +30,8 @@ def page(path: Path) -> str:
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages, and the picture that is drawn."""
+    PICTURE.write_text(timelines.svg(), encoding="utf-8")
     for name in PAGES:
         path = DOCS / name
         path.write_text(page(path), encoding="utf-8")
