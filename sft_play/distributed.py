@@ -189,7 +189,7 @@ def broadcast_dataset(dataset: Rows | None) -> Rows:
     group yet; DataError where rank 0 has None.
     """
     place = _place()
-    if place is not None and not _has_group():
+    if place is not None and place.world_size > 1 and not _has_group():
         raise EnvironmentFault(
             f"broadcast_dataset: {place.world_size} processes and no process group; call "
             "Accelerator() or torch.distributed.init_process_group() before it"

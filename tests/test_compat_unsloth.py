@@ -3,6 +3,7 @@
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rank_processes import run_two
@@ -85,6 +86,31 @@ def test_several_processes_that_cannot_be_are_refused(unsloth, monkeypatch, name
 def test_a_tokenizer_is_given_once(unsloth):
     with pytest.raises(ConfigError, match="leave tokenizer out"):
         unsloth.UnslothTrainer(None, None, tokenizer=1, processing_class=2)
+
+
+def test_a_quantised_model_is_not_copied_to_the_gpus_of_one_process(unsloth, capsys):
+    arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
+    unsloth._limit_data_parallel(arguments, SimpleNamespace(is_loaded_in_4bit=True))
+    assert arguments._n_gpu == 1
+    assert "training on cuda:0; start with torchrun to use all" in capsys.readouterr().out
+
+
+def test_a_forced_single_gpu_is_one_for_any_model(unsloth, monkeypatch, capsys):
+    arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
+    unsloth._limit_data_parallel(arguments, SimpleNamespace())
+    assert arguments._n_gpu == 2  # transformers copies a 16-bit model
+    monkeypatch.setenv("UNSLOTH_FORCE_SINGLE_GPU", "1")
+    unsloth._limit_data_parallel(arguments, SimpleNamespace())
+    assert arguments._n_gpu == 1
+    assert "UNSLOTH_FORCE_SINGLE_GPU=1: training on cuda:0 alone" in capsys.readouterr().out
+
+
+def test_processes_that_would_train_alone_are_refused(unsloth, monkeypatch, tmp_path):
+    arguments = unsloth.UnslothTrainingArguments(output_dir=str(tmp_path))  # of one process
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match="each of the 2 processes would train alone"):
+        unsloth._refuse_lonely(arguments)
 
 
 def train(folder: Path) -> None:

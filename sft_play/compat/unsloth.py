@@ -120,7 +120,7 @@ class UnslothTrainer(BASES.trainer):
         named = _with_tokenizer(named)
         args = _with_moved(args, named)
         _refuse_lonely(args)
-        _refuse_data_parallel(args, model)
+        _limit_data_parallel(args, model)
         super().__init__(model, args, *positional, **named)
         print_main("\n".join(mode_lines(self)))
 
@@ -260,7 +260,7 @@ def _refuse_lonely(arguments: Any) -> None:
         )
 
 
-def _refuse_data_parallel(arguments: Any, model: Any) -> None:
+def _limit_data_parallel(arguments: Any, model: Any) -> None:
     """Keep one process from copying a model to all GPUs where that fails or is not wanted."""
     if arguments.n_gpu <= 1:
         return
