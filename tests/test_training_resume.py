@@ -66,6 +66,7 @@ def test_every_checkpoint_has_a_stamp_and_none_has_the_arguments_with_the_hub_to
             stamp["global_step"] == int(name.removeprefix("checkpoint-"))
             and stamp["mode"] == "lora"
         )
+        assert (stamp["run"], stamp["precision"]) == (whole.path.name, "float32")
         assert stamp.keys() >= {
             "backend",
             "base_model",

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
+from sft_play.plan.precision import precision
 from sft_play.runs import stamp
 from sft_play.runs.resumed import check_resumable, refuse_other_steps
 from sft_play.training.context import RunContext
@@ -28,6 +29,8 @@ def make_stamp(
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return {
         **stamp.wanted(config),
+        "run": context.folder.path.name,
+        "precision": precision(config),
         "tokenizer_digest": stamp.digest_of_text(vocabulary),
         "template_digest": stamp.digest_of_text(template),
         "template": template_name,
