@@ -64,6 +64,40 @@ def test_of_two_number_types_bfloat16_is_used(unsloth, tmp_path, capsys):
     assert "bf16=True and fp16=True: bfloat16 is used" in capsys.readouterr().out
 
 
+def test_the_arguments_that_a_guide_writes_for_several_gpus_are_taken(unsloth, tmp_path):
+    written = {
+        "ddp_find_unused_parameters": False,
+        "dataloader_pin_memory": False,
+        "dataloader_num_workers": 0,
+        "gradient_checkpointing": False,
+        "auto_find_batch_size": False,
+        "ddp_bucket_cap_mb": 25,
+        "ddp_broadcast_buffers": False,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "save_total_limit": 1,
+    }
+    arguments = unsloth.UnslothTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, fp16=True, bf16=True, report_to=None, **written
+    )
+    assert {name: getattr(arguments, name) for name in written} == written
+    assert (arguments.fp16, arguments.bf16, arguments.report_to) == (False, True, [])
+
+
+@pytest.mark.parametrize(
+    ("quantised", "forced", "said"),
+    [(True, "", "a quantised model cannot be copied"), (False, "1", "training on cuda:0 alone")],
+)
+def test_one_process_copies_no_model_to_several_gpus_where_that_fails(
+    unsloth, monkeypatch, capsys, quantised, forced, said
+):
+    monkeypatch.setenv("UNSLOTH_FORCE_SINGLE_GPU", forced)
+    arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
+    unsloth._refuse_data_parallel(arguments, SimpleNamespace(is_loaded_in_4bit=quantised))
+    assert arguments._n_gpu == 1
+    assert said in capsys.readouterr().out
+
+
 def test_steps_win_over_a_ratio(unsloth):
     assert unsloth.today({"warmup_steps": 5, "warmup_ratio": 0.1}) == {"warmup_steps": 5}
 

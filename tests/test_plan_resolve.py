@@ -38,6 +38,31 @@ def test_gemma_27b_on_two_h200_trains_4_x_2_x_4() -> None:
     assert not plan.warnings
 
 
+@pytest.mark.parametrize(
+    ("gpus", "model", "batch_size", "grad_accum", "rows"),
+    [
+        ("2x4090", "Qwen/Qwen2.5-14B-Instruct", 4, 4, 32),
+        ("2xH100", "google/gemma-3-27b-it", 8, 4, 64),
+        ("4xH200", "meta-llama/Llama-3.1-70B-Instruct", 16, 2, 128),
+    ],
+)
+def test_a_batch_of_the_guides_fits_on_their_hardware(
+    gpus: str, model: str, batch_size: int, grad_accum: int, rows: int
+) -> None:
+    batch = (f"train.batch_size={batch_size}", f"train.grad_accum={grad_accum}")
+    words = (f"model.name={model}", "model.max_seq_len=2048", "tuning.mode=qlora", *batch)
+    plan = plan_for(gpus, *words).plan
+    assert plan.fits
+    assert plan.layout.rows_per_step == rows
+
+
+def test_a_deepspeed_run_of_single_rows_keeps_its_accumulation() -> None:
+    settings = ("train.batch_size=1", "train.grad_accum=64", "model.max_seq_len=1024")
+    plan = plan_for("2xH200", *settings, config="run_bnb", use_deepspeed=True).plan
+    assert plan.layout.rows_per_step == plan.deepspeed.settings["train_batch_size"] == 128
+    assert plan.layout.max_seq_len == 1024
+
+
 @pytest.mark.parametrize("gpus", ["1x24GiB", "2xH200", "2x4090", "8xA100-80", "1xV100-16"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_shipped_config_plans_or_says_why_not(config: str, gpus: str) -> None:
