@@ -14,7 +14,7 @@ from conftest import ROOT
 from sft_play.config.schema import settings
 from sft_play.config.unknown import suggest
 from sft_play.errors import ExitClass
-from tools.docs import errors, migration, timelines
+from tools.docs import errors, migration, promises, timelines
 from tools.docs.__main__ import DOCS, PAGES, PICTURE, page
 
 EVERY_PAGE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
@@ -55,6 +55,32 @@ def test_a_name_side_by_side_is_what_the_program_answers(row):
 def test_the_settings_side_by_side_exist():
     named = {row[0].partition(":")[0] for row in migration.SIDE_BY_SIDE}
     assert named - migration.settings_named() == {"make train-deepspeed"}
+
+
+def test_every_promise_has_an_entry_that_exists():
+    assert promises.problems(promises.promises()) == []
+
+
+CPU_TEST = "tests/test_docs_pages.py::test_the_site_builds_without_a_warning"
+GPU_TEST = "tests/test_gpu.py::test_two_gpus_train_together"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"shown_by": ["tests/test_docs_pages.py::test_none"]}, "there is no tests/test_docs"),
+        ({"shown_by": ["docs/none.md"]}, "there is no docs/none.md"),
+        ({"shown_by": []}, "no test shows it"),
+        ({"shown_by": [GPU_TEST, "docs/planner.md"]}, "no test shows it"),
+        ({"state": "cpu"}, "no note says why"),
+        ({"row": 2}, "the rows are not 1 to 137"),
+    ],
+)
+def test_a_promise_that_nothing_shows_is_a_problem(changes, problem):
+    _, *others = promises.promises()
+    fields = {"row": 1, "promise": "A page is built.", "shown_by": [CPU_TEST], **changes}
+    found = promises.problems([promises.Promise(**fields), *others])
+    assert any(problem in line for line in found), found
 
 
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda path: path.name)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sft_play.config.loader import PROJECT_ROOT
-from tools.docs import commands, errors, migration, timelines
+from tools.docs import commands, errors, migration, promises, timelines
 
 DOCS = PROJECT_ROOT / "docs"
 PICTURE = DOCS / "timelines.svg"
@@ -18,6 +18,7 @@ MARK = "<!-- From here on written by `python -m tools.docs`; edit the code inste
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands.markdown,
     "coming-from.md": migration.markdown,
+    "promises.md": promises.markdown,
     "troubleshooting.md": errors.markdown,
 }
 
