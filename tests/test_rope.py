@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import run_json
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sft_play.config import loader
@@ -154,6 +154,8 @@ def test_a_stretched_run_is_used_as_it_was_trained(plan_run, run_worker):
     assert saved["rope_parameters"]["rope_type"] == "yarn"
     assert saved["max_position_embeddings"] == 2048
     assert "AutoConfig.from_pretrained(folder)" in (adapter / "README.md").read_text()
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # and not another rope
+        AutoModelForCausalLM.from_pretrained(adapter)
 
     trained = load_run(folder, "cpu")
     assert trained.model.config.rope_parameters["factor"] == 4.0
