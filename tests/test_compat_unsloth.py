@@ -84,20 +84,6 @@ def test_the_arguments_that_a_guide_writes_for_several_gpus_are_taken(unsloth, t
     assert (arguments.fp16, arguments.bf16, arguments.report_to) == (False, True, [])
 
 
-@pytest.mark.parametrize(
-    ("quantised", "forced", "said"),
-    [(True, "", "a quantised model cannot be copied"), (False, "1", "training on cuda:0 alone")],
-)
-def test_one_process_copies_no_model_to_several_gpus_where_that_fails(
-    unsloth, monkeypatch, capsys, quantised, forced, said
-):
-    monkeypatch.setenv("UNSLOTH_FORCE_SINGLE_GPU", forced)
-    arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
-    unsloth._refuse_data_parallel(arguments, SimpleNamespace(is_loaded_in_4bit=quantised))
-    assert arguments._n_gpu == 1
-    assert said in capsys.readouterr().out
-
-
 def test_steps_win_over_a_ratio(unsloth):
     assert unsloth.today({"warmup_steps": 5, "warmup_ratio": 0.1}) == {"warmup_steps": 5}
 
