@@ -108,6 +108,31 @@ def test_our_command_names_processes_and_strategy_and_nothing_of_speed(tmp_path:
     assert not any(word.startswith("TRAIN_BATCH_SIZE") for word in command)
 
 
+def test_a_guides_recipe_runs_beside_our_own_choice_of_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    work = "8b-recipe-2048"
+    monkeypatch.setattr(sys, "argv", ["scaling", "--works", work, "--gpus", "1", "2"])
+    cases = list(choose_cases(parse_arguments(), [1, 2]))
+    recipe = Case(work, "recipe", "ddp", 2, 2)
+    assert {recipe, recipe.baseline, Case(work, "ours-bnb", "ddp", 2, 2)} <= set(cases)
+    assert not any(case.arm == "recipe" and case.times < case.gpus for case in cases)
+    commands = {}
+    for arm in ("recipe", "ours-bnb"):
+        commands[arm] = make_command(
+            find_workload(recipe.workload_name),
+            ARMS[arm],
+            Inputs(tmp_path, tmp_path),
+            tmp_path,
+            steps=10,
+            on_cpu=False,
+            launch=Launch(2, "ddp"),
+        )
+    more = set(commands["recipe"]) - set(commands["ours-bnb"])
+    assert more == {"TRAIN_BATCH_SIZE=8", "TRAIN_GRAD_ACCUM=4"}
+    assert "TRAIN_EFFECTIVE_BATCH_SIZE=64" in commands["recipe"], "8 rows x 4 x 2 GPUs"
+
+
 def test_the_table_has_speed_ups_beside_those_promised_and_strikes_out_what_does_not_count(
     tmp_path: Path,
 ) -> None:

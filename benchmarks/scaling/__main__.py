@@ -2,6 +2,7 @@
 
 make bench-scaling                               works and strategies that are there by default
 make bench-scaling WORKS=8b-lora-2048 GPUS="1 2" STRATEGIES="ddp fsdp" STEPS=20 SECONDS=300
+make bench-scaling WORKS="8b-recipe-2048 8b-recipe-1024"   a guide's recipes beside our choice
 python -m benchmarks.scaling --toy               two processes on a CPU, to see that it works
 python -m benchmarks.scaling --report FILE       tables and plot of results that are there
 
@@ -28,7 +29,14 @@ from benchmarks.speed.results import ArmResult, ArmRun, SpeedResults
 from benchmarks.speed.runner import Benchmark, Options, describe, log, number_of_steps
 from benchmarks.speed.samples import Samples, count_step_tokens, make_inputs
 from benchmarks.speed.verdict import check_run
-from benchmarks.speed.workloads import ARMS, WARM_UP, WORKLOADS, Launch, find_workload
+from benchmarks.speed.workloads import (
+    ARMS,
+    RECIPE_ARM,
+    WARM_UP,
+    WORKLOADS,
+    Launch,
+    find_workload,
+)
 
 DEFAULT_WORKS = ("8b-lora-2048", "8b-ragged", "1b-lora-2048", "8b-qlora-2048", "8b-full-2048")
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
@@ -133,6 +141,9 @@ def cases_of(work: str, gpus: int, args: argparse.Namespace) -> Sequence[Case]:
     found = []
     for times in all_times:
         found += [Case(work, REFERENCE_ARM, strategy, gpus, times) for strategy in strategies]
+        workload = WORKLOADS[work]
+        if workload.recipe and times == gpus:  # which cuts the rows of each GPU
+            found.append(Case(work, RECIPE_ARM, workload.recipe_strategy, gpus, times))
         if not (args.no_peer or args.toy):
             found.append(Case(work, PEER, "ddp", gpus, times))
     return found

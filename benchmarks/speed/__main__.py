@@ -99,10 +99,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def choose_workloads(args: argparse.Namespace) -> list[Workload]:
-    """Return the workloads that are named, else the toys or all others."""
+    """Return the workloads that are named, else the toys or all others without a recipe."""
     if args.works:
         return [WORKLOADS[name] for name in args.works]
-    return [workload for workload in WORKLOADS.values() if (workload.shape == TOY) == args.toy]
+    usual = [workload for workload in WORKLOADS.values() if not workload.recipe]
+    return [workload for workload in usual if (workload.shape == TOY) == args.toy]
 
 
 def choose_arms(args: argparse.Namespace, workload: Workload) -> list[Arm]:

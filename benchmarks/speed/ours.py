@@ -1,6 +1,7 @@
 """Our arms: the make target that a user types, and what its run folder says.
 
-No setting that concerns speed is given: choosing them is the program's work.
+No setting that concerns speed is given: choosing them is the program's work. The arm that follows
+a guide's recipe has that guide's numbers.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def make_command(
         "TRAIN_SAVE_STRATEGY": "no",
         "TRAIN_PREDICT_WITH_GENERATE": "false",
     }
+    if arm.follows_recipe:
+        settings |= {setting.variable: setting.value for setting in workload.recipe}
     if on_cpu:
         settings["DEVICE"] = "cpu"
     elif workload.mode == "full":

@@ -30,7 +30,15 @@ FULL_RATE = 5e-5  # bfloat16 weights round a step of 1e-5 away
 # At 5e-5 an 8B model leaps (a gradient norm of 28 at step 13), and where it lands is chance.
 FULL_RATE_8B = 2e-5
 RAGGED_MEDIAN = 300  # tokens
+RECIPE_ARM = "recipe"
 SCALED = "-times-"  # in the name of a workload with more rows a step
+
+
+class RecipeSetting(NamedTuple):
+    """A variable of make that a guide's recipe sets."""
+
+    variable: str
+    value: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Workload:
     # Rows of a micro-batch that tuned arms try, until one fits without activation checkpointing.
     padded_rows: tuple[int, ...]
     layers: int | None = None  # how many of the model's; None: all
+    recipe: tuple["RecipeSetting", ...] = ()  # what a guide to several GPUs sets for its rows
+    recipe_strategy: str = "ddp"
 
     def scaled(self, times: int) -> "Workload":
         """Return the workload with `times` as many rows a step, which ends its name."""
@@ -98,6 +108,29 @@ def _bfloat16(
     return _fixed(name, shape, mode, steps=20, reference="bfloat16", padded_rows=rows, **options)
 
 
+def _recipe(
+    name: str, shape: str, rows: int, accumulation: int, strategy: str, tokens: int, steps: int
+) -> Workload:
+    """Return rows of one length as a guide's recipe cuts them on each GPU."""
+    return Workload(
+        name,
+        shape,
+        "lora",
+        tokens,
+        tokens,
+        rows_per_step=rows * accumulation,
+        learning_rate=2e-4,
+        steps=steps,
+        reference="bfloat16",
+        padded_rows=(rows,),
+        recipe=(
+            RecipeSetting("TRAIN_BATCH_SIZE", rows),
+            RecipeSetting("TRAIN_GRAD_ACCUM", accumulation),
+        ),
+        recipe_strategy=strategy,
+    )
+
+
 _WORKLOADS = (
     _fixed("8b-lora-2048", LLAMA_8B, "lora", steps=20, reference="tf32", padded_rows=(4, 2, 1)),
     _fixed("8b-lora-4096", LLAMA_8B, "lora", steps=20, reference="tf32", padded_rows=(2, 1)),
@@ -140,6 +173,10 @@ _WORKLOADS = (
     _bfloat16("gpt-oss-20b-8-layers-lora-2048", GPT_OSS_20B, layers=8),
     _bfloat16("8b-lora-32768", LLAMA_8B, rows=(1,)),
     _bfloat16("8b-lora-131072", LLAMA_8B, rows=(1,)),
+    # "speed-optimized" and "memory-constrained" training of a guide to several GPUs
+    _recipe("8b-recipe-2048", LLAMA_8B, 8, 4, "ddp", 2048, steps=10),
+    _recipe("8b-recipe-1024", LLAMA_8B, 1, 64, "zero2", 1024, steps=10),
+    _recipe("toy-recipe", TOY, 2, 2, "ddp", 64, steps=5),
     Workload("toy-fixed", TOY, "lora", 64, 64, 4, 2e-3, 5, "float32", (4,)),
     Workload("toy-ragged", TOY, "lora", None, 128, 8, 2e-3, 5, "float32", (4,)),
 )
@@ -182,6 +219,7 @@ class Arm:
     uses_liger: bool = False
     # Several rows a sequence, grouped by the program: steps hold other rows than the reference's.
     packs: bool = False
+    follows_recipe: bool = False  # of the workload, where ours chooses
 
     @property
     def is_ours(self) -> bool:
@@ -230,10 +268,16 @@ _ARMS = (
     Arm("unsloth-packed", "unsloth", "packing=True, no checkpointing", is_best=True, packs=True),
     Arm("ours-bnb", "ours-bnb", "make train-bnb"),
     Arm("ours-unsloth", "ours-unsloth", "make train-unsloth"),
+    Arm(RECIPE_ARM, "ours-bnb", "make train-bnb with a guide's numbers", follows_recipe=True),
 )
 ARMS = {arm.name: arm for arm in _ARMS}
 
 
 def runs_by_default(workload: Workload, arm: Arm) -> bool:
-    """Return whether an arm runs on a workload without being named: packing is for ragged rows."""
+    """Return whether an arm runs on a workload without being named.
+
+    Packing is for ragged rows, and a recipe for the rows that it cuts.
+    """
+    if arm.follows_recipe and not workload.recipe:
+        return False
     return workload.tokens is None or not arm.packs
