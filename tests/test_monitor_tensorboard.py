@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import ROOT
+from run_files import run_json
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor import tensorboard
+from sft_play.runs.folder import RunFolder
 
 
 @pytest.fixture
@@ -131,3 +135,36 @@ def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path
     assert tensorboard.stop(pid_file).startswith(f"stopped the TensorBoard of {tmp_path / 'other'}")
     assert not psutil.pid_exists(other.pid) and tensorboard._is_free(other.port)
     assert tensorboard.stop(pid_file) == "no TensorBoard of ours is running"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["train-distributed-tb", "train-deepspeed-tb"])
+def test_a_target_that_ends_in_tb_trains_with_tensorboard_beside_it(target, settings_of, tmp_path):
+    words = {
+        name.upper().replace(".", "_"): str(value)
+        for name, value in settings_of({"train.predict_with_generate": False}).items()
+    }
+    words |= {
+        "CONFIG": "tests/fixtures/empty.yaml",
+        "TRAIN_OUTPUT_DIR": str(tmp_path),
+        "RUN": "run",
+        "DEVICE": "cpu",
+        "NUM_GPUS": "2",
+        "TB_PORT": str(tensorboard._any_port()),
+        "PY": sys.executable,
+    }
+    command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert run_json(RunFolder(tmp_path / "run"))["world_size"] == 2
+        url = re.search(r"TensorBoard: (http://127\.0\.0\.1:\d+)", done.stdout)[1]
+        with urllib.request.urlopen(f"{url}/data/plugin/scalars/tags") as answer:
+            tags = json.load(answer)
+    finally:
+        said = tensorboard.stop(tmp_path / ".tensorboard.json")
+    assert any("train/loss" in of_run for of_run in tags.values()), tags
+    assert said.startswith("stopped the TensorBoard of ")
