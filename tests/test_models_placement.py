@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,6 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import placement
 from sft_play.models.fast.attention.masks import unmasked
 from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 
 CPU = torch.device("cpu")
@@ -148,6 +150,22 @@ def test_a_layer_returns_to_the_device_of_the_next_one(base_of) -> None:
     with pytest.raises(RuntimeError, match="meta"):  # its other inputs are where the model begins
         model(input_ids=torch.arange(4)[None])
     assert seen == [META]
+
+
+def test_nothing_is_left_of_accelerates_hooks(tiny_base) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_base)
+    names = [name for name in devices_of(tiny_base, "balanced") if name != "model.rotary_emb"]
+    devices = dict.fromkeys(names, "cpu")
+    dispatch_model(model, devices, force_hooks=True)
+    assert all("forward" in vars(layer) for layer in model.get_decoder().layers)
+    placement.place(model, dict.fromkeys(names, CPU))
+    for module in model.modules():
+        assert not {"forward", "_old_forward", "_hf_hook", "to", "cuda"} & vars(module).keys()
+    process = Process.alone(CPU)
+    kernels = install_fused_kernels(model, Config(), process)
+    assert {"attention", "mlp", "loss"} <= kernels.on.keys()
+    ids = torch.arange(6)[None]
+    assert torch.isfinite(model(input_ids=ids).logits).all()
 
 
 def test_what_all_layers_get_is_copied_once_and_again_when_it_has_changed() -> None:

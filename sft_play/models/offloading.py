@@ -50,8 +50,9 @@ class LayerOffloading:
         self.min_bytes = min_bytes
         self._waiting: deque[Offloaded] = deque()
         self._last: weakref.ref[Offloaded] | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._free: list[Tensor] = []  # bytes in host memory that nothing is saved in
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # one for each GPU
+        # bytes in host memory that nothing is saved in, by the device whose stream fills them
+        self._free: dict[torch.device, list[Tensor]] = {}
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a layer so that it saves its arguments alone, the large ones on the host."""
@@ -90,23 +91,21 @@ class LayerOffloading:
     def _host_memory(self, saved: Offloaded, tensor: Tensor) -> Tensor:
         """Return memory for a tensor, the smallest free buffer that holds it or a new one.
 
-        It is free again when `saved` is gone. All copies are on one stream, so a later copy into it
-        waits for an earlier one out of it.
+        It is free again when `saved` is gone. All copies of a device are on one stream, so a later
+        copy into it waits for an earlier one out of it.
         """
-        enough = [buffer for buffer in self._free if len(buffer) >= tensor.nbytes]
+        free = self._free.setdefault(tensor.device, [])
+        enough = [buffer for buffer in free if len(buffer) >= tensor.nbytes]
         if enough:
             buffer = min(enough, key=len)
-            self._free = [other for other in self._free if other is not buffer]
+            free[:] = [other for other in free if other is not buffer]
         else:
-            if self._free:
-                self._free.pop()  # too small: its place is taken
+            if free:
+                free.pop()  # too small: its place is taken
             size = 1 << (tensor.nbytes - 1).bit_length()  # torch pins powers of two
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        weakref.finalize(saved, self._release, buffer).atexit = False
+        weakref.finalize(saved, free.append, buffer).atexit = False
         return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def _release(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
 
     def _fetch(self, saved: Offloaded) -> None:
         """Start the copy to the device, if it is not there."""
@@ -120,12 +119,13 @@ class LayerOffloading:
         if device.type != "cuda":
             target.copy_(source)
             return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            return stream.record_event()
 
     def _wait_for(self, saved: Offloaded) -> None:
         """Let the computation that is queued from now on come after the last copy."""

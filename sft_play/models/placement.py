@@ -205,7 +205,12 @@ def place(model: PreTrainedModel, devices: DeviceMap) -> None:
 
     accelerate's hooks wrap every module's forward method, which fused kernels replace.
     """
+    hooked = [module for module in model.modules() if hasattr(module, "_old_forward")]
     remove_hook_from_submodules(model)
+    for module in hooked:
+        own = vars(module).get("forward")  # accelerate leaves the class's method on the instance
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.forward
     model.placed_blocks = devices
     move_inputs(model)
 

@@ -197,7 +197,9 @@ def digest(model: nn.Module) -> dict[str, int]:
     sums: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(model):
         sums[name] = _sum_of_bits(own_part(getattr(tensor, "ds_tensor", tensor)))
-    numbers = torch.stack(list(sums.values())).tolist()  # synchronizes with the GPU once
+    device = next(iter(sums.values())).device  # a placed model is on several
+    # synchronizes with the GPU once
+    numbers = torch.stack([number.to(device) for number in sums.values()]).tolist()
     return dict(zip(sums, numbers, strict=True))
 
 

@@ -24,6 +24,7 @@ class StepTimes:
     """
 
     def __init__(self, device: torch.device):
+        self._device = device
         self._is_gpu = device.type == "cuda"
         self._marks: deque[_Mark] = deque()
         self._seconds: dict[str, float] = {}
@@ -33,7 +34,8 @@ class StepTimes:
         moment: torch.cuda.Event | float = time.perf_counter()
         if self._is_gpu:
             moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
+            # another GPU may be the current one, and no time lies between marks on two
+            moment.record(torch.cuda.current_stream(self._device))
         self._marks.append(_Mark(moment, part))
         if len(self._marks) >= FOLD_AT:
             self._fold()

@@ -234,7 +234,8 @@ class SftTrainer(Trainer):
         else:
             loss = token_mean_loss(model(**inputs), labels, num_items_in_batch)
         if self.router_loss is not None:
-            loss = loss + self.router_loss.of_micro_batch(len(targets) / num_items_in_batch)
+            share = len(targets) / num_items_in_batch
+            loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
         self.step_log.add_loss(loss.detach(), len(targets) / num_items_in_batch)
         self.memory.enter("backward")
         # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
