@@ -13,6 +13,7 @@ from sft_play.models import checkpointing
 from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
 from sft_play.models.offloading import IN_FLIGHT, LayerOffloading, Offloaded
 
+CPU = torch.device("cpu")
 LAYERS = 4
 IDS = torch.arange(2 * 24).reshape(2, 24) % 96
 
@@ -252,10 +253,10 @@ def test_host_memory_is_used_again_in_the_next_step(offloading: LayerOffloading)
     model = tiny()
     checkpoint_layers(model, LAYERS, offloads=True)
     gradients(model)
-    first = {buffer.data_ptr() for buffer in offloading._free}
+    first = {buffer.data_ptr() for buffer in offloading._free[CPU]}
     gradients(model)
     assert len(first) == LAYERS
-    assert {buffer.data_ptr() for buffer in offloading._free} == first
+    assert {buffer.data_ptr() for buffer in offloading._free[CPU]} == first
 
 
 def test_a_longer_row_takes_the_place_of_a_buffer_that_is_too_small() -> None:
@@ -264,5 +265,5 @@ def test_a_longer_row_takes_the_place_of_a_buffer_that_is_too_small() -> None:
         saved = offloading._pack(torch.zeros(tokens))
         offloading._unpack(saved)
         del saved
-        assert len(offloading._free) == 1
-    assert len(offloading._free[0]) == 2048  # bytes: 300 float32, in a power of two
+        assert len(offloading._free[CPU]) == 1
+    assert len(offloading._free[CPU][0]) == 2048  # bytes: 300 float32, in a power of two
