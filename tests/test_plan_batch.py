@@ -202,3 +202,20 @@ def test_a_layout_is_of_the_request() -> None:
         checkpointed_layers=3,
         fullest_step=9,
     )
+
+
+def test_a_slow_host_is_worth_recomputing_for() -> None:
+    few_rows = {"rows": 1, "checkpointed_rows": 8}
+    plain = choice(**few_rows)
+    assert (plain.batch_size, plain.checkpointed_layers) == (1, 0)
+    paced = choice(**few_rows, host_tokens=10 * plain.tokens)
+    assert paced.batch_size == 8
+    assert paced.rows_per_step == plain.rows_per_step
+
+
+def test_a_micro_batch_is_as_large_as_keeps_the_gpu_busy() -> None:
+    enough = choice()
+    larger = choice(host_tokens=2 * enough.tokens)
+    assert larger.tokens == 2 * enough.tokens
+    largest = choice(host_tokens=1000 * enough.tokens)
+    assert (largest.batch_size, largest.grad_accum) == (largest.rows_per_step, 1)

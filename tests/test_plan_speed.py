@@ -23,9 +23,10 @@ from sft_play.plan.cards import CARDS, MEASURED_FLOPS, Card, key_of
 from sft_play.plan.devices import parse
 from sft_play.plan.layout import Layout
 from sft_play.plan.model_shape import ModelShape, known_models, load_shape, shape_of
-from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, predict
+from sft_play.plan.speed import LABELLED, Speed, StepWork, full_rows, host_tokens, predict
 
 ONE_B = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
+ONE_B_TOKENS_PER_SECOND = 99_041  # lora, measured (docs/speed-h200.md)
 # One micro-batch of 8,192 tokens
 EXAMPLE = Example(
     replace(STEP, is_fast=True, optim="adamw_torch_fused"),
@@ -210,6 +211,15 @@ def test_the_host_sets_the_pace_of_small_steps() -> None:
     assert seconds(32) == pytest.approx(seconds(64))
     assert seconds(64) == pytest.approx(16 * 13 * 2 * 0.14e-3, rel=0.01)
     assert seconds(32, is_fast=False) > 3 * seconds(32)
+
+
+def test_the_host_is_kept_busy_by_as_many_tokens_as_are_said() -> None:
+    step = replace(EXAMPLE[0], model=ONE_B)
+    tokens = host_tokens(step, 2048, CARDS["H200"])
+    host_seconds = 16 * 13 * 2 * 0.14e-3
+    assert tokens / ONE_B_TOKENS_PER_SECOND == pytest.approx(host_seconds, rel=0.1)
+    assert host_tokens(step, 2048, None) == 0
+    assert host_tokens(replace(step, is_gpu=False), 2048, CARDS["H200"]) == 0
 
 
 def test_tokens_without_a_label_are_faster_where_the_head_leaves_them_out() -> None:

@@ -31,6 +31,7 @@ class BatchRequest:
     fullest_step: int | None = None  # this and the next two: see Layout
     pair_cost: float = 0.0
     waits_each_micro_batch: bool = False
+    host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
 
     @property
     def rows_per_step(self) -> int:
@@ -104,7 +105,7 @@ def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> L
         layouts = (_fewest_layers(request, size, peak_bytes, budget_bytes) for size in sizes)
         fitting = [layout for layout in layouts if layout is not None]
         if fitting:
-            return min(fitting, key=lambda layout: _cost(layout, request.layers))
+            return min(fitting, key=lambda layout: _cost(layout, request))
     return smallest(request) if request.batch_size != "auto" else None
 
 
@@ -131,10 +132,16 @@ def _layer_counts(request: BatchRequest) -> list[int]:
     return [0, request.layers]
 
 
-def _cost(layout: Layout, layers: int) -> float:
-    """Return seconds for each row, relative to no recomputation in the large-batch limit."""
-    recomputed = RECOMPUTED * layout.checkpointed_layers / layers
-    return (1 + recomputed) * (1 + OVERHEAD_TOKENS / layout.mean_tokens)
+def _cost(layout: Layout, request: BatchRequest) -> float:
+    """Return seconds for each row, relative to no recomputation in the large-batch limit.
+
+    GPU and host work at the same time, and the slower one sets the pace. A checkpointed layer has
+    a third pass.
+    """
+    recomputed = layout.checkpointed_layers / request.layers
+    gpu = (1 + RECOMPUTED * recomputed) * (1 + OVERHEAD_TOKENS / layout.mean_tokens)
+    host = (1 + recomputed / 2) * request.host_tokens / layout.mean_tokens
+    return max(gpu, host)
 
 
 def _batch_sizes(request: BatchRequest) -> list[list[int]]:
@@ -152,7 +159,8 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
         return [[size] for size in range(largest, least - 1, -1)]
     divisors = [size for size in range(1, rows_of_rank + 1) if rows_of_rank % size == 0]
     tokens = {size: request.layout(size, 0).mean_tokens for size in divisors}
-    enough = _saturating_tokens(max(tokens.values()))
+    most = max(tokens.values())
+    enough = max(_saturating_tokens(most), min(request.host_tokens, most))
     start = next(size for size in divisors if tokens[size] >= enough)
     return [[size for size in reversed(divisors) if size <= start]]
 

@@ -57,6 +57,7 @@ class PlanInputs:
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
             pair_cost=self._pair_cost,
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
+            host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
 
     @property

@@ -120,21 +120,35 @@ def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
     return work.rows * step_flops(step.model, adapters, [length], round(labelled * length))
 
 
+def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
+    """Return how many tokens a GPU computes while its host works on one micro-batch.
+
+    0 where nothing is known of the device: then the host is not thought to set the pace.
+    """
+    if card is None or not step.is_gpu or not step.is_half:
+        return 0.0
+    seconds = _gpu_seconds(step, StepWork(1, row_tokens, 1), card)
+    return _host_seconds(step, 0) * row_tokens / seconds
+
+
+def _gpu_seconds(step: StepSpec, work: StepWork, card: Card) -> float:
+    """Return the seconds of a GPU for the passes over its tokens, at once and none recomputed."""
+    # unfused, the head computes every token
+    labelled = work.labelled if step.has_fused_loss else 1.0
+    flops = work.padding * _flops(step, work, labelled)
+    passed_bytes = work.padding * work.tokens * _passed_bytes(step)
+    return flops / (PRODUCTS * card.reached_flops) + passed_bytes / card.bandwidth
+
+
 def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card) -> float:
     """Return the seconds of forward and backward passes of one GPU alone."""
-    model = step.model
-    labelled = (
-        work.labelled if step.has_fused_loss else 1.0
-    )  # unfused, the head computes every token
-    flops = work.padding * _flops(step, work, labelled)
-    tokens = work.padding * work.rows * work.row_tokens
-    passed_bytes = tokens * _passed_bytes(step)
-    seconds = flops / (PRODUCTS * card.reached_flops) + passed_bytes / card.bandwidth
+    seconds = _gpu_seconds(step, work, card)
     # a forward pass is 2 of the 6 operations of a trained weight, and 2 of the 4 of a frozen one
     recomputed = RECOMPUTED * (4 / 6 if step.is_full else 1)
-    overhead = 1 + OVERHEAD_TOKENS * work.micro_batches / tokens
-    gpu_seconds = seconds * overhead * (1 + recomputed * layout.checkpointed_layers / model.layers)
-    return max(gpu_seconds, work.micro_batches * _host_seconds(step, layout))
+    overhead = 1 + OVERHEAD_TOKENS * work.micro_batches / (work.padding * work.tokens)
+    again = layout.checkpointed_layers / step.model.layers
+    gpu_seconds = seconds * overhead * (1 + recomputed * again)
+    return max(gpu_seconds, work.micro_batches * _host_seconds(step, again))
 
 
 def _passed_bytes(step: StepSpec) -> int:
@@ -220,10 +234,11 @@ def _collective_seconds(
     return max(0.0, 2 * gradients - compute_seconds / work.micro_batches / 2)
 
 
-def _host_seconds(step: StepSpec, layout: Layout) -> float:
+def _host_seconds(step: StepSpec, again: float) -> float:
     """Return the host's seconds for a micro-batch: each module of the blocks in each pass.
 
-    Under ZeRO-3 each gradient comes on top.
+    `again` is the share of the layers that have a third one. Under ZeRO-3 each gradient comes on
+    top.
     """
     adapted = 0.0
     if not step.is_full:
@@ -234,7 +249,7 @@ def _host_seconds(step: StepSpec, layout: Layout) -> float:
     modules = MODULES + MODULES_OF_EXPERTS * _expert_layers(step.model) / step.model.layers
     if not step.is_fast:
         modules += MODULES_OF_ADAPTER * adapted
-    calls = modules * (2 + layout.checkpointed_layers / step.model.layers)
+    calls = modules * (2 + again)
     if step.zero_stage != 3:
         return MODULE_SECONDS * step.model.layers * calls
     gradients = 2 * adapted or 9  # the adapters' matrices, else seven of the block and two norms
