@@ -82,7 +82,9 @@ def load_model(setup: Setup) -> PreTrainedModel:
         quantization_config=quantization,
     )
     if quantization is not None:
-        model = prepare_model_for_kbit_training(model)
+        # DDP fails on reentrant checkpointing where it looks for unused parameters
+        reentrant = {"use_reentrant": False}
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=reentrant)
     lora = setup.config.tuning.lora
     return get_peft_model(
         model,

@@ -12,6 +12,8 @@ from conftest import ROOT
 from rank_processes import ON_CPU, QUIET, run_two
 
 from sft_play.config.loader import SHIPPED_MODEL
+from sft_play.plan.launch import accelerate_config, free_port, write_accelerate_config
+from sft_play.plan.ranks import Ranks
 
 EXAMPLES = ROOT / "examples"
 ROWS = ROOT / "data" / "desk" / "test.jsonl"
@@ -127,3 +129,29 @@ def test_an_example_runs_under_torchrun(name, model, rows, tmp_path):
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_accelerate_launch_starts_an_example_with_the_file_of_setup_accelerate(
+    model, rows, tmp_path
+):
+    ranks = Ranks("ddp", "cpu", 2, 1, 0, "127.0.0.1", free_port(), (), 2)
+    file = tmp_path / "accelerate.yaml"
+    write_accelerate_config(file, accelerate_config(ranks, "no"), "Of a test.")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    script = [str(EXAMPLES / "multi_gpu_training.py"), "--config=medium"]  # qlora
+    output = tmp_path / "output"
+    environ = {**os.environ, **QUIET, **ON_CPU, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*launcher, *script, *words(model, rows, output)],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "use_reentrant" not in done.stderr
+    assert done.stdout.count("Effective batch size: 2 x 2 x 4 = 16 samples per update") == 1
+    assert json.loads((output / "results.json").read_text())["num_processes"] == 2
+    assert (output / "debug_gpu_1.log").exists()
