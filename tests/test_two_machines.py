@@ -1,4 +1,4 @@
-"""Two machines on this host, as network namespaces with an address, a name and a disk of their own."""
+"""Two machines on this host: namespaces with a network, a name and a disk of their own, or agents."""
 
 import json
 import os
@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_files import run_json
+
+from sft_play.plan.launch import free_port
+from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 SECONDS = 240
 TIMEOUT_SECONDS = 15  # of a collective
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        os.getuid() != 0 or not shutil.which("ip"), reason="namespaces need root and ip"
-    ),
-]
+pytestmark = pytest.mark.long
 # A disk of its own is mounted where the runs go; what the machine leaves is copied out in the end.
 MACHINE = """
 hostname machine-$NODE_RANK && mount -t tmpfs tmpfs "$TRAIN_OUTPUT_DIR" || exit 1
@@ -54,6 +53,9 @@ def spaces() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("ip"), reason="namespaces need root and ip"
+)
 def test_a_machine_that_is_cut_off_ends_both_in_time(spaces, settings_of, tmp_path):
     outputs = tmp_path / "out"
     outputs.mkdir()
@@ -100,3 +102,38 @@ def test_a_machine_that_is_cut_off_ends_both_in_time(spaces, settings_of, tmp_pa
         assert (report["status"], report["exit_class"]) == ("failed", 17)
     assert "machine 1 host=machine-1 ranks=1 device=CPU disk=" in logs[0].read_text()
     assert "of its own" in logs[0].read_text()
+
+
+def test_torchrun_on_each_of_two_machines_trains_one_run(settings_of, tmp_path):
+    """Two agents on this host, each of which starts one process; the settings are of the shell."""
+    changes = {"train.predict_with_generate": False, "train.output_dir": tmp_path}
+    settings = {
+        name.upper().replace(".", "_"): str(value) for name, value in settings_of(changes).items()
+    }
+    environ = {**os.environ, **settings, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    meeting = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *meeting]
+    script = ["scripts/train.py", "--config", "tests/fixtures/empty.yaml"]
+    port = free_port()
+    agents = [
+        subprocess.Popen(
+            [*launcher, f"--master_port={port}", f"--node_rank={number}", *script],
+            cwd=ROOT,
+            env={**environ, "RUN": "mine"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    try:
+        printed = [agent.communicate(timeout=SECONDS)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)[-3000:]
+    first, second = (RunFolder(tmp_path / name) for name in ("mine", "mine-node1"))
+    reports = [run_json(folder) for folder in (first, second)]
+    for report in reports:
+        assert (report["status"], report["world_size"], report["exit_class"]) == ("done", 2, 0)
+    assert first.weights("lora").is_dir() and not second.weights("lora").exists()

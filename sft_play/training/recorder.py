@@ -48,15 +48,17 @@ class OutOfMemoryExplanation(NamedTuple):
 class RunRecorder:
     """A context around a rank's work that records it in run.json.
 
-    The main rank writes the file, and so does the rank that fails first. An error is recorded with
-    its exit class, logged once and not raised further; the process should exit with `exit_class`.
-    With a `broadcast`, an error also ends the other ranks, and this process at once.
-    `explain_out_of_memory` adds to the cause of an out-of-memory error.
+    The first rank of each machine writes its machine's file, and so does the rank that fails first.
+    An error is recorded with its exit class, logged once and not raised further; the process should
+    exit with `exit_class`. With a `broadcast`, an error also ends the other ranks, and this process
+    at once. `explain_out_of_memory` adds to the cause of an out-of-memory error.
     """
 
     def __init__(self, folder: RunFolder, planned: PlannedRun, rank: int):
         self.folder = folder
         self.rank = rank
+        ranks = planned.plan.ranks
+        self._is_first_of_machine = rank == ranks.node_rank * ranks.per_node
         self.exit_class = ExitClass.UNEXPECTED
         self.broadcast: FailureBroadcast | None = None
         self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
@@ -128,7 +130,7 @@ class RunRecorder:
     def finish(
         self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
     ) -> None:
-        """Record how the run ended and write its report, on the main rank; with `force` on any."""
+        """Record how the run ended; the main rank writes its report, too; with `force` any does."""
         self.exit_class = exit_class
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
@@ -140,8 +142,8 @@ class RunRecorder:
             write_report_or_warn(self.folder)
 
     def write(self, force: bool = False) -> None:
-        """Write run.json on the main rank; with `force` on any."""
-        if self.rank == 0 or force:
+        """Write run.json on the first rank of a machine; with `force` on any."""
+        if self._is_first_of_machine or force:
             self.folder.write_report(self.report)
 
     def abandon(self, cause: str = STUCK) -> NoReturn:

@@ -300,7 +300,7 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
         ],
     )
     if stopped is not None:
-        folder = recorder.folder.path
+        folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
         cause = f"stopped {stopped} at step {step}; go on with TRAIN_RESUME_FROM={folder}"
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
