@@ -65,6 +65,7 @@ MAPPED = {
 # settings that transformers has no name for, or a narrower one, and who takes care of them
 ELSEWHERE = {
     "strategy": "plan.strategy, training.build",
+    "fsdp_offload": "plan.strategy, models.sharding",
     "run_name": "runs.folder",
     "output_dir": "runs.folder",
     "effective_batch_size": "plan.batch, data.collate.StepSampler",
