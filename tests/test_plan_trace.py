@@ -164,7 +164,8 @@ def test_however_a_step_is_computed_its_trace_has_its_bytes(
     changes: dict[str, Any], folder_of
 ) -> None:
     step = step_for(folder_of("llama"), **changes)
-    assert trace_step(step) == measure_step(loaded(step), step)
+    model = loaded(step)
+    assert trace_step(step) == measure_step(model, step)
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
