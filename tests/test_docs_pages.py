@@ -87,7 +87,7 @@ def test_a_promise_that_nothing_shows_is_a_problem(changes, problem):
 def test_every_block_of_code_parses(path):
     for _, language, text in BLOCK.findall(path.read_text(encoding="utf-8")):
         if language in PARSERS:
-            PARSERS[language](text)
+            assert PARSERS[language](text), "a block without content"
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

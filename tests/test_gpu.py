@@ -3,15 +3,13 @@
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from make_runs import run_make
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {
@@ -37,22 +35,7 @@ needs_unsloth = pytest.mark.skipif(
 
 def train(folder: Path, target: str, **variables: str) -> dict[str, Any]:
     """Run a make target to its end; return run.json, with plan.json and the log of the main rank in it."""
-    words = {
-        **SHORT,
-        "TRAIN_OUTPUT_DIR": str(folder),
-        "RUN": "run",
-        "PY": sys.executable,
-        **variables,
-    }
-    done = subprocess.run(
-        ["make", target, *(f"{name}={value}" for name, value in words.items())],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_make(target, folder, 500, **{**SHORT, **variables})
     plan, log = (folder / "run" / name for name in ("plan.json", "logs/rank-0.log"))
     return {
         **json.loads((folder / "run" / "run.json").read_text()),

@@ -1,13 +1,11 @@
 """One model on two real GPUs of one process (model.device_map): needs two, and changes nothing else."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from make_runs import run_make
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -67,26 +65,11 @@ def base_of(tmp_path_factory):
     return base
 
 
-def make(target: str, folder: Path, **variables: str) -> str:
-    """Run a make target to its end; return what it printed."""
-    words = {"TRAIN_OUTPUT_DIR": str(folder), "RUN": "run", "PY": sys.executable, **variables}
-    done = subprocess.run(
-        ["make", target, *(f"{name}={value}" for name, value in words.items())],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def train(folder: Path, base: Path, precision: str, **variables: str) -> dict[str, Any]:
     """Train a run and return its run.json."""
     if precision == "float32":
         variables |= {"TRAIN_BF16": "false", "TRAIN_FP16": "false"}
-    make("train", folder, **SETTINGS, MODEL_NAME=str(base), **variables)
+    run_make("train", folder, 400, **SETTINGS, MODEL_NAME=str(base), **variables)
     return json.loads((folder / "run" / "run.json").read_text())
 
 
@@ -148,14 +131,14 @@ def test_a_placed_run_resumes_answers_and_is_opened_by_others(tmp_path: Path, ba
     checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-3"
     resumed = tmp_path / "resumed"
     words = {**SETTINGS, "MODEL_NAME": str(base), "MODEL_DEVICE_MAP": "auto"}
-    make("train", resumed, **words, TRAIN_RESUME_FROM=str(checkpoint))
+    run_make("train", resumed, 400, **words, TRAIN_RESUME_FROM=str(checkpoint))
     from safetensors.torch import load_file
 
     name = "adapter_model.safetensors"
     torch.testing.assert_close(
         load_file(resumed / "run" / "adapter" / name), load_file(adapter / name), rtol=0, atol=1e-3
     )
-    assert "rougeL" in make("eval", tmp_path)
+    assert "rougeL" in run_make("eval", tmp_path, 400)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
