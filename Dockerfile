@@ -8,6 +8,9 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential git make \
     && rm -rf /var/lib/apt/lists/*
 
+# What is downloaded and compiled: a volume here outlives the container
+ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton
+
 WORKDIR /sft-play
 COPY . .
 ARG TORCH=

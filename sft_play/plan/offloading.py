@@ -13,13 +13,8 @@ def warnings(inputs: PlanInputs, layout: Layout) -> list[str]:
 def _of_weights(inputs: PlanInputs, layout: Layout) -> list[str]:
     """Say where weights that shall wait in host memory have no room there."""
     needed = memory.host_bytes(inputs.step, layout)
-    if needed <= inputs.host_budget_bytes:
-        return []
-    return [
-        f"train.fsdp_offload=true needs {needed / memory.GIB:.1f} GiB of host memory for each "
-        f"process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set "
-        "TUNING_MODE=qlora, or use more machines"
-    ]
+    remedy = "set TUNING_MODE=qlora, or use more machines"
+    return _without_room("train.fsdp_offload", needed, inputs, remedy)
 
 
 def _of_activations(inputs: PlanInputs, layout: Layout) -> list[str]:
@@ -28,11 +23,16 @@ def _of_activations(inputs: PlanInputs, layout: Layout) -> list[str]:
         return []
     if not inputs.can_offload_activations:
         return ["train.activation_offloading=true does nothing here: it is for backend bnb on GPUs"]
-    host_bytes = activations.offloaded_bytes(inputs.step, layout)
-    if host_bytes <= inputs.host_budget_bytes:
+    needed = activations.offloaded_bytes(inputs.step, layout)
+    remedy = "set a smaller MODEL_MAX_SEQ_LEN"
+    return _without_room("train.activation_offloading", needed, inputs, remedy)
+
+
+def _without_room(setting: str, needed: int, inputs: PlanInputs, remedy: str) -> list[str]:
+    """Say that a setting needs more host memory than there is, and what to do; else nothing."""
+    if needed <= inputs.host_budget_bytes:
         return []
     return [
-        f"train.activation_offloading=true needs {host_bytes / memory.GIB:.1f} GiB of host memory "
-        f"for each process, and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; set a "
-        "smaller MODEL_MAX_SEQ_LEN"
+        f"{setting}=true needs {needed / memory.GIB:.1f} GiB of host memory for each process, "
+        f"and {inputs.host_budget_bytes / memory.GIB:.1f} GiB are there; {remedy}"
     ]
