@@ -93,7 +93,7 @@ def _names_device(notebook: Notebook) -> Point:
     text = 'inference names its device, "cuda:0"'
     without = [code.number for code in notebook.parsed if _moves_inputs(code)]
     if without:
-        return Point(text, False, f'{_cells(without)} move inputs to "cuda" without a number')
+        return Point(text, False, f'{_cells(without)}: inputs go to "cuda" without a number')
     return Point(text, True, 'no cell moves inputs to "cuda" without a number')
 
 
