@@ -42,7 +42,7 @@ def test_each_point_says_where_it_is_missed() -> None:
         == '[ ] device_map="balanced" on several GPUs: the load in cell 3 has no device_map'
     )
     assert "cells 7, 9 of one GPU alone" in lines[2]
-    assert "cell 11 move" in lines[3]
+    assert "cell 11: inputs go" in lines[3]
 
 
 def test_a_map_that_divides_nothing_is_not_balanced(tmp_path: Path) -> None:
