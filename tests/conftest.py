@@ -174,6 +174,7 @@ def settings_of(tiny_base, rows) -> Callable[..., dict[str, object]]:
         "train.save_strategy": "no",
         "train.generation_max_rows": 4,
         "train.generation_max_new_tokens": 8,
+        "train.reopen_saved": False,  # a process that imports transformers anew takes seconds
     }
     return lambda changes: {**quick, **changes}
 

@@ -28,6 +28,7 @@ SMALL = {
     "grad_accum": 1,
     "logging_steps": 1,
     "predict_with_generate": False,
+    "reopen_saved": False,
 }
 
 

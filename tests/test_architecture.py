@@ -23,7 +23,7 @@ ALLOWED = {
     "data": {"errors", "progress", "config", "runs", "plan"},
     "reporting": {"errors", "config", "runs", "plan", "data"},
     "models": {"errors", "process", "progress", "config", "runs", "plan", "data"},
-    "evaluation": {"errors", "process", "progress", "config", "data", "models"},
+    "evaluation": {"errors", "process", "progress", "config", "runs", "data", "models"},
     "training": {
         "errors",
         "process",
@@ -72,6 +72,7 @@ START_PROCESSES = {
     "data/tokenize.py",
     "commands/sweep.py",
     "commands/ask.py",
+    "evaluation/reopened.py",
 }
 HEAVY = {
     "torch",

@@ -83,6 +83,7 @@ ELSEWHERE = {
     "fast_path": "models.load",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "callbacks.StopAfter",
+    "reopen_saved": "training.reopen",
     "allow_backend_change": "resume.checkpoint_to_resume",
     "report_to": "trackers.open_trackers",
     "neftune_noise_alpha": "build.build_trainer",

@@ -49,6 +49,7 @@ from sft_play.training.preflight import preflight
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.rank_parity import check_equal_ranks, has_equal_copies
 from sft_play.training.recorder import Clock, RunRecorder
+from sft_play.training.reopen import note_reference, reopen_saved
 from sft_play.training.resume import checkpoint_to_resume, make_stamp
 from sft_play.training.summary import summary_lines
 from sft_play.training.trackers import open_trackers
@@ -109,6 +110,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
         clock.lap("training")
         if not stop.stopped:
             held_out.score("after")
+            note_reference(context, held_out)
     observers.close(arguments.settings, held_out.last_scores())
     is_complete = not (stop.stopped or stop_after.stopped)
     record_experts(trainer, process, recorder)
@@ -252,6 +254,7 @@ def save_weights(
         step = trainer.state.global_step
         report = dataclasses.replace(recorder.report, status=status, global_step=step)
         describe_weights(weights, context.config, trainer, report)
+        reopen_saved(weights, context, trainer, recorder)
         stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
     return weights
 

@@ -1,0 +1,182 @@
+"""Score saved weights with transformers and PEFT alone, as whoever gets the folder would.
+
+A script: `reopened` starts it by its path in a process of its own, so that nothing of this project
+is imported there. It reads a request and rows, and writes what the weights say of these rows.
+Legend: N labelled positions, V vocabulary, K tokens of a position.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS = 64  # K: most likely ones, whose probabilities are kept; the others count as one
+POSITIONS = 64  # whose probabilities over the whole vocabulary are in memory at a time
+FREE_TOKENS = 4  # generated where the first one is no stop
+SHOWN_TOKENS = 40  # of a prompt before a forced stop
+Said = dict[str, Tensor]
+
+
+def said(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Said:
+    """Return what logits (N, V) say of labels (N,): on the CPU, in float64.
+
+    `nats` (N,) of the labels, the most likely `best` (N,), `tokens` (N, K) with their `log_probs`,
+    and `rest` (N,), the log probability of all others. `tokens` may be given.
+    """
+    parts: list[Said] = []
+    for start in range(0, len(labels), POSITIONS):
+        here = slice(start, start + POSITIONS)
+        log_probs = logits[here].double().log_softmax(-1)
+        wanted = labels[here].to(logits.device)
+        best = log_probs.argmax(-1)
+        if tokens is None:
+            kept = log_probs.topk(min(TOKENS, logits.shape[-1] - 1)).indices
+        else:
+            kept = tokens[here].to(logits.device)
+        parts.append(
+            {
+                "nats": -log_probs.gather(1, wanted[:, None])[:, 0],
+                "best": best,
+                "tokens": kept,
+                "log_probs": log_probs.gather(1, kept),
+                "rest": log_probs.scatter(1, kept, -torch.inf).logsumexp(-1),
+            }
+        )
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+
+
+def main() -> None:
+    """Answer the request in the file that is named first, in the file that is named second."""
+    from safetensors.torch import load_file, save_file
+
+    with open(sys.argv[1], encoding="utf-8") as file:
+        request = json.load(file)
+    model, tokenizer = load(request)
+    rows = load_file(request["rows"])
+    answer = scored(model, rows)
+    stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in request["stops"]]
+    prompts = [prompt_ids(tokenizer, messages) for messages in request["prompts"]]
+    facts = {"stops": stops, "prompts": prompts, "eos": tokenizer.eos_token_id}
+    save_file(answer, sys.argv[2], metadata={"facts": json.dumps(facts)})
+
+
+def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the model of a folder, with an adapter over its base, and the folder's tokenizer."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        BitsAndBytesConfig,
+        GenerationConfig,
+    )
+
+    folder = request["folder"]
+    remote = {"trust_remote_code": request["trust_remote_code"]}
+    options = {**remote, "dtype": request["dtype"], "device_map": request["device_map"]}
+    if request["offload_folder"]:
+        options["offload_folder"] = request["offload_folder"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, **remote)
+    if not request["is_adapter"]:
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), tokenizer
+    from peft import PeftConfig, PeftModel
+
+    if request["quantization"]:
+        options["quantization_config"] = BitsAndBytesConfig(**request["quantization"])
+    if request["has_config"]:  # a stretched rope
+        options["config"] = AutoConfig.from_pretrained(folder, **remote)
+    options["generation_config"] = GenerationConfig.from_pretrained(folder)
+    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(base, revision=request["revision"], **options)
+    return PeftModel.from_pretrained(model, folder).eval(), tokenizer
+
+
+@torch.no_grad()
+def scored(model: Any, rows: Mapping[str, Tensor]) -> Said:
+    """Return what a model says of the labelled positions of rows."""
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":
+        return scored_together(model, rows)
+    parts: list[Said] = []
+    for ids, positions, here in each_row(rows):
+        logits = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
+        labels = ids[positions]
+        parts.append(said(logits[positions.to(logits.device) - 1], labels, rows["tokens"][here]))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:
+    """Return the same of a model whose weights are read from the disk at each forward pass.
+
+    All rows are one batch, and the head is given the labelled positions alone.
+    """
+    each = list(each_row(rows))
+    padded = torch.nn.utils.rnn.pad_sequence([ids for ids, _, _ in each], batch_first=True)
+    lengths = torch.tensor([len(ids) for ids, _, _ in each])
+    mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
+    row_of = torch.repeat_interleave(
+        torch.arange(len(each)), torch.tensor([len(positions) for _, positions, _ in each])
+    )
+
+    def keep_labelled(module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (args[0][row_of, rows["positions"] - 1][None],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep_labelled)
+    logits = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[0]
+    hook.remove()
+    labels = torch.cat([ids[positions] for ids, positions, _ in each])
+    return said(logits, labels, rows["tokens"])
+
+
+def each_row(rows: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Yield ids (T,) and labelled positions of each row, and where those stand among all N."""
+    start = position = 0
+    for end, last in zip(rows["ends"].tolist(), rows["position_ends"].tolist(), strict=True):
+        here = slice(position, last)
+        yield rows["ids"][start:end], rows["positions"][here], here
+        start, position = end, last
+
+
+@torch.no_grad()
+def ends_at(model: Any, tokenizer: Any, prompt: list[int], stop: int) -> bool:
+    """Return whether plain generation ends once the model has chosen the token `stop`.
+
+    It is made to choose that token first, and another one behind it.
+    """
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([prompt[-SHOWN_TOKENS:]])
+    if device.type != "meta":  # else read from the disk
+        ids = ids.to(device)
+
+    class Chosen(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            is_first = input_ids.shape[1] == ids.shape[1]
+            chosen = stop if is_first else int(ids[0, -1])
+            return torch.full_like(scores, -torch.inf).index_fill(
+                1, torch.tensor([chosen], device=scores.device), 0
+            )
+
+    generated = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=FREE_TOKENS,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([Chosen()]),
+    )
+    return generated.shape[1] == ids.shape[1] + 1
+
+
+def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the ids of a prompt by the folder's own chat template."""
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    return list(encoded["input_ids"])
+
+
+if __name__ == "__main__":
+    main()

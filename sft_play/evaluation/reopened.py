@@ -1,0 +1,205 @@
+"""Saved weights, opened again by transformers and PEFT alone and held to the evaluated model."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sft_play.config.loader import environment
+from sft_play.errors import CheckpointError
+from sft_play.evaluation import plain
+from sft_play.evaluation.reference import Reference
+
+# Variables of a launcher's ranks, which would make transformers wait for the others
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
+SECONDS = 1800
+
+
+class Bound(NamedTuple):
+    """How far saved weights may be from the evaluated model."""
+
+    kl: float  # nats, mean over the labelled positions
+    loss: float  # nats a token, either way
+
+
+# The same float32 sums in another order; and products of 16 bits, whose rounding is about 1e-3
+EXACT = Bound(kl=1e-6, loss=1e-4)
+ROUNDED = Bound(kl=1e-2, loss=2e-2)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of saved weights, and how a stranger loads it."""
+
+    path: Path
+    dtype: str  # of base weights, or "auto"
+    device_map: Mapping[str, str]
+    quantization: Mapping[str, Any] | None = None  # of the base of an adapter
+    revision: str | None = None
+    trust_remote_code: bool = False
+    offload_folder: Path | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.path / "adapter_config.json").is_file()
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """What the opened folder says, beside what the evaluated model said."""
+
+    eval_loss: float  # nats a token, on the rows of the reference
+    run_loss: float
+    agreement: float  # share of positions with the same most likely token
+    kl: float  # nats, of the evaluated model's probabilities against these
+    stops: int  # trained stops at which plain generation ends
+    all_stops: int
+    changed_prompts: int  # prompts that the folder's chat template writes otherwise
+    bound: Bound
+
+    def line(self, name: str) -> str:
+        """Return the line that is printed."""
+        return (
+            f"{name} eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}) "
+            f"top-1 agreement={self.agreement:.3f} KL={self.kl:.1e} (at most {self.bound.kl:g}) "
+            f"stops={self.stops}/{self.all_stops}"
+        )
+
+    def faults(self) -> list[str]:
+        """Return what is beyond the bound."""
+        found = []
+        if not self.kl <= self.bound.kl:
+            found.append(f"KL={self.kl:.2e} is above {self.bound.kl:g}")
+        if not abs(self.eval_loss - self.run_loss) <= self.bound.loss:
+            found.append(
+                f"eval_loss={self.eval_loss:.4f} is not the run's {self.run_loss:.4f} within "
+                f"{self.bound.loss:g}"
+            )
+        if self.stops < self.all_stops:
+            missed = self.all_stops - self.stops
+            found.append(f"generation runs on behind the trained stop of {missed} rows")
+        if self.changed_prompts:
+            found.append(f"the chat template writes {self.changed_prompts} prompts otherwise")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts for a report."""
+        return {
+            "eval_loss": self.eval_loss,
+            "run_eval_loss": self.run_loss,
+            "top1_agreement": self.agreement,
+            "kl": self.kl,
+            "kl_bound": self.bound.kl,
+            "stops": self.stops,
+            "stops_of": self.all_stops,
+            "changed_prompts": self.changed_prompts,
+            "faults": self.faults(),
+        }
+
+
+def reopen(folder: Folder, reference: Reference) -> Reopened:
+    """Score a folder in a fresh process without this project, against the evaluated model.
+
+    Raises: CheckpointError where the folder cannot be opened.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        tensors, facts = _answer(folder, reference, Path(temporary))
+    by_stop = dict(zip(_distinct_stops(reference), facts["stops"], strict=True))
+    expected = [ids for _, ids in reference.prompts]
+    return Reopened(
+        eval_loss=float(tensors["nats"].mean()),
+        run_loss=reference.loss,
+        agreement=float((tensors["best"] == reference.said["best"]).double().mean()),
+        kl=divergence(reference.said, tensors),
+        stops=sum(by_stop[stop] for _, stop in reference.stops),
+        all_stops=len(reference.stops),
+        changed_prompts=sum(
+            found != ids for found, ids in zip(facts["prompts"], expected, strict=True)
+        ),
+        bound=bound_of(folder, reference),
+    )
+
+
+def bound_of(folder: Folder, reference: Reference) -> Bound:
+    """Return the bound: that of float32 where both sides computed in it on the CPU."""
+    on_cpu = set(folder.device_map.values()) <= {"cpu", "disk"} and reference.device == "cpu"
+    in_float32 = reference.compute_dtype == "float32" and _stored_in_float32(folder)
+    return EXACT if on_cpu and in_float32 else ROUNDED
+
+
+def divergence(run: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the mean KL of a run's probabilities against others, nats.
+
+    Over the run's most likely tokens, and all others as one.
+    """
+    kept = run["log_probs"].exp() * (run["log_probs"] - other["log_probs"])
+    rest = run["rest"].exp() * (run["rest"] - other["rest"])
+    return float((kept.sum(-1) + rest).mean())
+
+
+def _answer(
+    folder: Folder, reference: Reference, temporary: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what the script says of the reference's rows, and its facts."""
+    rows = {**reference.rows, "tokens": reference.said["tokens"].contiguous()}
+    save_file(rows, temporary / "rows.safetensors")
+    first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
+    request = {
+        "folder": str(folder.path),
+        "is_adapter": folder.is_adapter,
+        "has_config": (folder.path / "config.json").is_file(),
+        "dtype": folder.dtype,
+        "device_map": dict(folder.device_map),
+        "offload_folder": str(folder.offload_folder) if folder.offload_folder else None,
+        "quantization": folder.quantization,
+        "revision": folder.revision,
+        "trust_remote_code": folder.trust_remote_code,
+        "rows": str(temporary / "rows.safetensors"),
+        "stops": [(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
+        "prompts": [messages for messages, _ in reference.prompts],
+    }
+    asked, answered = temporary / "request.json", temporary / "answer.safetensors"
+    asked.write_text(json.dumps(request), encoding="utf-8")
+    _run_script(asked, answered, folder.path)
+    with safe_open(answered, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["facts"])
+
+
+def _run_script(asked: Path, answered: Path, folder: Path) -> None:
+    """Run the script. Raises CheckpointError with what it could not do."""
+    environ = {
+        name: value for name, value in environment().items() if not name.startswith(OF_RANKS)
+    }
+    # -P: the folder of the script holds modules of ours
+    words = [sys.executable, "-P", plain.__file__, str(asked), str(answered)]
+    done = subprocess.run(
+        words, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise CheckpointError(f"{folder}: transformers cannot open and use it: {lines[-1]}")
+
+
+def _distinct_stops(reference: Reference) -> list[int]:
+    return sorted({stop for _, stop in reference.stops})
+
+
+def _stored_in_float32(folder: Folder) -> bool:
+    """Return whether the weights are in float32 when they are loaded."""
+    if folder.dtype != "auto":
+        return folder.dtype == "float32"
+    for path in folder.path.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            if any(file.get_slice(name).get_dtype() != "F32" for name in names):
+                return False
+    return True
