@@ -9,9 +9,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
+from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import _unmasked
 from sft_play.models.fast.capture import Call
@@ -20,7 +22,14 @@ from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import install as linear_install
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.recognise import gated_mlp_of, layer_roles_of, norm_kind_of, rotates
+from sft_play.models.fast.recognise import (
+    AttentionKind,
+    attention_kind_of,
+    gated_mlp_of,
+    layer_roles_of,
+    norm_kind_of,
+    rotates,
+)
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.process import Process
 
@@ -65,6 +74,21 @@ def test_rounding_of_16_bits_is_no_difference(dtype: torch.dtype) -> None:
     assert kernels.on == {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}
 
 
+class EachHead(nn.Module):
+    """A norm of all heads at once, computed for each head alone."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.norm = attention.q_norm
+        self.features = attention.head_dim
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        heads = query.unflatten(-1, (-1, self.features))
+        variance = heads.float().pow(2).mean(-1, keepdim=True)
+        normed = heads * torch.rsqrt(variance + self.norm.variance_epsilon)
+        return (self.norm.weight * normed.flatten(-2)).to(query.dtype)
+
+
 class Mutant:
     """A fused attention that leaves one thing out."""
 
@@ -91,6 +115,8 @@ class Mutant:
             module.sliding_window = None
         elif self.name == "a longer window":
             module.sliding_window += 1
+        elif self.name == "norm of each head":
+            vars(module)["_modules"] = {**module._modules, "q_norm": EachHead(module)}
         else:
             vars(module)["_modules"] = {**module._modules, "q_norm": nn.Identity()}
 
@@ -103,14 +129,16 @@ class Mutant:
         ("gemma3", "window"),
         ("gemma3", "a longer window"),
         ("qwen3", "norm of queries"),
+        ("olmo2", "norm of queries"),
+        ("olmo2", "norm of each head"),
     ],
 )
 def test_a_mutant_of_attention_is_caught(model_type: str, mutant: str, dtype: torch.dtype) -> None:
     setup = setup_of(model_of(model_type, dtype), dtype)
     modules = [layer.self_attn for layer in setup.decoder.layers]
     for module in modules:
-        module.has_rotary = rotates(module)
-        assert module.has_rotary
+        module.attention_kind = attention_kind_of(module)
+        assert module.attention_kind.rotates
     if "window" in mutant:
         modules = [module for module in modules if module.sliding_window]
     right = prove(
@@ -192,6 +220,22 @@ def test_rotary_is_known_by_its_numbers(model_type: str, expected: list[bool | N
     assert sorted(map(str, [rotates(layer.self_attn) for layer in layers])) == sorted(
         map(str, expected)
     )
+
+
+def test_attention_is_known_among_fake_kernels() -> None:
+    """What recognises it computes numbers, while a trace has fake kernels and no numbers."""
+    model = tiny_model("qwen3")
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(True):
+        kinds = [attention_kind_of(layer.self_attn) for layer in model.model.layers]
+    assert kinds == [AttentionKind(rotates=True, norms_all_heads=False)] * 2
+
+
+@pytest.mark.parametrize(("model_type", "is_clamped"), [("olmoe", True), ("olmoe", False)])
+def test_clamped_queries_are_not_like_llamas(model_type: str, is_clamped: bool) -> None:
+    settings = {"clip_qkv": 8.0} if is_clamped else {}
+    model = tiny_model(model_type, **settings)
+    kinds = [attention_kind_of(layer.self_attn) for layer in model.model.layers]
+    assert [kind is None for kind in kinds] == [is_clamped] * len(kinds)
 
 
 def test_a_layer_without_a_window_has_not_the_windows_of_its_config() -> None:

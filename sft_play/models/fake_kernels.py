@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import masking_utils
 
@@ -66,10 +67,23 @@ class FakeFlashAttention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
+torch_attention = functional.scaled_dot_product_attention
+
+
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *more: Any,
+    **settings: Any,
 ) -> Tensor:
-    """Torch's attention on a GPU, in the dtype of autocast."""
+    """Torch's attention on a GPU, in the dtype of autocast.
+
+    Real tensors are attended to: `recognise` asks on numbers what a module computes.
+    """
+    if not isinstance(query, FakeTensor):
+        return torch_attention(query, key, value, attn_mask, *more, **settings)
     cast = [lora.to_compute_dtype(tensor) for tensor in (query, key, value)]
     return FakeFlashAttention.apply(*cast, attn_mask)
 

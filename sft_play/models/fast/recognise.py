@@ -267,47 +267,73 @@ def calls_attention_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def why_not_like_llama(module: nn.Module) -> str | None:
-    """Return why `attention_forward` does not fit an attention module, None if it does.
+@dataclass(frozen=True)
+class AttentionKind:
+    """How attention like Llama's treats queries and keys."""
+
+    rotates: bool  # some layers know no positions
+    norms_all_heads: bool  # at once, as OLMo 2 does, where there are norms
+
+
+def attention_kind_of(module: nn.Module) -> AttentionKind | None:
+    """Return the kind of an attention module that `attention_forward` fits, None if it does not.
 
     It fits projections of queries, keys and values (or one of all three) and of the output, with or
-    without norms of each head, and rotary embeddings over the halves of a head.
+    without norms of each head or of all heads at once, and rotary embeddings over the halves of a
+    head.
     """
     linears = {name for name, child in module.named_children() if is_linear(child)}
     if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
-        return "other projections"
-    if module._parameters:
-        return "weights besides its projections"
-    for name, child in module.named_children():
-        if name in linears:
-            continue
-        if name not in ("q_norm", "k_norm") or child.weight.shape != (module.head_dim,):
-            return f"a {name}"
-    if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
-        return "another scale"
-    if rotates(module) is None:
-        return "another way of positions or scores"
+        return None
+    if module._parameters or not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
+        return None
+    rotary = rotates(module)
+    if rotary is None:
+        return None
+    norms = {name: child for name, child in module.named_children() if name not in linears}
+    if not norms:
+        return AttentionKind(rotary, False)
+    if norms.keys() != {"q_norm", "k_norm"}:
+        return None
+    heads, key_heads = _numbers_of_heads(module)
+    widths = [_weights_of(norms[name]) for name in ("q_norm", "k_norm")]
+    if widths == [module.head_dim, module.head_dim]:
+        return AttentionKind(rotary, False)
+    if widths == [heads * module.head_dim, key_heads * module.head_dim]:
+        return AttentionKind(rotary, True)
     return None
+
+
+def _weights_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def rotates(module: nn.Module) -> bool | None:
     """Return whether attention like Llama's rotates queries and keys; None if it is another.
 
-    Its class's code runs on given queries, keys and values, and on tables for whole heads.
+    Its class's code runs on given queries, keys and values, and on tables for whole heads; also on
+    large ones, which OLMo clamps.
     """
+    found = {_rotates_of_size(module, size) for size in (1, 1000)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _rotates_of_size(module: nn.Module, size: int) -> bool | None:
+    """Return what `rotates` does, for queries, keys and values of one size."""
     heads, key_heads = _numbers_of_heads(module)
     query = numbers(1, ATTENDED, heads * module.head_dim, seed=1)
     key = numbers(1, ATTENDED, key_heads * module.head_dim, seed=2)
     value = numbers(1, ATTENDED, key_heads * module.head_dim, seed=3)
     with unset_fake_temporarily():
+        query, key, value = (size * tensor for tensor in (query, key, value))
         joined = torch.cat((query, key, value), dim=-1)
         angles = numbers(1, ATTENDED, module.head_dim // 2, seed=4)
         angles = torch.cat((angles, angles), dim=-1)
         positions = (angles.cos(), angles.sin())
     children = {
-        "q_proj": Stub(lambda x: query),
-        "k_proj": Stub(lambda x: key),
-        "v_proj": Stub(lambda x: value),
+        "q_proj": Stub(lambda x: query.clone()),  # OLMo clamps in place
+        "k_proj": Stub(lambda x: key.clone()),
+        "v_proj": Stub(lambda x: value.clone()),
         "qkv_proj": Stub(lambda x: joined),
         "o_proj": Stub(lambda x: x),
         "q_norm": Stub(torch.sin),

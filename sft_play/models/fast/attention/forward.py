@@ -18,6 +18,7 @@ from sft_play.models.fast.attention.masks import documents_of, is_unmasked
 from sft_play.models.fast.attention.rope import apply_rotary
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.linears.lora import lora_linears
+from sft_play.models.fast.recognise import AttentionKind
 from sft_play.models.fast.setup import is_training
 
 
@@ -42,13 +43,16 @@ def attention_forward(
             past_key_values=past_key_values,
             **kwargs,
         )
-    projected = _project(self, hidden_states)
-    heads = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in projected)
+    query, key, value = _project(self, hidden_states)
+    kind: AttentionKind = self.attention_kind  # set where this method is installed
+    has_norms = hasattr(self, "q_norm")
+    if has_norms and kind.norms_all_heads:
+        query, key = self.q_norm(query), self.k_norm(key)
+    heads = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (query, key, value))
     query, key, value = heads  # (B, T, H or K, D)
-    if hasattr(self, "q_norm"):
-        query = self.q_norm(query)
-        key = self.k_norm(key)
-    if self.has_rotary:  # set where this method is installed: some layers know no positions
+    if has_norms and not kind.norms_all_heads:
+        query, key = self.q_norm(query), self.k_norm(key)
+    if kind.rotates:
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
     mixed = attend(query, key, value, scoring, documents_of(attention_mask, kwargs))

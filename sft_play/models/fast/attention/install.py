@@ -14,10 +14,9 @@ from sft_play.models.fast.by_document import first_tensor
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
+    attention_kind_of,
     calls_attention_interface,
     is_linear,
-    rotates,
-    why_not_like_llama,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.plan.fast import MIN_CAPABILITY, has_liger
@@ -75,11 +74,12 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
 
 def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.Module]:
     """Return the modules that `attention_forward` computes as a whole."""
-    alike = [module for module in modules if why_not_like_llama(module) is None]
-    for module in alike:
-        module.has_rotary = rotates(module)
+    kinds = {module: attention_kind_of(module) for module in modules}
+    alike = {module: kind for module, kind in kinds.items() if kind is not None}
+    for module, kind in alike.items():
+        module.attention_kind = kind
     try:
-        return set(prove(alike, _attention_forward_of, setup, _unmasked(setup)))
+        return set(prove(list(alike), _attention_forward_of, setup, _unmasked(setup)))
     except Unsupported:
         return set()
     finally:
