@@ -68,6 +68,7 @@ START_PROCESSES = {
     "plan/launch.py",
     "plan/devices.py",
     "plan/counting.py",
+    "runs/seal.py",  # threads of concurrent.futures, no process
     "monitor/",
     "data/tokenize.py",
     "commands/sweep.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config import present, reference
+from sft_play.config import on_resume, present, reference
 from sft_play.config.layers import displayed
 from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, environment, load, nested
 from sft_play.config.schema import Config, SourceSection, env_name, settings
@@ -372,3 +372,11 @@ def test_the_config_room_loads_no_torch() -> None:
         [sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_every_setting_says_what_it_means_to_a_resumed_run() -> None:
+    """A new setting has no class until its author has chosen one in config/on_resume.py."""
+    assert set(on_resume.CLASSES) == set(settings())
+    kinds = (on_resume.MUST_MATCH, on_resume.CONTENT, on_resume.PLANNED, on_resume.FREE)
+    names = [name for kind in (*kinds, on_resume.OF_LAUNCH) for name in kind]
+    assert len(names) == len(set(names)), "in two classes"

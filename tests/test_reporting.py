@@ -229,7 +229,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path):
     report = replace(DONE, status="stopped", exit_class=75, cause="stopped on request", metrics={})
     folder = run_folder(tmp_path / "run", report, before="", after="")
     assert read_summary(folder).verdict.next is None
-    write_text(folder.checkpoints / "checkpoint-40" / "stamp.json", "{}")
+    write_text(folder.checkpoints / "checkpoint-40" / "MANIFEST.json", "{}")
     verdict = read_summary(folder).verdict
     assert verdict.headline == "Stopped on request at step 40"
     assert verdict.next == f"make train TRAIN_RESUME_FROM={folder.path}"
@@ -239,7 +239,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     killed = replace(DONE, status="running", pid=2**22 + 1)  # no such process
     folder = run_folder(tmp_path / "run", killed)
     assert read_summary(folder).verdict.next is None
-    write_text(folder.checkpoints / "checkpoint-20" / "stamp.json", "{}")
+    write_text(folder.checkpoints / "checkpoint-20" / "MANIFEST.json", "{}")
     command = f"make train TRAIN_RESUME_FROM={folder.path}"
     assert read_summary(folder).verdict.next == command
 

@@ -217,8 +217,29 @@ def test_a_run_of_another_version_is_named_not_traced(
 # Stamps
 
 
-def stamped(folder: Path, **facts: Any) -> Path:
-    stamp.write(folder, {**stamp.wanted(Config()), **facts})
+def facts(settings: Config | None = None, **changes: Any) -> dict[str, Any]:
+    """Return a whole stamp of a run of these settings."""
+    settings = settings or Config()
+    names = ("precision", "tokenizer_digest", "template_digest", "template", "data_digest")
+    return {
+        **stamp.wanted(settings),
+        **dict.fromkeys(names, "a"),
+        "run": "run",
+        "run_id": "1234",
+        "config": settings.model_dump(mode="json"),
+        "dtypes": {"trained": ["float32"], "frozen": ["float32"]},
+        "deepspeed_digest": None,
+        "effective_batch": 32,
+        "global_step": 5,
+        "strategy": "single",
+        "versions": stamp.versions(),
+        "world_size": 1,
+        **changes,
+    }
+
+
+def stamped(folder: Path, settings: Config | None = None, **changes: Any) -> Path:
+    stamp.write(folder, facts(settings, **changes))
     return folder
 
 
@@ -232,9 +253,7 @@ def test_an_equal_run_may_go_on(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_backend_is_refused_both_ways(
     old: str, new: str, tmp_path: Path
 ) -> None:
-    folder = stamped(
-        tmp_path / "c", **stamp.wanted(config(tuning={"backend": old, "mode": "qlora"}))
-    )
+    folder = stamped(tmp_path / "c", config(tuning={"backend": old, "mode": "qlora"}))
     with pytest.raises(CheckpointError) as error:
         stamp.refuse_mismatch(
             folder, stamp.wanted(config(tuning={"backend": new, "mode": "qlora"}))
@@ -286,15 +305,30 @@ def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path: Path
 def test_what_would_train_something_else_is_a_difference(
     sections: dict[str, Any], name: str
 ) -> None:
-    differing = stamp.differences(stamp.wanted(Config()), stamp.wanted(config(**sections)))
+    differing = stamp.differences(facts(), stamp.wanted(config(**sections)))
     assert any(line.startswith(f"{name}: the checkpoint has ") for line in differing)
 
 
-def test_a_checkpoint_of_before_a_setting_is_resumed_where_the_setting_is_not_used() -> None:
-    shape = {"r": 16, "alpha": 32, "dropout": 0, "target_modules": "all-linear"}
-    old = {**stamp.wanted(Config()), "adapter": {**shape, "use_rslora": False}}
-    del old["neftune_noise_alpha"]
-    assert stamp.differences(old, stamp.wanted(Config())) == []
+@pytest.mark.parametrize("name", stamp.REQUIRED)
+def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    whole = facts()
+    del whole[name]
+    stamp.write(tmp_path, whole)
+    with pytest.raises(CheckpointError, match=f"has no {name}, so it is not known"):
+        stamp.read(tmp_path)
+    if name not in stamp.MAY_BE_EMPTY:
+        for empty in (None, "", {}, []):
+            stamp.write(tmp_path, {**whole, name: empty})
+            with pytest.raises(CheckpointError, match=f"has no {name}, so"):
+                stamp.read(tmp_path)
+
+
+def test_a_stamp_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / "stamp.json", [1])
+    with pytest.raises(CheckpointError, match="has no backend, mode, "):
+        stamp.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -302,10 +336,10 @@ def test_a_checkpoint_of_before_a_setting_is_resumed_where_the_setting_is_not_us
 )
 def test_another_quantisation_is_a_difference_under_qlora_alone(section: dict[str, Any]) -> None:
     assert stamp.differences(
-        stamp.wanted(config(tuning={"mode": "qlora"})),
+        facts(config(tuning={"mode": "qlora"})),
         stamp.wanted(config(tuning={"mode": "qlora", **section})),
     )
-    assert not stamp.differences(stamp.wanted(Config()), stamp.wanted(config(tuning=section)))
+    assert not stamp.differences(facts(), stamp.wanted(config(tuning=section)))
 
 
 def test_what_a_resume_may_change_is_no_difference() -> None:
@@ -313,26 +347,21 @@ def test_what_a_resume_may_change_is_no_difference() -> None:
         train={"learning_rate": 1.0, "batch_size": 3, "seed": 7, "data_seed": 8},
         tuning={"lora": {"alpha": 32.0}},
     )
-    assert stamp.differences(stamp.wanted(Config()), stamp.wanted(changed)) == []
+    assert stamp.differences(facts(), stamp.wanted(changed)) == []
 
 
-def test_facts_that_one_side_lacks_are_no_difference() -> None:
-    assert (
-        stamp.differences(
-            {"backend": "bnb", "template_digest": "a"}, {"backend": "bnb", "mode": "lora"}
-        )
-        == []
-    )
-    assert stamp.differences({"template_digest": "a"}, {"template_digest": "b"}) == [
+def test_what_only_the_worker_knows_is_compared_there_alone() -> None:
+    assert stamp.differences(facts(), {"backend": "bnb"}) == []
+    assert stamp.differences(facts(), {"backend": "bnb", "template_digest": "b"}) == [
         "template_digest: the checkpoint has a, this run b"
     ]
 
 
 def test_a_stamp_survives_its_file(tmp_path: Path) -> None:
-    wanted = stamp.wanted(config(tuning={"lora": {"target_modules": ["q_proj", "v_proj"]}}))
-    stamp.write(tmp_path, wanted)
-    assert stamp.read(tmp_path) == wanted
-    assert stamp.differences(stamp.read(tmp_path), wanted) == []
+    whole = facts(config(tuning={"lora": {"target_modules": ["q_proj", "v_proj"]}}))
+    stamp.write(tmp_path, whole)
+    assert stamp.read(tmp_path) == whole
+    assert stamp.differences(stamp.read(tmp_path), whole) == []
 
 
 @pytest.mark.parametrize("text", [None, "{", "\xff"])
@@ -354,7 +383,7 @@ def test_base_weights_that_changed_in_one_place_are_refused(tmp_path: Path) -> N
     weights = bytearray(os.urandom(3_000_000))
     base = model_folder(tmp_path / "base", bytes(weights))
     settings = config(model={"name": str(base)})
-    checkpoint = stamped(tmp_path / "c", **stamp.wanted(settings))
+    checkpoint = stamped(tmp_path / "c", settings)
     for position in (0, 1_234_567, len(weights) - 1):
         changed = bytearray(weights)
         changed[position] ^= 1
@@ -394,44 +423,10 @@ def test_the_digest_covers_config_every_shard_and_no_token(tmp_path: Path) -> No
 
 def test_a_base_that_was_moved_is_the_same_base(tmp_path: Path) -> None:
     base = model_folder(tmp_path / "base", b"abc")
-    before = stamp.wanted(config(model={"name": str(base)}))
+    before = facts(config(model={"name": str(base)}))
     base.rename(tmp_path / "moved")
     after = stamp.wanted(config(model={"name": str(tmp_path / "moved")}))
     assert stamp.differences(before, after) == []
-
-
-def checkpoint(run: Path, step: int, is_stamped: bool = True) -> Path:
-    folder = run / "checkpoints" / f"checkpoint-{step}"
-    folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text("{}")
-    if is_stamped:
-        stamped(folder)
-    return folder
-
-
-def test_the_latest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 9)
-    newest = checkpoint(tmp_path, 100)
-    checkpoint(tmp_path, 200, is_stamped=False)
-    (tmp_path / "checkpoints" / "checkpoint-x").mkdir()
-    stamped(tmp_path / "checkpoints" / "checkpoint-x")
-    assert stamp.latest_checkpoint(tmp_path) == newest
-    assert stamp.latest_checkpoint(tmp_path / "checkpoints") == newest
-
-
-def test_a_checkpoint_that_is_named_is_taken_and_its_stamp_read(tmp_path: Path) -> None:
-    unstamped = checkpoint(tmp_path, 5, is_stamped=False)
-    assert stamp.latest_checkpoint(unstamped) == unstamped
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        stamp.refuse_mismatch(unstamped, stamp.wanted(Config()))
-
-
-def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 5, is_stamped=False)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        stamp.latest_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no such folder; `make runs`"):
-        stamp.latest_checkpoint(tmp_path / "missing")
 
 
 def test_versions_name_what_is_installed() -> None:

@@ -14,7 +14,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan.sweep import Point, grid, halving_factor, ranking, rungs
-from sft_play.runs import stamp
+from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -67,7 +67,7 @@ def write_run(folder: RunFolder, step: int, loss: float, stop_after: float | Non
 def write_checkpoint(folder: RunFolder, step: int) -> None:
     checkpoint = folder.checkpoints / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    stamp.write(checkpoint, {})
+    seal.seal(checkpoint)
 
 
 def test_a_name_follows_from_the_settings_and_a_finished_run_is_not_trained_again(tmp_path):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.errors import CheckpointError, ConfigError, ExitClass
+from sft_play.runs import seal
 from sft_play.runs.asked import AskedRun
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import check_resumable
@@ -149,7 +150,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
     (copy / name).unlink()
     folder = resumed(copy)
     assert run_worker(folder) == ExitClass.CHECKPOINT
-    assert f"has no {name}" in run_json(folder)["cause"]
+    assert f"{name} is missing; it is checkpoint-2.corrupt now" in run_json(folder)["cause"]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,10 @@ def of_unsloth(whole, tmp_path):
     """A checkpoint whose stamp says that Unsloth wrote it."""
     copy = shutil.copytree(whole.checkpoints / "checkpoint-2", tmp_path / "checkpoint-2")
     stamp = json.loads((copy / "stamp.json").read_text())
-    (copy / "stamp.json").write_text(json.dumps({**stamp, "backend": "unsloth"}))
+    then = stamp["config"]
+    then["tuning"]["backend"] = "unsloth"
+    (copy / "stamp.json").write_text(json.dumps({**stamp, "backend": "unsloth", "config": then}))
+    seal.seal(copy)
     return copy
 
 
@@ -302,7 +306,7 @@ def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_
         config = planned.config.model_copy(update={"tuning": changed})
         training.check_resume(dataclasses.replace(planned, config=config), loaded)
 
-    with pytest.raises(CheckpointError, match="backend: the checkpoint has unsloth, this run bnb"):
+    with pytest.raises(CheckpointError, match=r"tuning.backend +unsloth +bnb"):
         check(of_unsloth)
     with pytest.raises(CheckpointError, match=r"tuning.backend +bnb +unsloth") as caught:
         check(whole.path, backend="unsloth")

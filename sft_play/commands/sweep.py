@@ -20,10 +20,10 @@ from typing import Self
 
 from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.config.targets import GIVEN, GOALS
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, StoppedOnRequest
+from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
-from sft_play.runs import stamp
 from sft_play.runs.asked import AskedRun
+from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -77,13 +77,8 @@ class Trial:
         A run that failed would fail again from its checkpoint, so it does not count.
         """
         for run in reversed(self.runs()):
-            if run.read_report().state not in ("stopped", "died"):
-                continue
-            try:
-                stamp.latest_checkpoint(run.path)
-            except CheckpointError:
-                continue
-            return run
+            if run.read_report().state in ("stopped", "died") and has_checkpoint(run.path):
+                return run
         return None
 
 

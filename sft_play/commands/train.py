@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -25,9 +26,10 @@ from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayErr
 from sft_play.monitor.trackers import check_installed
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.devices import GIB
+from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.runs import checkpoints, stamp
 from sft_play.runs import folder as run_folders
-from sft_play.runs import stamp
 from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
@@ -119,6 +121,7 @@ def planned_report(folder: RunFolder) -> RunReport:
     started_at = time.strftime(STARTED_AT)
     return RunReport(
         run=folder.name,
+        run_id=folder.read_report().run_id or secrets.token_hex(8),
         status="planned",
         host=socket.gethostname(),
         launcher_pid=os.getpid(),
@@ -212,20 +215,20 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
     train = planned.config.train
     if train.resume_from is None:
         return
-    checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
-    run = resumed_run(train.resume_from)
-    if run is not None:
-        resumed = Resumed(run, checkpoint)
-        resumed.refuse_changes(planned.config, loaded)
-    saved = stamp.refuse_mismatch(
-        checkpoint, stamp.wanted(planned.config), train.allow_backend_change
-    )
+    # the worker reads large files, too, before it loads one
+    checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
+    resumed = Resumed.read(checkpoint)
+    resumed.refuse_changes(planned.config, loaded.origin)
+    now = {**stamp.wanted(planned.config), "precision": precision(planned.config)}
+    saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)
     ranks = planned.plan.ranks
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
+    run = resumed_run(train.resume_from)
+    if run is not None and run.read_report().state not in ("running", "planned"):
+        checkpoints.remove_leftovers(run.checkpoints, print)
     print(f"resume {checkpoint}")
-    if run is not None:
-        for change in resumed.changes(planned.config):
-            print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
+    for change in resumed.changes(planned.config):
+        print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
 
 
 def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
@@ -234,7 +237,7 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
 
     if planned.config.train.resume_from is None:
         return
-    checkpoint = stamp.latest_checkpoint(Path(planned.config.train.resume_from))
+    checkpoint = checkpoints.choose(Path(planned.config.train.resume_from), print, reads_all=False)
     sources = DataFacts.from_json(folder.read_data()).sources
     digests = [source.digest for split in sources.values() for source in split]
     now = {

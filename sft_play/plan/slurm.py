@@ -43,7 +43,7 @@ restart=${{SLURM_RESTART_COUNT:-0}}
 export RUN="{job.name}-$SLURM_JOB_ID-$restart"
 for ((earlier = restart - 1; earlier >= 0; earlier--)); do
   folder="$outputs/{job.name}-$SLURM_JOB_ID-$earlier"
-  if compgen -G "$folder/checkpoints/checkpoint-*/stamp.json" > /dev/null; then
+  if compgen -G "$folder/checkpoints/checkpoint-*[0-9]/MANIFEST.json" > /dev/null; then
     export TRAIN_RESUME_FROM="$folder"
     break
   fi

@@ -6,6 +6,7 @@ from typing import Literal
 from sft_play.errors import ExitClass
 from sft_play.plan.next_command import TARGETS, make_command
 from sft_play.reporting.bootstrap import Estimate
+from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -73,7 +74,7 @@ def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdic
 
 def _resume_command(folder: RunFolder, report: RunReport) -> str | None:
     """Return the command that goes on from the last checkpoint, None where there is none."""
-    if not any(folder.checkpoints.glob("checkpoint-*/stamp.json")):
+    if not has_checkpoint(folder.path):
         return None
     target = TARGETS.get(report.strategy or "", "train")
     return " ".join(make_command(target, {"TRAIN_RESUME_FROM": folder.path}))

@@ -143,6 +143,8 @@ class RunReport:
     """What run.json says. A field that is None is not known yet, and not in the file."""
 
     run: str | None = None
+    run_id: str | None = None  # the same when the run goes on in its folder
+    resumed_from: str | None = None  # the checkpoint that this run, or its last launch, began with
     status: str = "unknown"  # planned, running, done, stopped or failed
     exit_class: int | None = None  # of errors.ExitClass; None while the run goes on
     cause: str | None = None  # of its end, where it is not done

@@ -7,73 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+from pydantic import ValidationError
 
 from sft_play.config import layers
-from sft_play.config.loader import LoadedConfig, RunSettings
+from sft_play.config.loader import RunSettings
 from sft_play.config.messages import refuse, word
+from sft_play.config.on_resume import CLASSES, OnResume, of_class
 from sft_play.config.schema import Config, settings
 from sft_play.config.yaml_source import Located, parse_scalar
 from sft_play.errors import CheckpointError
 from sft_play.runs import stamp
 from sft_play.runs.asked import AskedRun
+from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 
-# Of one run alone
-NOT_TAKEN_OVER = (
-    "train.run_name",
-    "train.resume_from",
-    "train.stop_after",
-    "train.allow_backend_change",
-)
-# Taken as they were asked, auto too, so that they are planned anew for this machine
-PLANNED_ANEW = (
-    "train.batch_size",
-    "train.grad_accum",
-    "train.gradient_checkpointing",
-    "train.activation_offloading",
-    "train.eval_batch_size",
-    "train.generation_max_new_tokens",
-    "train.packing",
-    "train.bf16",
-    "train.fp16",
-    "train.ddp_timeout",
-    "train.dataloader_pin_memory",
-    "train.probe",
-    "train.strategy",
-    "train.fsdp_offload",
-)
-# What a resumed run may change; every other setting is part of what is trained
-MAY_CHANGE = {
-    *NOT_TAKEN_OVER,
-    *PLANNED_ANEW,
-    "model.attn_implementation",
-    "model.device_map",
-    "model.trust_remote_code",
-    "tuning.allow_untrained_tokens",
-    "train.output_dir",
-    "train.report_to",
-    "train.fast_path",
-    "train.ddp_find_unused_parameters",
-    "train.ddp_broadcast_buffers",
-    "train.ddp_bucket_cap_mb",
-    "train.dataloader_num_workers",
-    "train.predict_with_generate",
-    "train.generation_num_beams",
-    "train.generation_max_rows",
-    "train.eval_strategy",
-    "train.eval_steps",
-    "train.eval_do_concat_batches",
-    "train.eval_accumulation_steps",
-    "train.logging_steps",
-    "train.save_strategy",
-    "train.save_steps",
-    "train.save_total_limit",
-    "data.cache_dir",
-    "data.max_lost",
-}
-# Files may have moved: the digest of their content decides, once the rows are read
-BY_DIGEST = {"data.train_path", "data.val_path", "data.test_path"}
+# Files may have moved, and the plan is this machine's: digests and the stamp decide
+MAY_CHANGE = {path for path, kind in CLASSES.items() if kind is not OnResume.MUST_MATCH}
 # Folder in a checkpoint with the optimizer's state, where FSDP divides the trained weights
 DIVIDED_OPTIMIZER = "divided_optimizer"
 FILES_OF_OPTIMIZER = {
@@ -95,41 +46,59 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run that `train.resume_from` names, which holds the checkpoint and the config."""
+    """A checkpoint to go on from, and the settings that its stamp says it was trained with."""
 
-    folder: RunFolder
     checkpoint: Path
+    saved: stamp.Stamp
 
-    def refuse_changes(self, config: Config, loaded: LoadedConfig) -> None:
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """Return a checkpoint with its stamp. Raises CheckpointError."""
+        return cls(checkpoint, stamp.read(checkpoint))
+
+    @property
+    def then(self) -> Config:
+        """The config of the run that wrote it. Raises CheckpointError for another version's."""
+        try:
+            return Config.model_validate(self.saved["config"])
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise CheckpointError(
+                f"{self.checkpoint}: its stamp has settings of another version ({place}: "
+                f"{first['msg']}); resume it with that version, or start anew"
+            ) from None
+
+    def refuse_changes(self, config: Config, origin: Mapping[str, str] | None = None) -> None:
         """Refuse a resolved config that would train something else than this run did.
 
-        Raises: CheckpointError with a line for each such setting: then, now, who sets it now.
+        `origin` says who sets each setting now. Raises: CheckpointError with a line for each such
+        setting: then, now, set by.
         """
-        free = may_change(self.folder.read_config(), config, stamp.read(self.checkpoint))
+        free = may_change(self.then, config, self.saved)
         refused = [change for change in self.changes(config) if change.path not in free]
         if not refused:
             return
-        rows = [("setting", "then", "now", "set by")]
+        rows = [("setting", "then", "now", "set by" if origin else "")]
         for path, then, now in refused:
-            rows.append((path, word(then), word(now), loaded.origin[path]))
+            rows.append((path, word(then), word(now), origin[path] if origin else ""))
         raise CheckpointError(
-            f"{self.folder.path} cannot go on with other settings than it was trained with:\n"
+            f"{self.checkpoint} cannot go on with other settings than it was trained with:\n"
             f"{_table(rows)}\n"
-            f"Leave these out: TRAIN_RESUME_FROM={self.folder.path} alone takes over what the run "
-            "was asked for. Without TRAIN_RESUME_FROM a new run starts."
+            f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} alone takes over what "
+            "the run was asked for. Without TRAIN_RESUME_FROM, under a new RUN, a new run starts."
         )
 
     def changes(self, config: Config) -> list[Change]:
         """Return the settings in which a resolved config differs from this run's."""
-        then = self.folder.read_config()
+        then = self.then
         found = []
-        for path in settings():
-            if path in NOT_TAKEN_OVER:
-                continue
+        for path, kind in CLASSES.items():
             value = attrgetter(path)
-            if value(then) != value(config):
+            if kind is not OnResume.OF_LAUNCH and value(then) != value(config):
                 found.append(Change(path, value(then), value(config)))
-        return found
+        order = list(settings())
+        return sorted(found, key=lambda change: order.index(change.path))
 
 
 def resumed_run(resume_from: str) -> RunFolder | None:
@@ -159,13 +128,13 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
     source = folder.path / "config.yaml"
     layer = layers.from_file(source, problems)
     refuse(problems)
-    for path in NOT_TAKEN_OVER:
+    for path in of_class(OnResume.OF_LAUNCH):
         layer.pop(path, None)
     asked = AskedRun.read(folder)
     if asked is None:  # of an older version: batch and precision stay as they were resolved
         return RunSettings(layer, source, frozenset())
     shown = layers.displayed(source)
-    for path in PLANNED_ANEW:
+    for path in of_class(OnResume.PLANNED):
         if path in asked.settings:
             layer[path] = Located(parse_scalar(asked.settings[path].value), shown)
     unset = {path for path, setting in asked.settings.items() if not setting.is_chosen}
@@ -176,7 +145,7 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
 
 def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     """Return the settings that a run which resumes a checkpoint stamped `saved` may change."""
-    free = MAY_CHANGE | BY_DIGEST
+    free = set(MAY_CHANGE)
     if now.train.lr_scheduler_type == then.train.lr_scheduler_type == "constant":
         free |= SCHEDULE_LENGTH  # no step depends on how many there will be
     if then.train.max_steps == now.train.max_steps is not None:
@@ -201,13 +170,19 @@ def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, A
     `now` has the data_digest and the effective_batch of the run that goes on.
     Raises: CheckpointError.
     """
-    if saved.get("data_digest", now["data_digest"]) != now["data_digest"]:
+    step = step_of(checkpoint)
+    if step is not None and saved["global_step"] != step:
+        raise CheckpointError(
+            f"{checkpoint}: its stamp says step {saved['global_step']}, so it was renamed, or "
+            "copied over another one; choose another checkpoint"
+        )
+    if saved["data_digest"] != now["data_digest"]:
         raise CheckpointError(
             f"{checkpoint}: its run had other rows (digest {saved['data_digest']}, now "
             f"{now['data_digest']}), so the rows that are left to train are not known; give it "
             "the files that it was trained on, or start a new run without TRAIN_RESUME_FROM"
         )
-    if saved.get("effective_batch", now["effective_batch"]) != now["effective_batch"]:
+    if saved["effective_batch"] != now["effective_batch"]:
         rows = saved["effective_batch"]
         raise CheckpointError(
             f"{checkpoint}: its run trained {rows} rows a step, and this one would train "

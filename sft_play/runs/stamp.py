@@ -40,9 +40,39 @@ BINDING = (
     "adapter",
     "neftune_noise_alpha",
     "rope_scaling",
+    "precision",
+    "tokenizer_digest",
     "template_digest",
 )
-BEFORE = {"rope_scaling": {}}  # what the stamps of versions without a fact mean
+# Facts without which a stamp says too little; the first ones may be null or empty
+MAY_BE_EMPTY = frozenset(
+    {
+        "base_revision",
+        "base_digest",
+        "adapter",
+        "neftune_noise_alpha",
+        "rope_scaling",
+        "data_seed",
+        "deepspeed_digest",
+    }
+)
+REQUIRED = (
+    *BINDING,
+    "run",
+    "run_id",
+    "config",
+    "dtypes",
+    "seed",
+    "data_seed",
+    "data_digest",
+    "deepspeed_digest",
+    "effective_batch",
+    "global_step",
+    "strategy",
+    "template",
+    "versions",
+    "world_size",
+)
 
 
 def versions() -> dict[str, str]:
@@ -93,52 +123,71 @@ def write(folder: Path, stamp: Stamp) -> None:
 
 
 def read(folder: Path) -> Stamp:
-    """Return a folder's stamp. Raises CheckpointError where there is none or it cannot be read."""
+    """Return a folder's stamp. Raises CheckpointError where there is none or it lacks a fact."""
+    path = folder / NAME
     try:
-        return read_json(folder / NAME)
+        stamp = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: no {NAME}: not a complete checkpoint or adapter of SFT-Play; choose another"
         ) from None
     except ValueError as error:
         raise CheckpointError(
-            f"{folder / NAME}: cannot be read ({error}); choose another checkpoint"
+            f"{path}: cannot be read ({error}); choose another checkpoint"
         ) from None
+    lacking = _lacking(stamp)
+    if lacking:
+        raise CheckpointError(
+            f"{path}: has no {', '.join(lacking)}, so it is not known what would be resumed; it "
+            "was edited, or written by an older version: choose another checkpoint"
+        )
+    return stamp
 
 
-def differences(stamp: Stamp, other: Stamp) -> list[str]:
-    """Return a sentence for each binding fact in which two stamps differ.
+def _lacking(stamp: Any) -> list[str]:
+    """Return the facts that a stamp must have and has not."""
+    if not isinstance(stamp, dict):
+        return list(REQUIRED)
+    empty: tuple[Any, ...] = (None, "", {}, [])
+    return [
+        name
+        for name in REQUIRED
+        if name not in stamp or (stamp[name] in empty and name not in MAY_BE_EMPTY)
+    ]
 
-    Facts that either side lacks are skipped. Two local bases of one digest are the same base,
+
+def differences(stamp: Stamp, now: Stamp) -> list[str]:
+    """Return a sentence for each binding fact in which a stamp differs from what is known now.
+
+    The front end knows less than the worker. Two local bases of one digest are the same base,
     wherever they lie.
     """
-    digest = stamp.get("base_digest")
-    is_moved = digest is not None and digest == other.get("base_digest")
+    digest = stamp["base_digest"]
+    is_moved = digest is not None and digest == now.get("base_digest")
     found = []
-    stamp, other = {**BEFORE, **stamp}, {**BEFORE, **other}
     for name in BINDING:
-        if name not in stamp or name not in other or stamp[name] == other[name]:
+        if name not in now or stamp[name] == now[name]:
             continue
         if name == "base_model" and is_moved:
             continue
         saved = _short(stamp[name])
-        found.append(f"{name}: the checkpoint has {saved}, this run {_short(other[name])}")
+        found.append(f"{name}: the checkpoint has {saved}, this run {_short(now[name])}")
     return found
 
 
-def refuse_mismatch(folder: Path, other: Stamp, allow_backend_change: bool = False) -> Stamp:
-    """Return the stamp of `folder` when a run that is stamped `other` may go on from it.
+def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False) -> Stamp:
+    """Return the stamp of `folder` when a run of which `now` is known may go on from it.
 
     Raises: CheckpointError that lists what differs and what to type instead.
     """
     stamp = read(folder)
-    differing = differences(stamp, other)
+    differing = differences(stamp, now)
     if allow_backend_change:
         allowed = ("backend:", "quantisation:")
         differing = [line for line in differing if not line.startswith(allowed)]
     if not differing:
         return stamp
-    same = f"TUNING_BACKEND={stamp.get('backend')} TUNING_MODE={stamp.get('mode')}"
+    same = f"TUNING_BACKEND={stamp['backend']} TUNING_MODE={stamp['mode']}"
     facts = "\n  ".join(differing)
     raise CheckpointError(
         f"{folder} cannot be resumed by this run:\n  {facts}\n"
@@ -146,32 +195,6 @@ def refuse_mismatch(folder: Path, other: Stamp, allow_backend_change: bool = Fal
         "train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend go on with it at "
         "your own risk."
     )
-
-
-def latest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `train.resume_from` means.
-
-    That is the folder itself, or the newest stamped one of a run.
-    Raises: CheckpointError when there is none.
-    """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"train.resume_from={path}: no such folder; `make runs` lists the runs"
-        )
-    if (path / "trainer_state.json").exists():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    by_step = {}
-    for child in folder.glob("checkpoint-*"):
-        step = child.name.rpartition("-")[2]
-        if step.isdigit() and (child / NAME).exists():
-            by_step[int(step)] = child
-    if not by_step:
-        raise CheckpointError(
-            f"train.resume_from={path}: holds no complete checkpoint (checkpoint-N/{NAME}); "
-            "choose another run or start anew"
-        )
-    return by_step[max(by_step)]
 
 
 def digest_of_text(*texts: str) -> str:

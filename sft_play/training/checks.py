@@ -41,12 +41,12 @@ def check_engine(model: torch.nn.Module, strategy: str) -> None:
 
 
 def check_finite(model: torch.nn.Module, step: int) -> None:
-    """Raise DivergedError when a trained weight is NaN or infinite.
-
-    Weights that ZeRO-3 partitions are empty here, so they pass.
-    """
+    """Raise DivergedError when a trained weight, or this rank's part of it, is NaN or infinite."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not torch.isfinite(parameter).all():
+        if not parameter.requires_grad:
+            continue
+        own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's part of this rank
+        if not torch.isfinite(own_part(own)).all():
             raise DivergedError(
                 f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower "
                 "TRAIN_LEARNING_RATE"

@@ -5,18 +5,19 @@ from pathlib import Path
 from sft_play.config.schema import Config
 from sft_play.models.export import saved_stops, trained_stops, write_stops
 from sft_play.models.rope import write_rope_beside_adapter
-from sft_play.runs.files import share, write_text
+from sft_play.runs.files import write_text
 from sft_play.runs.model_card import card_text
 from sft_play.runs.report import RunReport
 from sft_play.training.trainer import SftTrainer
 
 
-def describe_weights(weights: Path, config: Config, trainer: SftTrainer, report: RunReport) -> None:
-    """Write it into the folder `weights`, for programs and people."""
+def describe_weights(
+    staged: Path, weights: Path, config: Config, trainer: SftTrainer, report: RunReport
+) -> None:
+    """Write it into the folder `staged`, which will be `weights`, for programs and people."""
     tokenizer = trainer.processing_class
     stops = trained_stops(trainer.train_dataset.samples, tokenizer)
-    write_stops(weights, stops, tokenizer, trainer.model)
-    write_rope_beside_adapter(config, trainer.model.config, weights)
+    write_stops(staged, stops, tokenizer, trainer.model)
+    write_rope_beside_adapter(config, trainer.model.config, staged)
     card = card_text(config, report, saved_stops(stops, tokenizer), weights)
-    write_text(weights / "README.md", card)
-    share(weights)
+    write_text(staged / "README.md", card)

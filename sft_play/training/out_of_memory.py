@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sft_play.errors import CheckpointError
 from sft_play.plan.next_command import after_out_of_memory
-from sft_play.runs import stamp
+from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.report import ComponentBytes, OutOfMemoryReport
 from sft_play.training.context import RunContext
 from sft_play.training.memory import components
@@ -106,11 +105,7 @@ class OutOfMemoryExplainer:
         return measured
 
     def _has_checkpoint(self) -> bool:
-        try:
-            stamp.latest_checkpoint(self.context.folder.path)
-        except CheckpointError:
-            return False
-        return True
+        return has_checkpoint(self.context.folder.path)
 
 
 def _cause(report: OutOfMemoryReport) -> str:

@@ -251,6 +251,7 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
     plan = planned.plan
     return RunReport(
         run=folder.name,
+        run_id=folder.read_report().run_id,
         status="running",
         world_size=plan.ranks.world_size,
         strategy=plan.ranks.strategy,

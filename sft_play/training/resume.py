@@ -3,15 +3,19 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_of
+from sft_play.errors import CheckpointError
 from sft_play.plan.precision import precision
-from sft_play.runs import stamp
-from sft_play.runs.resumed import check_resumable, refuse_other_steps
+from sft_play.runs import checkpoints, stamp
+from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps
 from sft_play.training.context import RunContext
+from sft_play.training.sealed_save import dtypes_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ def make_stamp(
     return {
         **stamp.wanted(config),
         "run": context.folder.path.name,
+        "run_id": context.folder.read_report().run_id,
+        "config": config.model_dump(mode="json"),
         "precision": precision(config),
         "tokenizer_digest": stamp.digest_of_text(vocabulary),
         "template_digest": stamp.digest_of_text(template),
@@ -44,17 +50,50 @@ def make_stamp(
 
 
 def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | None:
-    """Return the checkpoint folder to resume from, None for a new run.
+    """Return the checkpoint folder to resume from, None for a new run. Every rank must call it.
 
-    Raises: CheckpointError when it does not fit this run or is incomplete.
+    What an earlier launch in this folder left half written is removed. The main rank reads all
+    files of the checkpoint before anything is loaded. Raises: CheckpointError when
+    there is none that is whole, or it does not fit this run.
     """
     train = context.config.train
     ranks = context.plan.ranks
+    process = context.process
+    if process.local_rank == 0:
+        for parent in (context.folder.checkpoints, context.folder.path):
+            checkpoints.remove_leftovers(parent, logger.warning)
     if train.resume_from is None:
         return None
-    checkpoint = stamp.latest_checkpoint(Path(train.resume_from))
+    chosen = None
+    if process.is_main:
+        chosen = checkpoints.choose(Path(train.resume_from), logger.warning)
+    checkpoint = process.broadcast(chosen)
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"rank {process.rank}: {checkpoint}, which rank 0 resumes, is not on this machine; "
+            "copy the run's folder here, or use a disk that all machines share"
+        )
     saved = stamp.refuse_mismatch(checkpoint, run_stamp, train.allow_backend_change)
+    Resumed(checkpoint, saved).refuse_changes(context.config)
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
     refuse_other_steps(checkpoint, saved, run_stamp)
-    logger.info("resume from=%s", checkpoint)
+    if process.is_main:
+        logger.info("resume from=%s", checkpoint)
     return checkpoint
+
+
+def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Raise CheckpointError unless a loaded model has the types that the checkpoint was saved with.
+
+    Otherwise its weights would be rounded without a word.
+    """
+    then, now = stamp.read(checkpoint)["dtypes"], dtypes_of(model)
+    if then != now:
+        raise CheckpointError(
+            f"{checkpoint}: its weights are {_words(then)}, and this run loaded {_words(now)}; "
+            "resume it with the versions and the DeepSpeed JSON that it was trained with"
+        )
+
+
+def _words(dtypes: dict[str, Any]) -> str:
+    return ", ".join(f"{kind} {' and '.join(names) or 'none'}" for kind, names in dtypes.items())

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 from accelerate import DistributedDataParallelKwargs
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import rotate_checkpoints
 
 from sft_play.data.collate import Batch, TokenSequence, labelled
 from sft_play.data.order import StepSampler
@@ -28,16 +25,16 @@ from sft_play.models.losses import summed_nll
 from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
 from sft_play.plan.layout import Layout
 from sft_play.runs import stamp
-from sft_play.runs.files import share
+from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.training import sharded
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.checks import check_finite
 from sft_play.training.expert_use import ExpertUse
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.router_loss import RouterLoss
 from sft_play.training.samples import sample_answers
+from sft_play.training.sealed_save import save_sealed
 from sft_play.training.step_log import StepLog
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
@@ -308,28 +305,13 @@ class SftTrainer(Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         started = time.perf_counter()
-        check_finite(self.model, self.state.global_step)
-        save_total_limit = self.args.save_total_limit
-        self.args.save_total_limit = None  # keep older checkpoints until this one is complete
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        try:
-            with self.memory.phase("save"):
-                super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError):
-            # it cannot be used, and on a full disk run.json needs the space
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        finally:
-            self.args.save_total_limit = save_total_limit
-        self.accelerator.wait_for_everyone()  # every rank writes its own files
-        if self.args.should_save:
-            share(folder)
-            # last: its presence marks the checkpoint complete
-            stamp.write(folder, {**self.stamp, "global_step": self.state.global_step})
-            rotate_checkpoints(
-                self.args.output_dir, save_total_limit=save_total_limit, use_mtime=True
-            )
+        with self.memory.phase("save"):
+            save_sealed(self, functools.partial(super()._save_checkpoint, model, trial))
         self.throughput.save_seconds += time.perf_counter() - started
+
+    def _get_output_dir(self, trial: Any) -> str:
+        # what Trainer saves goes to the staging folder, and is published from there
+        return str(Path(super()._get_output_dir(trial)) / STAGING)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; where its trained weights are divided, every rank must call it."""

@@ -26,18 +26,16 @@ from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
-from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedLoss
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.build import build_evaluator, build_trainer
 from sft_play.training.callbacks import BeforeFirstStep, Progress, StopAfter, StopOnSignal
-from sft_play.training.checks import check_engine, check_saved_adapter, check_saved_model
+from sft_play.training.checks import check_engine
 from sft_play.training.collectives import limited
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
-from sft_play.training.describe import describe_weights
 from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
 from sft_play.training.failure_broadcast import FailureBroadcast
 from sft_play.training.held_out import HeldOutEvaluation
@@ -49,8 +47,9 @@ from sft_play.training.preflight import preflight
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.rank_parity import check_equal_ranks, has_equal_copies
 from sft_play.training.recorder import Clock, RunRecorder
-from sft_play.training.reopen import note_reference, reopen_saved
-from sft_play.training.resume import checkpoint_to_resume, make_stamp
+from sft_play.training.reopen import note_reference
+from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
+from sft_play.training.saved_weights import save_weights
 from sft_play.training.summary import summary_lines
 from sft_play.training.trackers import open_trackers
 from sft_play.training.trainer import SftTrainer
@@ -113,7 +112,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
             note_reference(context, held_out)
     observers.close(arguments.settings, held_out.last_scores())
     is_complete = not (stop.stopped or stop_after.stopped)
-    record_experts(trainer, process, recorder)
+    look_at_weights(context, trainer, recorder)
     weights = save_weights(context, trainer, recorder, is_complete)
     clock.lap("save")
     finish(recorder, trainer, reason_of_stop(stop, stop_after))
@@ -167,6 +166,9 @@ def load_weights(
         placed = plan.step.most_layers
         model = load_model(config, context.process, plan.zero_stage, plan.is_fsdp, placed)
     context.memory.note_before_training()
+    if checkpoint is not None:
+        refuse_other_dtypes(checkpoint, model)
+        recorder.note(resumed_from=str(checkpoint))
     if context.process.is_main:
         log_model(model, context)
     recorder.update(fast_path=dataclasses.asdict(fused_kernels_of(model)))
@@ -210,6 +212,12 @@ def before_first_step(
     trainer.step_log.reset(trainer.state.global_step)
 
 
+def look_at_weights(context: RunContext, trainer: SftTrainer, recorder: RunRecorder) -> None:
+    """Check and record what training has made of the weights, before they are saved."""
+    record_experts(trainer, context.process, recorder)
+    compare_ranks(context, trainer, recorder)
+
+
 def record_experts(trainer: SftTrainer, process: Process, recorder: RunRecorder) -> None:
     """Record and log which experts were reached, and which adapters were not trained."""
     if trainer.expert_use is None:
@@ -229,41 +237,6 @@ def compare_ranks(context: RunContext, trainer: SftTrainer, recorder: RunRecorde
     if process.world_size > 1 and has_equal_copies(trainer.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
             check_equal_ranks(trainer.model, process, step)
-
-
-def save_weights(
-    context: RunContext, trainer: SftTrainer, recorder: RunRecorder, is_complete: bool
-) -> Path:
-    """Save adapter/ or model/, read it back, stamp it, and return the folder.
-
-    Raises: CheckpointError, DivergedError, and EnvironmentFault where the ranks' weights differ.
-    """
-    mode = context.config.tuning.mode
-    zero_stage = context.plan.zero_stage
-    weights = context.folder.weights(mode)
-    compare_ranks(context, trainer, recorder)
-    with context.memory.phase("save"):
-        trainer.save_model(str(weights))  # a collective under ZeRO-3; one rank writes
-    if context.process.is_main:
-        with recorder.check(*saved_weights_check(zero_stage)):
-            if mode == "full":
-                check_saved_model(weights, trainer.model, zero_stage)
-            else:
-                check_saved_adapter(weights, trainer.model, zero_stage, is_complete)
-        status = "done" if is_complete else "stopped"
-        step = trainer.state.global_step
-        report = dataclasses.replace(recorder.report, status=status, global_step=step)
-        describe_weights(weights, context.config, trainer, report)
-        reopen_saved(weights, context, trainer, recorder)
-        stamp.write(weights, {**trainer.stamp, "global_step": trainer.state.global_step})
-    return weights
-
-
-def saved_weights_check(zero_stage: int) -> tuple[str, str | None]:
-    """Return the name of the check of the saved weights, and what it leaves out."""
-    if zero_stage == 3:
-        return "the saved weights are finite", "ZeRO-3: not compared with those in memory"
-    return "the saved weights are finite and equal those in memory", None
 
 
 def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:

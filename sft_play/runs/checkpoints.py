@@ -1,0 +1,142 @@
+"""The checkpoints of a run: published whole, found newest first, rotated by step. Loads no torch.
+
+A checkpoint is written into STAGING, sealed there (runs.seal) and renamed to checkpoint-N, so what
+has that name was whole when it got it. Age is the step in the name: clocks go back.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from sft_play.errors import CheckpointError
+from sft_play.runs import seal
+
+STAGING = ".staging"  # folder beside what is published
+ASIDE = ".corrupt"  # ending of a checkpoint that was found damaged
+NAME = re.compile(r"checkpoint-([0-9]{1,12})")
+TRAINER_STATE = "trainer_state.json"
+
+Say = Callable[[str], None]
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in a checkpoint's name, None for another name."""
+    found = NAME.fullmatch(checkpoint.name)
+    return int(found[1]) if found else None
+
+
+def listing(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, the newest step first; damaged ones, too."""
+    found = [path for path in folder.glob("checkpoint-*") if step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of checkpoints of a run's folder, or the folder itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a run has a checkpoint, without reading it."""
+    return any(map(seal.is_sealed, listing(folder_of(path))))
+
+
+def publish(staged: Path, target: Path) -> None:
+    """Seal a staged folder and give it its name, in place of an older folder of that name."""
+    seal.seal(staged)
+    if target.exists():
+        older = staged.with_name(f"{staged.name}.older")
+        shutil.rmtree(older, ignore_errors=True)
+        os.rename(target, older)
+    os.rename(staged, target)
+    seal.sync_folder(target.parent)
+    shutil.rmtree(staged.parent, ignore_errors=True)
+
+
+def rotate(folder: Path, limit: int | None, best_step: int | None = None) -> list[Path]:
+    """Remove the oldest checkpoints over `limit`, and return them.
+
+    The newest, the best and those with a file `pinned` always stay; `limit` counts the first two.
+    """
+    if limit is None:
+        return []
+    sealed = filter(seal.is_sealed, listing(folder))
+    found = [path for path in sealed if not (path / seal.PIN).exists()]
+    kept = {path for path in found if step_of(path) == best_step} | set(found[:1])
+    for path in found:
+        if len(kept) < limit:
+            kept.add(path)
+    removed = [path for path in found if path not in kept]
+    staging = folder / STAGING
+    staging.mkdir(exist_ok=True)
+    for path in removed:
+        os.rename(path, staging / path.name)  # what is half removed has no checkpoint's place
+    shutil.rmtree(staging)
+    return removed
+
+
+def remove_leftovers(folder: Path, say: Say) -> None:
+    """Remove what a run that was killed while it saved has left in a folder of checkpoints."""
+    staging = folder / STAGING
+    leftovers = sorted(staging.iterdir()) if staging.is_dir() else []
+    for path in leftovers:
+        say(f"{path} was half written, or half removed, when its run was killed; it is removed now")
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
+    """Return the checkpoint that `train.resume_from` means: undamaged, the newest of a run.
+
+    A damaged one is set aside, which `say` is told, and the next older one is taken; one that was
+    named itself is refused. Without `reads_all` large files are only measured.
+    Raises: CheckpointError when there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"train.resume_from={path}: no such folder; `make runs` lists the runs"
+        )
+    if _is_checkpoint(path):
+        return _checked(path, say, reads_all)
+    for checkpoint in listing(folder_of(path)):
+        damage = seal.find_damage(checkpoint, reads_all)
+        if damage is None:
+            return checkpoint
+        say(f"{checkpoint}: {damage}; {_set_aside(checkpoint)}, and the next older one is taken")
+    raise CheckpointError(
+        f"train.resume_from={path}: holds no complete checkpoint (checkpoint-N/{seal.NAME}); "
+        "choose another run or start anew"
+    )
+
+
+def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
+    """Return a checkpoint that was named. Raises CheckpointError where it is not whole."""
+    damage = seal.find_damage(checkpoint, reads_all)
+    if damage is None:
+        return checkpoint
+    aside = _set_aside(checkpoint) if step_of(checkpoint) is not None else "it is left as it is"
+    others = listing(checkpoint.parent)
+    advice = f"go on with TRAIN_RESUME_FROM={others[0]}" if others else "there is no other one"
+    raise CheckpointError(f"{checkpoint}: {damage}; {aside}; {advice}")
+
+
+def _set_aside(checkpoint: Path) -> str:
+    """Rename a damaged checkpoint; nothing is deleted. Returns what became of it, in words."""
+    for number in range(1, 1000):
+        ending = ASIDE if number == 1 else f"{ASIDE}-{number}"
+        target = checkpoint.with_name(checkpoint.name + ending)
+        if target.exists():
+            continue
+        try:
+            os.rename(checkpoint, target)
+        except FileNotFoundError:
+            break  # another process has just done so
+        except OSError as error:
+            return f"it cannot be renamed ({error.strerror}) and is skipped"
+        return f"it is {target.name} now"
+    return "it is skipped"
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return step_of(path) is not None or seal.is_sealed(path) or (path / TRAINER_STATE).exists()

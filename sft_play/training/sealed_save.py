@@ -1,0 +1,124 @@
+"""Save a checkpoint or the trained weights whole: in a staging folder, checked, sealed, renamed.
+
+Every rank must call each of these functions. A rank that fails raises, and the failure's broadcast
+ends the others: none passes the barrier before the folder is published.
+"""
+
+import logging
+import math
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sft_play.errors import DivergedError, SftPlayError
+from sft_play.models.sharding import own_part
+from sft_play.process import Process
+from sft_play.runs import checkpoints, stamp
+from sft_play.runs.checkpoints import STAGING
+from sft_play.runs.files import share
+from sft_play.training.checks import check_finite
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def save_sealed(trainer: "SftTrainer", save: Callable[[], None]) -> None:
+    """Publish what `save` writes into the staging folder as checkpoint-N, and remove old ones."""
+    step = trainer.state.global_step
+    check_finite(trainer.model, step)
+    check_finite_optimizer(trainer.optimizer, step)
+    folder = Path(trainer.args.output_dir)
+    limit = trainer.args.save_total_limit
+    trainer.args.save_total_limit = None  # Trainer would count what is staged
+    facts = {
+        **trainer.stamp,
+        "global_step": step,
+        "dtypes": dtypes_of(trainer.model),
+    }
+    try:
+        with published(folder / f"checkpoint-{step}", trainer.process, facts):
+            save()
+    finally:
+        trainer.args.save_total_limit = limit
+    if trainer.args.should_save:
+        checkpoints.rotate(folder, limit, best_step(trainer.state.log_history))
+    trainer.process.gather(None)  # no rank goes on before it can be resumed from
+
+
+@contextmanager
+def published(
+    target: Path, process: Process, facts: stamp.Stamp, keeps_refused: bool = False
+) -> Iterator[Path]:
+    """Yield the staging folder of `target`, which is stamped, sealed and published afterwards.
+
+    With `keeps_refused` what a check inside refuses stays, under the name `<target>.refused`.
+    On machines that do not share the main rank's disk, the first rank publishes its own part.
+    """
+    staged = target.parent / STAGING / target.name
+    mark = staged / f".{secrets.token_hex(8)}"
+    try:
+        staged.mkdir(parents=True, exist_ok=True)
+        if process.is_main:
+            mark.touch()
+        yield staged
+        marks = process.gather(mark)  # every rank has written its own files
+        is_publisher = process.is_main
+        if process.local_rank == 0 and not marks[0].exists():
+            is_publisher = True
+        process.gather(None)  # every rank has looked
+        if process.is_main:
+            mark.unlink()
+        if is_publisher:
+            share(staged)
+            stamp.write(staged, facts)
+            checkpoints.publish(staged, target)
+    except SftPlayError:  # of a check, which the user may judge otherwise
+        if process.is_main and keeps_refused:
+            refused = target.with_name(f"{target.name}.refused")
+            shutil.rmtree(refused, ignore_errors=True)
+            staged.rename(refused)
+            logger.warning("what was refused is in %s", refused)
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    except Exception:
+        # it cannot be used, and on a full disk run.json needs the space
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def check_finite_optimizer(optimizer: Any, step: int) -> None:
+    """Raise DivergedError when a moment of the optimizer is NaN or infinite."""
+    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
+        optimizer = optimizer.optimizer
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            is_number = torch.is_tensor(value) and value.is_floating_point()
+            if is_number and not torch.isfinite(own_part(value)).all():
+                raise DivergedError(
+                    f"the optimizer's {name} holds NaN or infinity at step {step}: the run has "
+                    "diverged; try a lower TRAIN_LEARNING_RATE"
+                )
+
+
+def dtypes_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the types of trained and of frozen weights, as torch names them."""
+    found: dict[str, set[str]] = {"trained": set(), "frozen": set()}
+    for parameter in model.parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        found[kind].add(str(parameter.dtype).removeprefix("torch."))
+    return {kind: sorted(names) for kind, names in found.items()}
+
+
+def best_step(log_history: list[Mapping[str, Any]]) -> int | None:
+    """Return the step with the least loss on the validation rows; None without an evaluation."""
+    scored = [entry for entry in log_history if math.isfinite(entry.get("eval_loss", math.inf))]
+    if not scored:
+        return None
+    return min(scored, key=lambda entry: entry["eval_loss"])["step"]

@@ -1,0 +1,259 @@
+"""Sealed checkpoints: published whole, every damage found and named, rotated by step."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sft_play.errors import CheckpointError, ExitClass
+from sft_play.runs import checkpoints, seal
+
+FILES = {
+    "adapter_model.safetensors": b"weights" * 500,
+    "optimizer.pt": b"moments" * 900,
+    "scheduler.pt": b"schedule",
+    "rng_state.pth": b"random",
+    "trainer_state.json": b'{"global_step": 5}\n',
+    "stamp.json": b'{"backend": "bnb"}\n',
+    "divided_optimizer/.metadata": b"parts",
+    "divided_optimizer/__0_0.distcp": b"part" * 100,
+}
+
+
+def publish(folder: Path, step: int, content: bytes = b"") -> Path:
+    """Publish a checkpoint as a run does."""
+    staged = folder / checkpoints.STAGING / f"checkpoint-{step}"
+    for name, text in FILES.items():
+        path = staged / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text + content)
+    checkpoints.publish(staged, folder / f"checkpoint-{step}")
+    return folder / f"checkpoint-{step}"
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two checkpoints of a run, the older one first."""
+    return publish(tmp_path / "checkpoints", 20), publish(tmp_path / "checkpoints", 40)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_whole_checkpoint_is_chosen(two, tmp_path):
+    (tmp_path / "checkpoints" / "checkpoint-x").mkdir()
+    said: list[str] = []
+    for path in (tmp_path, tmp_path / "checkpoints", two[1]):
+        assert checkpoints.choose(path, said.append) == two[1]
+    assert checkpoints.choose(two[0], said.append) == two[0]
+    assert not said and names_in(two[1].parent) == [
+        "checkpoint-20",
+        "checkpoint-40",
+        "checkpoint-x",
+    ]
+
+
+def test_the_manifest_has_what_sha256sum_says(two):
+    import hashlib
+
+    files = json.loads((two[1] / "MANIFEST.json").read_text())["files"]
+    assert files.keys() == FILES.keys()
+    for name, content in FILES.items():
+        digest = hashlib.sha256(content).hexdigest()
+        assert files[name] == {"size": len(content), "sha256": digest}
+
+
+@pytest.mark.parametrize("name", [*FILES, seal.NAME])
+def test_every_flipped_bit_is_found_and_named_and_the_older_checkpoint_is_taken(
+    two, tmp_path, name
+):
+    older, newest = two
+    path = newest / name
+    content = path.read_bytes()
+    bits = random.Random(name)
+    for _ in range(20):
+        bit = bits.randrange(8 * len(content))
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        said: list[str] = []
+        assert checkpoints.choose(tmp_path, said.append) == older
+        assert len(said) == 1 and said[0].startswith(f"{newest}: {name} "), said
+        assert said[0].endswith(
+            "; it is checkpoint-40.corrupt now, and the next older one is taken"
+        )
+        aside = newest.with_name("checkpoint-40.corrupt")
+        assert (aside / name).read_bytes() == flipped, "nothing is deleted"
+        aside.rename(newest)
+    path.write_bytes(content)
+    assert checkpoints.choose(tmp_path, said.append) == newest
+
+
+def test_a_digest_is_said_with_the_one_that_was_sealed(two):
+    path = two[1] / "optimizer.pt"
+    path.write_bytes(b"M" + path.read_bytes()[1:])
+    damage = seal.find_damage(two[1])
+    sealed = json.loads((two[1] / "MANIFEST.json").read_text())["files"]["optimizer.pt"]["sha256"]
+    found = seal.digest_of_file(path)
+    assert damage == f"optimizer.pt has SHA-256 {found[:12]}, and was sealed with {sealed[:12]}"
+
+
+def truncate(newest: Path, older: Path) -> str:
+    os.truncate(newest / "optimizer.pt", 100)
+    return "optimizer.pt has 100 bytes, and was sealed with 6300"
+
+
+def delete(newest: Path, older: Path) -> str:
+    (newest / "rng_state.pth").unlink()
+    return "rng_state.pth is missing"
+
+
+def delete_manifest(newest: Path, older: Path) -> str:
+    (newest / seal.NAME).unlink()
+    return "MANIFEST.json is missing"
+
+
+def swap(newest: Path, older: Path) -> str:
+    shutil.copy(older / "optimizer.pt", newest / "optimizer.pt")
+    return "optimizer.pt has SHA-256 "
+
+
+def add(newest: Path, older: Path) -> str:
+    (newest / "scaler.pt").write_bytes(b"x")
+    return "scaler.pt is not in MANIFEST.json"
+
+
+def edit_the_list(newest: Path, older: Path) -> str:
+    """Change a file and its digest in the manifest."""
+    path = newest / "scheduler.pt"
+    manifest = newest / seal.NAME
+    before = seal.digest_of_file(path)
+    path.write_bytes(b"Schedule")
+    manifest.write_text(manifest.read_text().replace(before, seal.digest_of_file(path)))
+    return "MANIFEST.json cannot be used (it is not as it was written)"
+
+
+@pytest.mark.parametrize("spoil", [truncate, delete, delete_manifest, swap, add, edit_the_list])
+def test_a_file_that_is_not_the_one_that_was_sealed_is_named(tmp_path, spoil):
+    older = publish(tmp_path / "checkpoints", 20, b"older")
+    newest = publish(tmp_path / "checkpoints", 40)
+    if spoil is swap:
+        shutil.rmtree(older)
+        older = publish(tmp_path / "checkpoints", 20)
+        changed = older / "optimizer.pt"
+        changed.write_bytes(changed.read_bytes()[::-1])
+        seal.seal(older)
+    damage = spoil(newest, older)
+    said: list[str] = []
+    assert checkpoints.choose(tmp_path, said.append) == older
+    assert said[0].startswith(f"{newest}: {damage}"), said
+
+
+def test_large_files_are_measured_alone_where_they_are_not_to_be_read(tmp_path):
+    staged = tmp_path / checkpoints.STAGING / "checkpoint-1"
+    staged.mkdir(parents=True)
+    (staged / "large").write_bytes(bytes(seal.SMALL_BYTES + 1))
+    (staged / "small").write_bytes(bytes(seal.SMALL_BYTES))
+    checkpoints.publish(staged, tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "large").write_bytes(b"x" * (seal.SMALL_BYTES + 1))
+    assert seal.find_damage(tmp_path / "checkpoint-1", reads_all=False) is None
+    assert seal.find_damage(tmp_path / "checkpoint-1").startswith("large has SHA-256")
+    (tmp_path / "checkpoint-1" / "small").write_bytes(b"x" * seal.SMALL_BYTES)
+    damage = seal.find_damage(tmp_path / "checkpoint-1", reads_all=False)
+    assert damage.startswith("small has SHA-256")
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_one_to_take(two):
+    (two[1] / "scheduler.pt").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.choose(two[1], print)
+    assert caught.value.exit_class == ExitClass.CHECKPOINT
+    assert str(caught.value) == (
+        f"{two[1]}: scheduler.pt is missing; it is checkpoint-40.corrupt now; "
+        f"go on with TRAIN_RESUME_FROM={two[0]}"
+    )
+
+
+def test_where_every_checkpoint_is_damaged_all_are_named(two, tmp_path):
+    for path in two:
+        (path / "scheduler.pt").unlink()
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        checkpoints.choose(tmp_path, said.append)
+    assert len(said) == 2
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint-20.corrupt", "checkpoint-40.corrupt"]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder; `make runs`"):
+        checkpoints.choose(tmp_path / "missing", print)
+
+
+def test_what_is_published_again_replaces_what_was_there_and_leaves_nothing(two):
+    publish(two[1].parent, 40, b"again")
+    assert (two[1] / "scheduler.pt").read_bytes() == b"scheduleagain"
+    assert seal.find_damage(two[1]) is None
+    assert names_in(two[1].parent) == ["checkpoint-20", "checkpoint-40"]
+
+
+def test_leftovers_of_a_killed_save_are_removed_with_a_line(two):
+    folder = two[0].parent
+    staged = folder / checkpoints.STAGING / "checkpoint-60"
+    staged.mkdir(parents=True)
+    (staged / "optimizer.pt").write_bytes(b"half")
+    said: list[str] = []
+    checkpoints.remove_leftovers(folder, said.append)
+    assert said == [
+        f"{staged} was half written, or half removed, when its run was killed; it is removed now"
+    ]
+    assert names_in(folder) == ["checkpoint-20", "checkpoint-40"]
+    checkpoints.remove_leftovers(folder, said.append)
+    assert len(said) == 1
+
+
+# Rotation
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "pinned", "kept"),
+    [
+        (None, None, None, [9, 10, 100, 200]),
+        (1, None, None, [200]),
+        (2, None, None, [100, 200]),
+        (9, None, None, [9, 10, 100, 200]),
+        (2, 10, None, [10, 200]),
+        (1, 10, None, [10, 200]),
+        (3, 9, None, [9, 100, 200]),
+        (1, None, 9, [9, 200]),
+        (2, 10, 9, [9, 10, 200]),
+    ],
+)
+def test_rotation_counts_steps_and_keeps_the_newest_the_best_and_the_pinned(
+    tmp_path, limit, best, pinned, kept
+):
+    for age, step in enumerate((200, 100, 10, 9)):
+        path = publish(tmp_path, step)
+        moment = 2_000_000_000 - 1_000_000 * (4 - age)  # the clock went back: 200 is the oldest
+        os.utime(path, (moment, moment))
+    if pinned is not None:
+        (tmp_path / f"checkpoint-{pinned}" / "pinned").touch()
+    checkpoints.rotate(tmp_path, limit, best)
+    assert names_in(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
+
+
+def test_rotation_leaves_what_was_set_aside_and_what_is_not_sealed(two, tmp_path):
+    folder = two[0].parent
+    (folder / "checkpoint-10.corrupt").mkdir()
+    (folder / "checkpoint-99").mkdir()
+    (folder / "notes").mkdir()
+    assert checkpoints.rotate(folder, 1) == [two[0]]
+    assert names_in(folder) == ["checkpoint-10.corrupt", "checkpoint-40", "checkpoint-99", "notes"]
+
+
+def test_a_pinned_checkpoint_is_whole(two):
+    (two[1] / "pinned").touch()
+    assert seal.find_damage(two[1]) is None
