@@ -126,6 +126,30 @@ def test_two_h200s_train_as_fast_as_predicted(
     assert found == pytest.approx(tokens_per_second, rel=TOLERANCE)
 
 
+def measured_on_two() -> list[Any]:
+    cases = json.loads((RESULTS.parent / "scaling-h200.json").read_text())["cases"]
+    return [
+        pytest.param(case, id=f"{case['work']}-{case['strategy']}")
+        for case in cases
+        if case["gpus"] == 2 and case["strategy"] in ("ddp", "fsdp")
+    ]
+
+
+@pytest.mark.parametrize("case", measured_on_two())
+def test_two_h200s_train_fused_as_fast_as_predicted(case: dict[str, Any]) -> None:
+    rows = 32 if "ragged" in case["work"] else 4
+    step_tokens = case["real_tokens"] / case["timed_steps"]
+    work = StepWork(
+        rows=rows,
+        row_tokens=step_tokens / 2 / rows,
+        micro_batches=case["settings"]["micro_batches"],
+        labelled=case["trained_tokens"] / case["real_tokens"],
+    )
+    changes = {"world_size": 2, "mode": "full" if "full" in case["work"] else "lora"}
+    found = speed(work=work, is_fsdp=case["strategy"] == "fsdp", **changes).tokens_per_second
+    assert found == pytest.approx(case["real_tokens"] / case["seconds"], rel=TOLERANCE)
+
+
 # What follows from what
 
 
