@@ -45,7 +45,7 @@ MODULES = 13  # of a block
 MODULES_OF_EXPERTS = 7  # more of a block with experts: sorting, gathering, and their gradients
 MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, the dropout
 # Several GPUs. Two H200s (docs/scaling-h200.md): 8B lora reached 0.98 of twice one under DDP and
-# 0.89 under FSDP, full 0.89; 1B unfused, all checkpointed, 0.95 under DDP, and a step of ZeRO-3 took
+# 0.89 under FSDP, full 0.89; 1B unfused, checkpointed, 0.95 under DDP, and a step of ZeRO-3 took
 # 400 ms (full) and 964 (lora); 8B lora without checkpointing 1,354.
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
 FSDP_SCALING = 0.9  # a larger part where each layer's weights are gathered
