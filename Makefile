@@ -118,7 +118,7 @@ infer: $(ENV) ## answer PROMPT, or each line of standard input, with RUN
 	@$(SFT) infer
 chat: $(ENV) ## chat with RUN; /help lists the commands of a chat
 	@$(SFT) chat
-merge: $(ENV) ## merge RUN's adapter into its base model
+merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
 
 ## Work on SFT-Play

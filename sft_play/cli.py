@@ -349,11 +349,13 @@ def chat(set_: SetOption = None) -> None:
 
 
 @app.command()
-def merge() -> None:
-    """Merge a run's adapter into its base: a model folder that needs no PEFT."""
+def merge(set_: SetOption = None) -> None:
+    """Merge a run's adapter into its base, in MODEL_DTYPE: a model folder that needs no PEFT."""
+    run = use.chosen_run(("adapter",))
+    dtype = use.asked_dtype(run, set_)
     from sft_play.inference.merge import merge_run
 
-    typer.echo(merge_run(use.chosen_run(("adapter",))))
+    _echo_lines(merge_run(run, dtype))
 
 
 def main(words: Sequence[str] | None = None, launched: Launched | None = None) -> None:

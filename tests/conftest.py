@@ -296,3 +296,19 @@ def build_trainer() -> Callable:
         return build_trainer(context, arguments, tokenizer, data, model, run_stamp), data
 
     return build
+
+
+@pytest.fixture(scope="module")
+def opens_here():
+    """Open saved weights in this process: one that imports transformers anew takes seconds."""
+    import sys
+
+    from sft_play.evaluation import plain, reopened
+
+    def run(asked: Path, answered: Path, folder: Path) -> None:
+        changed.setattr(sys, "argv", ["plain.py", str(asked), str(answered)])
+        plain.main()
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(reopened, "_run_script", run)
+        yield

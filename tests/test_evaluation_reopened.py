@@ -2,32 +2,16 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from run_files import run_json
 from safetensors.torch import load_file, save_file
 
-from sft_play.errors import CheckpointError
 from sft_play.evaluation import plain, reopened
 from sft_play.evaluation.reference import Reference
 from sft_play.evaluation.reopened import Folder, reopen
-
-CHECK = "plain transformers opens the saved weights and says the same"
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Run the script here: a process that imports transformers anew takes seconds."""
-
-    def run(asked: Path, answered: Path, folder: Path) -> None:
-        monkeypatch.setattr(sys, "argv", ["plain.py", str(asked), str(answered)])
-        plain.main()
-
-    monkeypatch.setattr(reopened, "_run_script", run)
 
 
 @pytest.fixture
@@ -42,20 +26,8 @@ def opened(weights: Path, reference: Reference):
     return reopen(Folder(weights, "float32", {"": "cpu"}), reference)
 
 
-def test_a_run_opens_what_it_saved_and_prints_what_was_found(plan_run, run_worker):
-    folder = plan_run({"train.reopen_saved": True})
-    assert run_worker(folder) == 0
-    (check,) = [check for check in run_json(folder)["checks"] if check["name"] == CHECK]
-    assert check["passed"]
-    log = (folder.path / "logs" / "rank-0.log").read_text()
-    line = next(line for line in log.splitlines() if "adapter eval_loss=" in line)
-    assert line.endswith("top-1 agreement=1.000 KL=0.0e+00 (at most 1e-06) stops=6/6")
-    loss = run_json(folder)["metrics"]["after"]["eval_loss"]
-    assert f"eval_loss={loss:.4f} (run {loss:.4f})" in line, "six rows are all of the test rows"
-
-
 @pytest.mark.parametrize("mode", ["full", "qlora"])
-def test_a_clean_folder_passes(finished, in_this_process, mode):
+def test_a_clean_folder_passes(finished, opens_here, mode):
     folder = finished(mode)
     quantization = {
         "load_in_4bit": True,
@@ -70,7 +42,7 @@ def test_a_clean_folder_passes(finished, in_this_process, mode):
     assert found.faults() == [] and found.kl < 1e-9 and found.agreement == 1
 
 
-def test_weights_that_changed_are_found(copied, in_this_process):
+def test_weights_that_changed_are_found(copied, opens_here):
     weights, reference = copied
     file = weights / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -80,7 +52,7 @@ def test_weights_that_changed_are_found(copied, in_this_process):
     assert found.kl > 1e-4 and found.faults()[0].startswith("KL=")
 
 
-def test_the_eos_of_the_base_left_in_place_is_found(copied, in_this_process):
+def test_the_eos_of_the_base_left_in_place_is_found(copied, opens_here):
     weights, reference = copied
     path = weights / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 3}))
@@ -88,19 +60,11 @@ def test_the_eos_of_the_base_left_in_place_is_found(copied, in_this_process):
     assert found.faults() == ["generation runs on behind the trained stop of 6 rows"]
 
 
-def test_a_template_that_changed_is_found(copied, in_this_process):
+def test_a_template_that_changed_is_found(copied, opens_here):
     weights, reference = copied
     path = weights / "chat_template.jinja"
     path.write_text("Answer now. " + path.read_text())
     assert opened(weights, reference).faults() == ["the chat template writes 2 prompts otherwise"]
-
-
-@pytest.mark.long
-def test_a_folder_that_cannot_be_opened_is_class_12_with_the_reason(copied):
-    weights, reference = copied
-    (weights / "adapter_model.safetensors").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="transformers cannot open and use it: "):
-        opened(weights, reference)
 
 
 def test_the_divergence_is_that_of_the_whole_vocabulary_where_all_tokens_are_kept():

@@ -7,15 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from run_files import run_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.data.rows import Message
-from sft_play.errors import CheckpointError, ConfigError
+from sft_play.errors import CheckpointError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import Answer
 from sft_play.inference import chat
@@ -253,100 +251,3 @@ def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):
     (copied.path / "config.yaml").write_text(config.replace(str(tiny_base), str(other)))
     with pytest.raises(CheckpointError, match="base_digest"):
         load_run(copied, "cpu")
-
-
-# Merging
-
-
-def logits(model, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits.float()
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(8, 500, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-def test_a_merged_model_computes_what_the_adapter_does(finished, ids):
-    folder = finished("lora")
-    assert merge_run(folder) == f"merged {folder.path / 'merged'}"
-    merged = AutoModelForCausalLM.from_pretrained(folder.path / "merged")
-    assert merged.dtype == torch.float32, "the base is stored in float32"
-    adapted = load_run(folder, "cpu").model
-    with adapted.disable_adapter():
-        base = logits(adapted, ids)
-    expected = logits(adapted, ids)
-    assert (expected - base).abs().max() > 0.1, "an adapter that does nothing proves nothing"
-    assert (
-        logits(merged, ids) - expected
-    ).abs().max() < 1e-5  # (W + BA)x for Wx + B(Ax), in float32
-
-
-def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(finished, tokenizer):
-    folder = finished("lora")
-    merge_run(folder)
-    target = folder.path / "merged"
-    own = AutoTokenizer.from_pretrained(target)
-    assert own.chat_template == tokenizer.chat_template and own.get_vocab() == tokenizer.get_vocab()
-    stamp = json.loads((target / "stamp.json").read_text())
-    assert stamp["merged"] is True and stamp["mode"] == "lora" and stamp["global_step"] == 3
-    assert not list(target.glob("adapter*"))
-    weights = load_file(target / "model.safetensors")
-    assert (
-        weights.keys()
-        == load_file(Path(folder.read_config().model.name) / "model.safetensors").keys()
-    )
-
-
-def test_a_base_in_bfloat16_is_merged_in_float32_and_stored_in_bfloat16(
-    plan_run, run_worker, tiny_base, tmp_path
-):
-    base = shutil.copytree(tiny_base, tmp_path / "base")
-    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    folder = plan_run({"model.name": base, "train.predict_with_generate": False})
-    assert run_worker(folder) == 0
-    merge_run(folder)
-    before, after = (
-        load_file(base / "model.safetensors"),
-        load_file(folder.path / "merged" / "model.safetensors"),
-    )
-    adapter = load_file(folder.weights("lora") / "adapter_model.safetensors")
-    name, scale = "model.layers.1.mlp.up_proj", 32 / 16  # alpha / r
-    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
-    # one rounding, of the sum: torch.equal allows no second one
-    assert torch.equal(
-        after[f"{name}.weight"], (before[f"{name}.weight"].float() + scale * (b @ a)).bfloat16()
-    )
-    assert not torch.equal(after[f"{name}.weight"], before[f"{name}.weight"])
-
-
-def test_a_4_bit_adapter_is_merged_into_the_unquantised_base(finished, tiny_base):
-    folder = finished("qlora")
-    merge_run(folder)
-    merged = load_file(folder.path / "merged" / "model.safetensors")
-    base = load_file(tiny_base / "model.safetensors")
-    adapter = load_file(folder.weights("qlora") / "adapter_model.safetensors")
-    a, b = (
-        adapter[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"]
-        for part in "AB"
-    )
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.allclose(
-        merged[name], base[name] + 2 * (b @ a), atol=1e-7
-    )  # float32, weights of 0.02
-    assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
-
-
-def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tiny_base):
-    folder = finished("full")
-    with pytest.raises(ConfigError, match="is a plain model already"):
-        merge_run(folder)
-    trained, base = (
-        load_file(path / "model.safetensors") for path in (folder.weights("full"), tiny_base)
-    )
-    assert trained.keys() == base.keys() and not any(
-        torch.equal(trained[name], base[name]) for name in base
-    )
-    assert AutoTokenizer.from_pretrained(folder.weights("full")).chat_template

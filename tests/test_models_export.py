@@ -74,7 +74,7 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(base, plan_run, run_worker):
+def trained(base, plan_run, run_worker, opens_here):
     """Return a function that gives the finished run of a mode, the same one to every test."""
     runs = {}
 

@@ -61,6 +61,13 @@ def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) ->
     return loaded.with_values(changes)
 
 
+def asked_dtype(run: RunFolder, overrides: Sequence[str] | None) -> str | None:
+    """Return the type in which merged weights are to be stored, None for the base's own."""
+    asked = settings_of(run, "merge", overrides)
+    dtype = asked.config.model.dtype
+    return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
+
+
 def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for words of --set that a target does not read."""
     problems = []

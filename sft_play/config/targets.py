@@ -75,7 +75,7 @@ READS: dict[str, frozenset[str]] = {
     "eval": SCORES,
     "infer": ANSWERS | {"PROMPT", "DATA_SYSTEM_PROMPT"},
     "chat": ANSWERS | {"DATA_SYSTEM_PROMPT"},
-    "merge": OUTPUTS | {"RUN"},
+    "merge": OUTPUTS | {"RUN", "MODEL_DTYPE"},
     "embedded": NOTHING,
     "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
     "bench-data": NOTHING,

@@ -1,31 +1,92 @@
-"""Merge a run's adapter into its base model, and save the result as a plain model folder."""
+"""Merge a run's adapter into its base model: measured before it is published as a plain folder."""
 
+import logging
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
 import torch
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from sft_play.config.schema import Config
 from sft_play.data.render import stop_ids
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.inference.load import config_of_weights, load_adapter, quiet_libraries
+from sft_play.evaluation.reference import Reference, make_reference
+from sft_play.evaluation.reopened import Folder, Reopened, reopen
+from sft_play.inference.adapter_checks import refuse_other_adapter
+from sft_play.inference.evaluate import prepared_data
+from sft_play.inference.load import config_of_weights, load_run, quiet_libraries
+from sft_play.models import bnb
 from sft_play.models.export import read_stops, saved_stops, write_stops
-from sft_play.models.load import load_base
-from sft_play.process import Process
+from sft_play.models.load import weight_dtype
+from sft_play.models.merging import CannotStream, Merge, merge_files
+from sft_play.models.merging_whole import merge_whole
+from sft_play.plan.precision import precision
+from sft_play.process import DTYPES
 from sft_play.runs import stamp
-from sft_play.runs.files import share, write_text
+from sft_play.runs.files import share, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_card import card_text
 
+logger = logging.getLogger(__name__)
 
-def merge_run(folder: RunFolder) -> str:
-    """Merge a run's adapter into its unquantised base, on the CPU; return the line to print.
+REPORT = "merge_report.json"
+IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from the disk where no GPU has room
+ROOM = 1.3  # times the weights: what scoring needs
 
-    The result is merged/ in the run folder. Each weight is summed in float32 and stored in the
-    base's dtype, so that the folder is as large as the base. A qlora adapter is merged into the
-    unquantised weights too: merging into 4-bit weights would round the update away.
 
-    Raises: ConfigError for a run that trained every weight; CheckpointError for an incomplete
-    adapter.
+@dataclass(frozen=True)
+class Candidate:
+    """One way to merge, and what came of it."""
+
+    base: str  # which base weights, in words
+    folder: Path
+    found: Reopened
+    way: str  # how it was merged, in words
+
+
+def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
+    """Merge a run's adapter into its base; return the lines to print.
+
+    The result is merged/ in the run folder, in `dtype` or the base's own. Plain transformers opens
+    it in a fresh process and scores held-out rows; what is not the evaluated model is not
+    published. A qlora adapter is merged into the base as stored and into the base as training
+    rounded it to 4 bits, and the better one is kept.
+
+    Raises: ConfigError for a run that trained every weight; CheckpointError for an adapter that is
+    incomplete or not the run's, and for a merge beyond the bound.
     """
     config = folder.read_config()
+    weights = checked_adapter(folder, config)
+    run_stamp = stamp.refuse_mismatch(weights, stamp.wanted(config))
+    refuse_other_adapter(weights, config)
+    reference = Reference.read(folder.evaluation) or reference_of(folder, config)
+    merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
+    if config.tuning.mode == "qlora":
+        merges["rounded to 4 bits"] = with_rounded_base(merges["as stored"])
+    candidates: list[Candidate] = []
+    try:
+        for base, merge in merges.items():
+            staging = folder.path / f".merged-{len(candidates)}"
+            candidates.append(merged_candidate(folder, base, merge, staging, reference))
+        best = min(candidates, key=lambda candidate: candidate.found.kl)
+        write_json(folder.path / REPORT, report_of(folder, candidates, best))
+        refuse_beyond_bound(folder, best)
+        stamp.write(best.folder, {**run_stamp, "merged": True})
+        publish(best.folder, folder.path / "merged")
+    finally:
+        for number in range(len(merges)):
+            shutil.rmtree(folder.path / f".merged-{number}", ignore_errors=True)
+    return lines_of(folder, candidates, best)
+
+
+def checked_adapter(folder: RunFolder, config: Config) -> Path:
+    """Return the folder of a run's adapter. Raises: ConfigError, CheckpointError where none is."""
     if config.tuning.mode == "full":
         raise ConfigError(
             f"{folder.path} trained every weight: {folder.weights('full')} is a plain model already"
@@ -36,20 +97,142 @@ def merge_run(folder: RunFolder) -> str:
             f"{folder.path} has no {weights.name}/ to merge; choose a finished run with RUN=, "
             "make runs lists them"
         )
-    run_stamp = stamp.refuse_mismatch(weights, stamp.wanted(config))
-    target = folder.path / "merged"
-    lora = config.tuning.model_copy(update={"mode": "lora"})
-    unquantised = config.model_copy(update={"tuning": lora})
+    return weights
+
+
+def reference_of(folder: RunFolder, config: Config) -> Reference:
+    """Return what the run's own model says of its test rows, for a run that did not write it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trained = load_run(folder, device)
+    split = prepared_data(folder, config, trained.tokenizer).test
+    reference = make_reference(
+        trained.model, split, trained.tokenizer, trained.process, config.data.system_prompt
+    )
+    if reference is None:
+        raise CheckpointError(
+            f"{folder.path}: no test row has an answer among its first tokens, so a merge cannot "
+            "be measured"
+        )
+    reference.write(folder.evaluation)
+    return reference
+
+
+def with_rounded_base(merge: Merge) -> Merge:
+    """Return a merge into the base as a 4-bit run computes with it."""
+    compute_dtype = DTYPES[precision(merge.config)]
+    quantization: BitsAndBytesConfig = bnb.quantization_config(merge.config, compute_dtype, 0)
+    return Merge(
+        merge.config,
+        merge.adapter,
+        merge.dtype,
+        quantization,
+        weight_dtype(merge.config, compute_dtype),
+    )
+
+
+def merged_candidate(
+    folder: RunFolder, base: str, merge: Merge, staging: Path, reference: Reference
+) -> Candidate:
+    """Merge into a staging folder, complete it, and let plain transformers score it."""
+    shutil.rmtree(staging, ignore_errors=True)
+    refuse_full_disk(merge.config, folder.path)
+    started = time.perf_counter()
     with quiet_libraries():
-        base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
-        adapted = load_adapter(base, weights)
-        merged = adapted.merge_and_unload()  # in float32, the dtype of the adapter
-        merged.save_pretrained(target)
-    tokenizer = load_tokenizer(config_of_weights(config, weights))
-    stops = list(read_stops(weights)) or sorted(stop_ids(tokenizer))
-    write_stops(target, stops, tokenizer, merged)
-    card = card_text(config, folder.read_report(), saved_stops(stops, tokenizer), target)
+        try:
+            model = merge_files(merge, staging)
+            way = "tensor by tensor"
+        except CannotStream as reason:
+            model = merge_whole(merge, staging)
+            way = f"whole in memory: {reason}"
+    describe(folder, merge, model, staging)
+    del model
+    way += f", {time.perf_counter() - started:.0f} s"
+    with tempfile.TemporaryDirectory() as offload_folder:
+        opened = stranger_of(staging, merge.config, Path(offload_folder))
+        return Candidate(base, staging, reopen(opened, reference), way)
+
+
+def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Path) -> None:
+    """Write tokenizer, stops and README.md beside merged weights."""
+    tokenizer = load_tokenizer(config_of_weights(merge.config, merge.adapter))
+    stops = list(read_stops(merge.adapter)) or sorted(stop_ids(tokenizer))
+    write_stops(target, stops, tokenizer, model)
+    published = folder.path / "merged"
+    card = card_text(merge.config, folder.read_report(), saved_stops(stops, tokenizer), published)
     write_text(target / "README.md", card)
     share(target)
-    stamp.write(target, {**run_stamp, "merged": True})
-    return f"merged {target}"
+
+
+def stranger_of(target: Path, config: Config, offload_folder: Path) -> Folder:
+    """Return how merged weights are loaded to be scored: on a GPU, in memory or from the disk."""
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    device = "disk"
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size:
+        device = "cuda:0"
+    elif size < min(IN_MEMORY_BYTES, psutil.virtual_memory().available / ROOM):
+        device = "cpu"
+    return Folder(
+        target,
+        "auto",
+        {"": device},
+        trust_remote_code=config.model.trust_remote_code,
+        offload_folder=offload_folder if device == "disk" else None,
+    )
+
+
+def refuse_beyond_bound(folder: RunFolder, best: Candidate) -> None:
+    """Raise CheckpointError for a merge that is not the evaluated model."""
+    faults = best.found.faults()
+    if faults:
+        raise CheckpointError(
+            f"{folder.path}: the merged weights are not the model that was evaluated: "
+            f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures"
+        )
+
+
+def refuse_full_disk(config: Config, path: Path) -> None:
+    """Raise CheckpointError where the disk has no room for another copy of the base."""
+    base = Path(config.model.name)
+    needed = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    free = shutil.disk_usage(path).free
+    if free < ROOM * needed:
+        raise CheckpointError(
+            f"{path}: merging writes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of the disk "
+            "are free; make room, or set TRAIN_OUTPUT_DIR to another disk"
+        )
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Give a complete folder its name; an older one goes once the new one is there."""
+    old = target.with_name(f".{target.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def report_of(folder: RunFolder, candidates: list[Candidate], best: Candidate) -> dict[str, Any]:
+    """Return the content of merge_report.json."""
+    return {
+        "run": folder.name,
+        "candidates": {
+            candidate.base: {**candidate.found.as_json(), "merged": candidate.way}
+            for candidate in candidates
+        },
+        "kept": None if best.found.faults() else best.base,
+        "why_not": best.found.faults(),
+    }
+
+
+def lines_of(folder: RunFolder, candidates: list[Candidate], best: Candidate) -> list[str]:
+    """Return what is printed."""
+    lines = []
+    if len(candidates) > 1:
+        for candidate in candidates:
+            kept = ", kept" if candidate is best else ""
+            lines.append(
+                f"base {candidate.base}: KL={candidate.found.kl:.1e} "
+                f"top-1 agreement={candidate.found.agreement:.3f}{kept}"
+            )
+    return [*lines, best.found.line("merged"), f"merged {folder.path / 'merged'} ({best.way})"]

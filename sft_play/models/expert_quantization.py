@@ -158,6 +158,25 @@ def pack_linears(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> No
     model.hf_quantizer = quantizer
 
 
+def packed_names(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> set[str]:
+    """Return the names of the parameters that a 4-bit model of this kind packs.
+
+    The model may have adapters and no weights.
+    """
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config))
+    names = {
+        weight.name
+        for weight in expert_weights(empty)
+        if _is_packable(empty.get_submodule(weight.module_name), weight.parameter_name)
+    }
+    ExpertQuantizer(quantization, pre_quantized=False).preprocess_model(empty, device_map=None)
+    for name, module in empty.named_modules():
+        if isinstance(module, Linear4bit):
+            names.add(f"{name}.weight")
+    return names
+
+
 def unpack_on_access(model: nn.Module) -> None:
     """Let every packed parameter be read in 16 bits by its name."""
     for weight in expert_weights(model):

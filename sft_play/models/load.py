@@ -109,9 +109,9 @@ def load_base(
     if config.tuning.mode == "qlora":
         quantization = bnb.quantization_config(config, process.compute_dtype, zero_stage)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
-    stored = _stored_config(config)
-    is_mxfp4 = _stored_format(stored) == MXFP4
-    options = _loading_options(config, stored)
+    stored = stored_config(config)
+    is_mxfp4 = stored_format(stored) == MXFP4
+    options = loading_options(config, stored)
     options["dtype"] = base_dtype
     options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
     devices = placement.device_map_of(config, process, stored, most_layers)
@@ -147,7 +147,7 @@ def load_base(
     return model
 
 
-def _loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:
+def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:
     """Return what config.model asks of transformers' loader besides types and devices."""
     options: dict[str, Any] = {}
     if config.model.rope_scaling.rope_type and stored is not None:
@@ -211,7 +211,7 @@ def _finish_mxfp4(
     )
 
 
-def _stored_config(config: Config) -> PretrainedConfig | None:
+def stored_config(config: Config) -> PretrainedConfig | None:
     """Return the config of the base's files, None where loading the weights will say why not."""
     model = config.model
     try:
@@ -222,7 +222,7 @@ def _stored_config(config: Config) -> PretrainedConfig | None:
         return None
 
 
-def _stored_format(stored: PretrainedConfig | None) -> str | None:
+def stored_format(stored: PretrainedConfig | None) -> str | None:
     """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
     quantization = getattr(stored, "quantization_config", None)
     return quantization["quant_method"] if quantization else None

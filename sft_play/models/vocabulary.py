@@ -119,7 +119,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
 
 def find_matrices(config: Config) -> VocabularyMatrices:
     """Return the embedding and the output head of a model's safetensors files."""
-    files = _tensor_files(config)
+    files = tensor_files(config)
     embedding = _find_matrix(files, EMBEDDINGS)
     if embedding is None:
         logger.info(
@@ -130,7 +130,7 @@ def find_matrices(config: Config) -> VocabularyMatrices:
     return VocabularyMatrices(embedding, _find_matrix(files, HEADS))
 
 
-def _tensor_files(config: Config) -> dict[str, Path]:
+def tensor_files(config: Config) -> dict[str, Path]:
     """Return the file of each tensor that is on disk.
 
     As in transformers, a single weight file is preferred to an index of shards.

@@ -1,0 +1,397 @@
+"""Merge an adapter into its base, a tensor at a time: read, changed, written.
+
+The model and its adapter are built without weights. PEFT's own layers compute each merged weight,
+in float32, from the tensor that is read; every other tensor is copied. So the memory is that of one
+shard and the adapter, whatever the size of the base.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from bitsandbytes import functional as bnb_functional
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError
+from sft_play.models.expert_adapters import ADAPTER, load_adapter
+from sft_play.models.expert_quantization import pack, packed_names
+from sft_play.models.load import loading_options, stored_config, stored_format
+from sft_play.models.vocabulary import tensor_files
+from sft_play.runs.files import write_json
+
+SHARD_BYTES = 1 << 30
+INDEX = "model.safetensors.index.json"
+Change = Callable[[Tensor], Tensor]  # of a weight in float32
+
+
+class CannotStream(Exception):
+    """The base's files do not hold the model's tensors one by one; its text says why."""
+
+
+@dataclass
+class Skeleton:
+    """A model with its adapter, whose base weights are not in memory."""
+
+    model: PreTrainedModel
+    changes: dict[str, Change]  # by the name of the changed parameter
+    deltas: dict[str, Callable[[], Tensor]]  # of experts' parameters: what is added
+    head_unties: bool  # the output head changed, and was the embedding before
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How an adapter becomes part of its base."""
+
+    config: Config
+    adapter: Path
+    dtype: torch.dtype | None = None  # of what is written; None is that of each tensor of the base
+    quantization: BitsAndBytesConfig | None = None  # round the base as training did
+    base_dtype: torch.dtype | None = None  # of the weights that were packed in training
+
+
+@dataclass
+class ShardWriter:
+    """Writes tensors to files of at most SHARD_BYTES, and the index of them."""
+
+    folder: Path
+    names: list[list[str]] = field(default_factory=list)  # of the tensors of each written file
+    total: int = 0
+    _held: dict[str, Tensor] = field(default_factory=dict)
+    _bytes: int = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor. Raises: CheckpointError where it holds NaN or infinity."""
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{name}: the merged weight holds NaN or infinity")
+        size = tensor.nbytes
+        if self._held and self._bytes + size > SHARD_BYTES:
+            self._flush()
+        self._held[name] = tensor.contiguous()
+        self._bytes += size
+
+    def close(self) -> None:
+        """Write what is left, give the files their names, and write the index."""
+        self._flush()
+        count = len(self.names)
+        where: dict[str, str] = {}
+        for number, names in enumerate(self.names, 1):
+            name = f"model-{number:05d}-of-{count:05d}.safetensors"
+            name = "model.safetensors" if count == 1 else name
+            self._part(number).rename(self.folder / name)
+            where.update(dict.fromkeys(names, name))
+        if count > 1:
+            metadata = {"total_size": self.total}
+            write_json(self.folder / INDEX, {"metadata": metadata, "weight_map": where})
+
+    def _flush(self) -> None:
+        self.names.append(list(self._held))
+        self.total += self._bytes
+        save_file(self._held, self._part(len(self.names)), metadata={"format": "pt"})
+        self._held, self._bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+
+def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
+    """Write the merged weights and config.json to `target`; return the model without weights.
+
+    Raises: CannotStream, before anything is written; CheckpointError for a broken adapter.
+    """
+    files = tensor_files(merge.config)
+    skeleton = build_skeleton(merge)
+    sources = sources_of(skeleton, files)
+    packed: set[str] = set()
+    if merge.quantization is not None:
+        packed = packed_names(skeleton.model, merge.quantization)
+        if any(name in skeleton.deltas for name in packed):
+            raise CannotStream("experts that were packed in 4 bits are packed together")
+    target.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(target)
+    for name, tensor in read_in_order(files):
+        parameter = sources.get(name)
+        merged = tensor
+        if parameter in packed:
+            merged = rounded(tensor.to(merge.base_dtype), merge.quantization)
+        if parameter in skeleton.deltas:
+            merged = merged.float() + _pieces(skeleton, parameter)[name]
+        elif parameter in skeleton.changes:
+            merged = skeleton.changes[parameter](in_float32(merged))
+        writer.add(name, merged.to(_dtype_of(tensor, merge)))
+        if skeleton.head_unties and parameter == embedding_name(skeleton.model):
+            head = head_name(skeleton.model)
+            writer.add(
+                head, skeleton.changes[head](in_float32(tensor)).to(_dtype_of(tensor, merge))
+            )
+    writer.close()
+    _write_config(skeleton, merge, target)
+    return skeleton.model
+
+
+def build_skeleton(merge: Merge) -> Skeleton:
+    """Return the model and what the adapter changes in it.
+
+    Raises: CannotStream where the model cannot be built so; CheckpointError for an adapter that
+    lacks tensors.
+    """
+    stored = stored_config(merge.config)
+    if stored is None or stored_format(stored) is not None:
+        raise CannotStream("the base's files are quantised")
+    options = loading_options(merge.config, stored)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            options.get("config", stored),
+            trust_remote_code=merge.config.model.trust_remote_code,
+            dtype=torch.float32,
+        )
+    without_memory(model)
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    adapted = load_adapter(model, merge.adapter)
+    refuse_missing(adapted, merge.adapter)
+    changes, deltas = changes_of(adapted)
+    head = head_name(model)
+    head_unties = False
+    if is_tied and head in changes:
+        head_unties = isinstance(_module(adapted, head), LoraLayer)
+        if not head_unties:
+            del changes[head]  # written as the embedding
+    return Skeleton(model, changes, deltas, head_unties)
+
+
+def without_memory(model: PreTrainedModel) -> None:
+    """Put zeros that share one element in the place of a model's weights on the meta device.
+
+    PEFT moves adapters to the device of their weight, and would lose them to the meta device.
+    """
+    zero = torch.zeros(())
+    made: dict[int, nn.Parameter] = {}  # by identity: tied weights stay tied
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in made:
+                empty = nn.Parameter(zero.expand(parameter.shape), requires_grad=False)
+                made[id(parameter)] = made[id(empty)] = empty
+            if parameter is not None:
+                module._parameters[name] = made[id(parameter)]
+
+
+def refuse_missing(adapted: PeftModel, folder: Path) -> None:
+    """Raise CheckpointError where an adapter's file lacks what its config names."""
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
+        missing = sorted(wanted.keys() - set(file.keys()))
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the adapter's file lacks {len(missing)} tensors that were trained, "
+            f"{missing[0]} first; its run has the same in checkpoints/"
+        )
+
+
+def changes_of(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:
+    """Return what an adapter does to each parameter of its base."""
+    changes: dict[str, Change] = {}
+    deltas: dict[str, Callable[[], Tensor]] = {}
+    for path, module in adapted.base_model.model.named_modules():
+        name = path.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper):
+            delta = functools.partial(module.get_delta_weight, ADAPTER)
+            deltas[f"{name}.{module.parameter_name}"] = delta
+        elif isinstance(module, LoraLayer):
+            changes[f"{name}.weight"] = functools.partial(_merged, module)
+        elif isinstance(module, TrainableTokensWrapper):
+            changes[f"{name}.weight"] = functools.partial(_with_rows, module.token_adapter, name)
+        elif isinstance(module, ModulesToSaveWrapper):
+            for part, trained in module.modules_to_save[ADAPTER].named_parameters():
+                changes[f"{name}.{part}"] = functools.partial(_replaced, trained, f"{name}.{part}")
+    return changes, deltas
+
+
+def sources_of(skeleton: Skeleton, files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the model's parameter by the name of each tensor in the base's files.
+
+    Raises: CannotStream where a changed parameter is not there as such.
+    """
+    if not files:
+        raise CannotStream("the base has no safetensors files here")
+    shapes = shapes_of(files)
+    sources: dict[str, str] = {}
+    for name, parameter in _named_as_loaded(skeleton.model).items():
+        for piece, tensor in _in_files(skeleton.model, name, parameter).items():
+            if shapes.get(piece) == tuple(tensor.shape):
+                sources[piece] = name
+    known = set(sources.values())
+    wanted = {*skeleton.changes, *skeleton.deltas}
+    if skeleton.head_unties:
+        wanted -= {head_name(skeleton.model)}
+    missing = sorted(wanted - known)
+    if missing:
+        raise CannotStream(f"{missing[0]} is not in the base's files by itself")
+    return sources
+
+
+def shapes_of(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
+def read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of files. A file is opened anew after SHARD_BYTES: its pages are freed."""
+    by_file: dict[Path, list[str]] = {}
+    for name, path in files.items():
+        by_file.setdefault(path, []).append(name)
+    for path, names in by_file.items():
+        remaining = iter(names)
+        name = next(remaining, None)
+        while name is not None:
+            read = 0
+            with safe_open(path, framework="pt") as file:
+                while name is not None and read < SHARD_BYTES:
+                    tensor = file.get_tensor(name)
+                    read += tensor.nbytes
+                    yield name, tensor
+                    del tensor
+                    name = next(remaining, None)
+
+
+def rounded(weight: Tensor, quantization: BitsAndBytesConfig) -> Tensor:
+    """Return a weight as a 4-bit base computes with it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed = pack(weight.to(device), quantization)
+    return bnb_functional.dequantize_4bit(packed.data, packed.quant_state).to(weight.device)
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """Return a copy in float32: PEFT adds to the tensor that it is given."""
+    return tensor.to(torch.float32, copy=True)
+
+
+def head_name(model: PreTrainedModel) -> str:
+    """Return the name of the output head's weight."""
+    return f"{_name_of(model, model.get_output_embeddings())}.weight"
+
+
+def embedding_name(model: PreTrainedModel) -> str:
+    """Return the name of the embedding's weight."""
+    return f"{_name_of(model, model.get_input_embeddings())}.weight"
+
+
+def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
+    """Return what PEFT merges into a linear layer's weight."""
+    base = layer.get_base_layer()
+    empty = base.weight
+    base.weight = nn.Parameter(weight, requires_grad=False)
+    layer.merge(adapter_names=[ADAPTER])
+    merged = base.weight.data
+    layer.merged_adapters.clear()
+    base.weight = empty
+    return merged
+
+
+def _with_rows(adapter: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Return an embedding or head with the rows of trained tokens."""
+    rows = adapter.trainable_tokens_delta[ADAPTER].data
+    index = torch.tensor(adapter.token_indices[ADAPTER])
+    if int(index.max()) >= len(weight):
+        raise CheckpointError(
+            f"{name}: the adapter trained the row of token {int(index.max())}, and the base has "
+            f"{len(weight)} rows; merge it into the base that it was trained on"
+        )
+    return weight.index_copy(0, index, rows.to(weight))
+
+
+def _replaced(trained: Tensor, name: str, weight: Tensor) -> Tensor:
+    """Return a weight that was trained whole."""
+    if trained.shape != weight.shape:
+        raise CheckpointError(
+            f"{name}: the adapter holds {tuple(trained.shape)}, and the base has "
+            f"{tuple(weight.shape)}; merge it into the base that it was trained on"
+        )
+    return trained.detach().float()
+
+
+def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
+    """Return what is added to each tensor of a parameter that is in several; the last is kept."""
+    kept = vars(skeleton).setdefault("pieces", {})
+    if parameter not in kept:
+        while len(kept) > 1:  # a layer's experts are two parameters
+            kept.pop(next(iter(kept)))
+        delta = skeleton.deltas[parameter]().detach().float()
+        kept[parameter] = _in_files(skeleton.model, parameter, delta)
+    return kept[parameter]
+
+
+def _in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a parameter as transformers saves it: under another name, or in pieces."""
+    if getattr(model, "_weight_conversions", None) is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        kept = [entry for entry in conversions if not isinstance(entry, PrefixChange)]
+        model._weight_conversions = kept
+    if not model._weight_conversions:
+        return {name: tensor}
+    try:
+        return revert_weight_conversion(model, {name: tensor})
+    except (RuntimeError, ValueError, KeyError, IndexError):
+        return {}  # it is saved together with others
+
+
+def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors of a model without those of its adapter, by their names without it."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if any(part in name for part in ("lora_", "modules_to_save", "token_adapter.trainable")):
+            continue
+        plain = name.replace(".base_layer", "").replace(".original_module", "")
+        named[plain.replace(".token_adapter", "")] = tensor
+    return named
+
+
+def _write_config(skeleton: Skeleton, merge: Merge, target: Path) -> None:
+    config = skeleton.model.config
+    dtypes = {
+        dtype for path in target.glob("*.safetensors") for dtype in _float_types(path) if dtype
+    }
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.dtype = merge.dtype or (dtypes.pop() if len(dtypes) == 1 else None) or part.dtype
+        if skeleton.head_unties:
+            part.tie_word_embeddings = False
+    config.architectures = [type(skeleton.model).__name__]
+    config.save_pretrained(target)
+
+
+def _float_types(path: Path) -> set[torch.dtype | None]:
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    with safe_open(path, framework="pt") as file:
+        return {names.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+
+
+def _dtype_of(tensor: Tensor, merge: Merge) -> torch.dtype:
+    """Return the type in which a tensor of the base is written."""
+    is_asked = merge.dtype is not None and tensor.is_floating_point()
+    return merge.dtype if is_asked else tensor.dtype
+
+
+def _module(adapted: PeftModel, weight_name: str) -> nn.Module:
+    return adapted.base_model.model.get_submodule(weight_name.removesuffix(".weight"))
+
+
+def _name_of(model: PreTrainedModel, wanted: nn.Module | None) -> str:
+    for name, module in model.named_modules():
+        if module is wanted:
+            return name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
+    return ""

@@ -1,0 +1,33 @@
+"""Merge an adapter into a base that is whole in memory.
+
+For bases whose files hold other tensors than the model has, such as experts in MXFP4.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from sft_play.models.expert_adapters import load_adapter
+from sft_play.models.expert_quantization import packed_names
+from sft_play.models.load import load_base
+from sft_play.models.merging import Merge, rounded
+from sft_play.process import Process
+
+
+@torch.no_grad()
+def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
+    """Write the merged model to `target` and return it."""
+    lora = merge.config.tuning.model_copy(update={"mode": "lora"})
+    unquantised = merge.config.model_copy(update={"tuning": lora})
+    base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
+    if merge.quantization is not None:
+        for name in packed_names(base, merge.quantization):
+            weight = base.get_parameter(name)
+            packed = rounded(weight.data.to(merge.base_dtype), merge.quantization)
+            weight.data = packed.to(weight.dtype)
+    merged = load_adapter(base, merge.adapter).merge_and_unload(safe_merge=True)
+    if merge.dtype is not None:
+        merged = merged.to(merge.dtype)
+    merged.save_pretrained(target)
+    return merged
