@@ -40,21 +40,28 @@ Target = Callable[..., Any]
 
 
 def start_rank(
-    target: Target, arguments: tuple[Any, ...], rank: int, port: int, output: Path | None = None
+    target: Target,
+    arguments: tuple[Any, ...],
+    rank: int,
+    port: int,
+    output: Path | None = None,
+    world_size: int = 2,
 ) -> BaseProcess:
-    """Start one rank of two, which calls `target(*arguments)`; its result is the exit code.
+    """Start one rank of `world_size`, which calls `target(*arguments)`; its result is the exit code.
 
     What it prints goes to the file `output`.
     """
     place = {
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    environ = {**QUIET, **ON_CPU, **{name: str(value) for name, value in place.items()}}
+    environ = QUIET | ON_CPU
+    if world_size > 1:  # as without a launcher
+        environ |= {name: str(value) for name, value in place.items()}
     process = FORKS.Process(target=_be_rank, args=(target, arguments, environ, output))
     # the first rank starts the fork server, which imports torch in this environment
     with patch.dict(os.environ, QUIET | ON_CPU):

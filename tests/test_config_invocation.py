@@ -17,6 +17,7 @@ def test_every_variable_arrives_typed() -> None:
     environ = {
         "CONFIG": "configs/a.yaml",
         "RUN": "first",
+        "RESUME": "auto",
         "NUM_GPUS": "2",
         "DEEPSPEED_CONFIG": "a.json",
         "TB_PORT": " 7007 ",
@@ -30,7 +31,19 @@ def test_every_variable_arrives_typed() -> None:
         "OTHER": "x",
     }
     assert read(environ) == Invocation(
-        "configs/a.yaml", "first", 2, "a.json", 7007, "cpu", 2, 1, "10.0.0.1", 29500, "4xH200", True
+        "configs/a.yaml",
+        "first",
+        "auto",
+        2,
+        "a.json",
+        7007,
+        "cpu",
+        2,
+        1,
+        "10.0.0.1",
+        29500,
+        "4xH200",
+        True,
     )
 
 

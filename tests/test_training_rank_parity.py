@@ -7,6 +7,7 @@ import torch
 from rank_processes import run_two_workers
 from run_files import run_json
 
+from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -121,8 +122,12 @@ def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
     again = trained({"train.resume_from": whole.checkpoints / "checkpoint-3"})
     assert len(run_json(whole)["loss"]) == 4
     assert run_json(again)["loss"] == run_json(whole)["loss"]
+    assert seal.find_damage(whole.checkpoints / "checkpoint-3") is None
+    names = sorted(path.name for path in whole.checkpoints.iterdir())
+    assert names == ["checkpoint-3", "checkpoint-4"], "nothing is left of staging"
     for folder in (whole, again):
         check_ranks_were_equal(folder)
+        assert seal.find_damage(folder.weights("lora")) is None
     names = ("state-0.pt", "state-1.pt")
     check_rows_once_an_epoch([whole.path / name for name in names], rows=10)
     for name in names:

@@ -17,6 +17,7 @@ import yaml
 from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.plan import given_variables, override_variables
+from sft_play.commands.resumption import is_in_place, resumption
 from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import BASE, LoadedConfig
@@ -28,7 +29,7 @@ from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.devices import GIB
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.runs import checkpoints, stamp
+from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs import folder as run_folders
 from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import write_json
@@ -57,6 +58,11 @@ def train(
             f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
             "a run takes NUM_GPUS=N of what is"
         )
+    begin = resumption(call)
+    if begin.finished is not None:
+        print(begin.finished)
+        raise SystemExit(int(ExitClass.DONE))
+    call = begin.call
     is_rank = launched is not None and launched.place is not None
     if is_rank:
         use_deepspeed = use_deepspeed or launched.place.uses_deepspeed
@@ -95,6 +101,7 @@ def prepare_run(
     check_resume(planned, loaded)
     check_trackers(planned.config, with_tensorboard)
     folder = new_run(call, loaded, planned.config)
+    lock.take(folder, print)
     command_of = launch.rank_command if is_rank else launch.launch_command
     command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, launch=command))
@@ -119,9 +126,14 @@ def prepare_run(
 def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
     started_at = time.strftime(STARTED_AT)
+    earlier = folder.read_report()  # of the launch that this one goes on from
+    scores = earlier.metrics or {}
     return RunReport(
         run=folder.name,
-        run_id=folder.read_report().run_id or secrets.token_hex(8),
+        run_id=earlier.run_id or secrets.token_hex(8),
+        metrics={"before": scores["before"]} if "before" in scores else None,
+        checkpoint=earlier.checkpoint,
+        next=earlier.next,
         status="planned",
         host=socket.gethostname(),
         launcher_pid=os.getpid(),
@@ -280,9 +292,11 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
     run_name = call.invocation.run or config.train.run_name
     if run_name:
         run_name += of_node
+        if is_in_place(output_dir / run_name, config.train.resume_from):
+            return RunFolder(output_dir / run_name)
         given_up = run_folders.give_up_name(output_dir, run_name)
         if given_up is not None:
-            print(f"an earlier run {run_name} trained nothing; it is {given_up.path} now")
+            print(f"an earlier run {run_name} kept nothing; it is {given_up.path} now")
     return run_folders.create(output_dir, run_name, run_stem(loaded) + of_node)
 
 

@@ -29,6 +29,11 @@ class Invocation:
         None,
         "Training: the new run's name. Elsewhere: which run, unset is the latest with weights.",
     )
+    resume: str | None = _variable(
+        None,
+        "Training: auto goes on with the run of the name in RUN, never does not, and a run or a "
+        "checkpoint is where a new run goes on from; unset is auto where RUN is set.",
+    )
     num_gpus: int | None = _variable(
         None,
         "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU. "
@@ -66,6 +71,7 @@ def read(environ: Mapping[str, str]) -> Invocation:
     invocation = Invocation(
         config=words.text("CONFIG"),
         run=words.text("RUN"),
+        resume=words.text("RESUME"),
         num_gpus=words.whole_number("NUM_GPUS", 1),
         deepspeed_config=words.text("DEEPSPEED_CONFIG"),
         tb_port=words.whole_number("TB_PORT", 1, PORTS) or Invocation.tb_port,

@@ -17,7 +17,7 @@ GOALS = "SFT_PLAY_TARGETS"  # targets of the same call
 
 SETTINGS = frozenset(map(env_name, settings()))
 MACHINE = frozenset({"DEVICE", "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"})
-RUN = SETTINGS | MACHINE | {"CONFIG", "RUN"}
+RUN = SETTINGS | MACHINE | {"CONFIG", "RUN", "RESUME"}
 # What looks at a run before it is started takes the words that will start it
 LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
 ANSWERS = frozenset(
@@ -140,7 +140,6 @@ SYNONYMS = {
     "PORT": "TB_PORT",
     "QUESTION": "PROMPT",
     "RECIPE": "CONFIG",
-    "RESUME": "TRAIN_RESUME_FROM",
     "RUNS": "RUN",
     "RUN_ID": "RUN",
     "RUN_NAME": "RUN",

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder, listing
+from sft_play.runs.report import RunReport
 
 
 def run_table(output_dir: Path) -> list[str]:
@@ -22,5 +24,15 @@ def _run_line(folder: RunFolder, width: int) -> str:
     scores = " ".join(f"{name}={after[name]:.4f}" for name in scored)
     mode = f"{report.mode or '-'}/{report.backend or '-'}"
     cause = (report.cause or "").partition("\n")[0]
-    facts = f"world={report.world_size or '-'} step={report.global_step or 0} {scores} {cause}"
+    facts = f"world={report.world_size or '-'} step={_step(folder, report)} {scores} {cause}"
+    if report.state in ("failed", "died", "stopped") and report.next and "RESUME" not in cause:
+        facts += f"; go on with {report.next}"
     return f"{folder.name:<{width}}  {report.state:<8} {mode:<13} {facts}".rstrip()
+
+
+def _step(folder: RunFolder, report: RunReport) -> int:
+    """Return the last step that a run is known to have reached, also of one that was killed."""
+    reached = report.global_step or 0
+    if report.state == "died":
+        reached = max([reached, *(line.step for line in metrics.read(folder.metrics).lines)])
+    return reached

@@ -62,17 +62,17 @@ def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdic
     cause = report.cause.splitlines() if report.cause else []
     if report.status == "stopped":
         headline = f"Stopped on request at step {report.global_step or 0}"
-        return Verdict("open", headline, cause, _resume_command(folder, report))
+        return Verdict("open", headline, cause, resume_command(folder, report))
     if report.status == "failed":
         advice = report.out_of_memory.next if report.out_of_memory else None
         return Verdict("bad", f"Failed: {exit_words(report.exit_class)}", cause, advice)
     if report.state == "died":
         headline = "Died: the run was killed before it could say how it ended"
-        return Verdict("bad", headline, cause, _resume_command(folder, report))
+        return Verdict("bad", headline, cause, resume_command(folder, report))
     return Verdict("open", f"Not ended: {report.state}", cause, None)
 
 
-def _resume_command(folder: RunFolder, report: RunReport) -> str | None:
+def resume_command(folder: RunFolder, report: RunReport) -> str | None:
     """Return the command that goes on from the last checkpoint, None where there is none."""
     if not has_checkpoint(folder.path):
         return None

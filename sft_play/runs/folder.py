@@ -109,13 +109,13 @@ class RunFolder:
         """Write data.json."""
         write_json(self.path / "data.json", facts)
 
-    def trained_nothing(self) -> bool:
-        """Return whether the run has ended, before its first step and without weights."""
+    def kept_nothing(self) -> bool:
+        """Return whether the run has ended, without weights or a checkpoint to go on from."""
         report = self.read_report()
         has_ended = report.state in ("failed", "stopped", "died")
         has_weights = any((self.path / name).exists() for name in WEIGHTS)
         has_checkpoint = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        return has_ended and not (report.global_step or has_weights or has_checkpoint)
+        return has_ended and not (has_weights or has_checkpoint)
 
     def lacks_weights(self, names: Sequence[str] = WEIGHTS) -> str | None:
         """Return why the run has none of these folders of weights, None where it has one."""
@@ -168,12 +168,12 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
 
 
 def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
-    """Rename the run of this name where it has ended and trained nothing, so that it can be used.
+    """Rename the run of this name where it has ended and kept nothing, so that it can be used.
 
     Returns the folder under its new name, None where the name is free or stays taken.
     """
     path = output_dir / run_name
-    if not (path / "run.json").is_file() or not RunFolder(path).trained_nothing():
+    if not (path / "run.json").is_file() or not RunFolder(path).kept_nothing():
         return None
     for number in range(1, 1000):
         aside = output_dir / f"{run_name}-untrained-{number}"

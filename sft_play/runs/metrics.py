@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sft_play.runs.files import write_text
+
 
 @dataclass(frozen=True)
 class GpuSample:
@@ -63,6 +65,13 @@ def append(path: Path, line: MetricsLine) -> None:
     """Add a line to the file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(line.to_json())
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps than `step`, from which the run goes on."""
+    if path.exists():
+        kept = [line for line in read(path).lines if line.step <= step]
+        write_text(path, "".join(line.to_json() for line in kept))
 
 
 class NewLines(NamedTuple):

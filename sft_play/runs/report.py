@@ -144,6 +144,8 @@ class RunReport:
 
     run: str | None = None
     run_id: str | None = None  # the same when the run goes on in its folder
+    checkpoint: str | None = None  # the newest, to go on from; None before the first one
+    next: str | None = None  # the command that goes on from it
     resumed_from: str | None = None  # the checkpoint that this run, or its last launch, began with
     status: str = "unknown"  # planned, running, done, stopped or failed
     exit_class: int | None = None  # of errors.ExitClass; None while the run goes on

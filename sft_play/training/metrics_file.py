@@ -46,7 +46,9 @@ class MetricsFile(TrainerCallback):
         if self.path is None:
             return
         self._state = state
-        for entry in state.log_history:  # of the run that this one goes on from
+        metrics.forget_after(self.path, state.global_step)
+        has_begun = self.path.exists()  # this run goes on in its folder
+        for entry in [] if has_begun else state.log_history:  # of the run that it goes on from
             step = entry["step"]
             metrics.append(self.path, MetricsLine(step, state.max_steps, values=numbers_in(entry)))
         self._append(gpus=())

@@ -8,13 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.reporting.verdict import resume_command
 from sft_play.reporting.write import write_report_or_warn
 from sft_play.runs import stamp
+from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import (
     STARTED_AT,
@@ -31,6 +34,8 @@ from sft_play.training.failure_broadcast import FailureBroadcast
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
 
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
 
 STUCK = (
     "another rank is gone or hangs: this one was told to stop while it waited; "
@@ -63,6 +68,7 @@ class RunRecorder:
         self.broadcast: FailureBroadcast | None = None
         self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
         self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
+        self.global_step: Callable[[], int] | None = None  # the trainer's
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
         self._started = time.perf_counter()
@@ -114,6 +120,17 @@ class RunRecorder:
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         self.note(seconds={**self.report.seconds, **rounded})
 
+    def follow_steps(self, trainer: "SftTrainer") -> None:
+        """Take the step that was reached, and the logs, from a trainer; note what it saves."""
+        self.log_history = lambda: trainer.state.log_history
+        self.global_step = lambda: trainer.state.global_step
+        trainer.note_saved = self.note_checkpoint
+
+    def note_checkpoint(self, checkpoint: Path) -> None:
+        """Write that a run which is killed from now on can go on from here."""
+        command = resume_command(self.folder, self.report)
+        self.update(global_step=step_of(checkpoint), checkpoint=str(checkpoint), next=command)
+
     @contextlib.contextmanager
     def check(self, name: str, found: str | None = None) -> Iterator[None]:
         """Record a check that the code inside makes: it passes unless that raises an error."""
@@ -134,6 +151,8 @@ class RunRecorder:
         self.exit_class = exit_class
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
+        if self.global_step is not None:
+            self.note(global_step=self.global_step())
         if self.log_history is not None:
             logged = map(LoggedStep.from_log, self.log_history())
             self.note(history=[step for step in logged if step is not None])
@@ -249,9 +268,10 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
     """Return the report of a run that has just started."""
     tuning = planned.config.tuning
     plan = planned.plan
+    planned_report = folder.read_report()
     return RunReport(
         run=folder.name,
-        run_id=folder.read_report().run_id,
+        run_id=planned_report.run_id,
         status="running",
         world_size=plan.ranks.world_size,
         strategy=plan.ranks.strategy,
@@ -268,5 +288,7 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
         seconds={},
         peak_bytes=PeakBytes(predicted=plan.memory.predicted_peak),
         memory=PhasePeaks(predicted=plan.memory.totals()),
-        metrics={},
+        metrics=planned_report.metrics or {},
+        checkpoint=planned_report.checkpoint,
+        next=planned_report.next,
     )

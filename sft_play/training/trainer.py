@@ -127,6 +127,7 @@ class SftTrainer(Trainer):
         self.step_log = step_log or StepLog(throughput, self.memory)
         self.router_loss = router_loss
         self.expert_use: ExpertUse | None = None  # counts from the first step on
+        self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
         # called on the main rank with the rows' name, some answers to them, and the step
         self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
 
@@ -308,6 +309,8 @@ class SftTrainer(Trainer):
         with self.memory.phase("save"):
             save_sealed(self, functools.partial(super()._save_checkpoint, model, trial))
         self.throughput.save_seconds += time.perf_counter() - started
+        if self.note_saved is not None:
+            self.note_saved(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
 
     def _get_output_dir(self, trial: Any) -> str:
         # what Trainer saves goes to the staging folder, and is published from there

@@ -26,6 +26,7 @@ from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
+from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedLoss
 from sft_play.training import runtime
@@ -92,7 +93,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
         context, arguments, tokenizer, data, model, run_stamp, observers.gpus.mean_since_log
     )
     explainer.trainer = trainer
-    recorder.log_history = lambda: trainer.state.log_history
+    recorder.follow_steps(trainer)
     evaluator = build_evaluator(context, data.test, tokenizer)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
     observers.attach(trainer)
@@ -168,7 +169,7 @@ def load_weights(
     context.memory.note_before_training()
     if checkpoint is not None:
         refuse_other_dtypes(checkpoint, model)
-        recorder.note(resumed_from=str(checkpoint))
+        recorder.note(resumed_from=str(checkpoint), global_step=step_of(checkpoint))
     if context.process.is_main:
         log_model(model, context)
     recorder.update(fast_path=dataclasses.asdict(fused_kernels_of(model)))
@@ -206,7 +207,8 @@ def before_first_step(
                 trainer.model.config.get_text_config().vocab_size,
                 context.process.device,
             )
-    held_out.score("before")
+    if "before" not in recorder.report.metrics:  # the run goes on in its folder
+        held_out.score("before")
     # last: a probe's steps do not count
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)

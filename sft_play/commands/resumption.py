@@ -1,0 +1,92 @@
+"""RESUME: whether a train command goes on with the run of its name. Loads no torch."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+from sft_play.commands.call import Call
+from sft_play.config import loader
+from sft_play.config.layers import defaults
+from sft_play.config.schema import env_name
+from sft_play.errors import ConfigError
+from sft_play.runs import lock
+from sft_play.runs.checkpoints import has_checkpoint
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.resumed import resumed_run
+
+RESUME_FROM = "train.resume_from"
+
+
+class Resumption(NamedTuple):
+    """How a command begins."""
+
+    call: Call  # with train.resume_from, where it goes on
+    finished: str | None = None  # why there is nothing to do
+
+
+def resumption(call: Call) -> Resumption:
+    """Return the call as RESUME means it.
+
+    auto, the default, goes on with the run of the same name where it has a checkpoint; never does
+    not; anything else is what train.resume_from would be.
+    Raises: ConfigError for two answers; EnvironmentFault where the run goes on elsewhere.
+    """
+    asked = call.invocation.resume
+    given = _given(call, RESUME_FROM)
+    if asked is not None and given is not None:
+        raise ConfigError(
+            f"RESUME={asked} and {env_name(RESUME_FROM)}={given} both say where to go on from; "
+            "leave one out"
+        )
+    if asked not in (None, "auto", "never"):
+        return Resumption(_resuming(call, Path(asked)))
+    folder = run_of_name(call)
+    if folder is None and asked == "auto":
+        raise ConfigError(
+            "RESUME=auto goes on with the run of a name: set RUN=<name>, or RESUME=outputs/<run>"
+        )
+    if asked == "never" or given is not None or folder is None:
+        return Resumption(call)
+    return _going_on(call, folder)
+
+
+def run_of_name(call: Call) -> RunFolder | None:
+    """Return the folder of the run that the call names, None without a name."""
+    name = call.invocation.run or _given(call, "train.run_name")
+    if not name:
+        return None
+    output_dir = _given(call, "train.output_dir") or defaults()["train.output_dir"].value
+    return RunFolder(Path(str(output_dir)) / str(name))
+
+
+def is_in_place(folder: Path, resume_from: str | None) -> bool:
+    """Return whether a run goes on in the folder that it had, rather than in a new one."""
+    run = resumed_run(resume_from) if resume_from else None
+    return run is not None and run.path.resolve() == folder.resolve()
+
+
+def _going_on(call: Call, folder: RunFolder) -> Resumption:
+    if not (folder.path / "plan.json").exists():
+        return Resumption(call)
+    lock.refuse_if_held(folder)
+    report = folder.read_report()
+    if report.state == "done" and folder.lacks_weights() is None:
+        return Resumption(
+            call,
+            f"run {folder.path} is finished at step {report.global_step}: nothing to do. make eval "
+            f"RUN={folder.name} scores it; another RUN starts a new run",
+        )
+    if not has_checkpoint(folder.path):
+        return Resumption(call)
+    print(f"run {folder.path} goes on; another RUN starts a new run")
+    return Resumption(_resuming(call, folder.path))
+
+
+def _resuming(call: Call, path: Path) -> Call:
+    environ = {**call.environ, env_name(RESUME_FROM): str(path)}
+    return dataclasses.replace(call, environ=environ)
+
+
+def _given(call: Call, path: str) -> str | None:
+    value = loader.given_value(path, call.invocation.config, call.environ, call.overrides)
+    return None if value is None else str(value)

@@ -1,0 +1,137 @@
+"""Checkpoints of real runs under real faults: flipped bits, a kill inside a save, a run that fails."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from rank_processes import start_rank, wait_for, work
+from run_files import run_json
+
+from sft_play.errors import ExitClass
+from sft_play.monitor.runs import run_table
+from sft_play.plan.launch import free_port
+from sft_play.runs import checkpoints, seal
+from sft_play.runs.folder import RunFolder
+
+EVERY_STEP = {"train.save_strategy": "steps", "train.save_steps": 1}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("flips", [3, pytest.param(40, marks=pytest.mark.faults)])
+def test_every_flip_in_every_file_of_a_real_checkpoint_is_found(finished, tmp_path, flips):
+    checkpoint = finished("lora").checkpoints / "checkpoint-2"
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    bits, found = random.Random(0), 0
+    paths = files_of(copy)
+    names = {path.name for path in paths}
+    assert names >= {"adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert names >= {"trainer_state.json", "stamp.json", "MANIFEST.json"}
+    assert seal.find_damage(copy) is None
+    for path in paths:
+        for _ in range(flips):
+            position, mask = bits.randrange(path.stat().st_size), 1 << bits.randrange(8)
+            flip(path, position, mask)
+            damage = seal.find_damage(copy)
+            found += damage is not None and damage.startswith(path.name)
+            flip(path, position, mask)
+    assert found == flips * len(paths)
+    assert seal.find_damage(copy) is None
+
+
+def flip(path: Path, position: int, mask: int) -> None:
+    """Flip the bits of a mask in one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ mask]))
+
+
+def test_the_weights_of_a_run_are_sealed(finished):
+    for mode in ("lora", "full"):
+        weights = finished(mode).weights(mode)
+        assert seal.is_sealed(weights) and seal.find_damage(weights) is None
+        assert not (finished(mode).path / checkpoints.STAGING).exists()
+
+
+def test_a_worker_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_before(
+    plan_run, run_worker, losses_of
+):
+    whole = plan_run(EVERY_STEP | {"train.max_steps": 4, "train.save_total_limit": None})
+    assert run_worker(whole) == 0
+    flip(whole.checkpoints / "checkpoint-4" / "optimizer.pt", 1000, 1)
+    flip(whole.checkpoints / "checkpoint-3" / "rng_state.pth", 1000, 1)
+    folder = plan_run({"train.max_steps": 4, "train.resume_from": whole.path})
+    assert run_worker(folder) == 0
+    report = folder.read_report()
+    assert report.resumed_from == str(whole.checkpoints / "checkpoint-2")
+    assert losses_of(folder) == losses_of(whole)
+    log = (folder.logs / "rank-0.log").read_text()
+    assert "checkpoint-4: optimizer.pt has SHA-256 " in log
+    assert "checkpoint-3: rng_state.pth has SHA-256 " in log
+    names = sorted(path.name for path in whole.checkpoints.iterdir())
+    assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-3.corrupt", "checkpoint-4.corrupt"]
+
+
+def on_a_slow_disk() -> None:
+    """Make a rank wait for each file that is brought to the disk."""
+    sync = os.fsync
+
+    def slowly(descriptor: int) -> None:
+        time.sleep(0.05)
+        sync(descriptor)
+
+    os.fsync = slowly
+
+
+def kill_inside_a_save(folder: RunFolder, after_step: int) -> Path:
+    """Start a run, kill it with SIGKILL while it saves a later step, and return what it staged."""
+    output = folder.path / "output.txt"
+    rank = start_rank(work, (folder.path, on_a_slow_disk), 0, free_port(), output, world_size=1)
+    staging = folder.checkpoints / checkpoints.STAGING
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and rank.is_alive():
+        for staged in staging.glob("checkpoint-*"):
+            if (checkpoints.step_of(staged) or 0) > after_step and any(staged.iterdir()):
+                os.kill(rank.pid, signal.SIGKILL)
+                assert wait_for(rank) == -signal.SIGKILL
+                return staged
+    raise AssertionError(output.read_text()[-3000:])
+
+
+def test_a_run_that_is_killed_inside_a_save_goes_on_from_the_checkpoint_before(
+    plan_run, run_worker, losses_of
+):
+    steps = {"train.max_steps": 4, "tuning.lora.dropout": 0.1}
+    folder = plan_run(EVERY_STEP | steps | {"train.save_total_limit": None})
+    staged = kill_inside_a_save(folder, after_step=2)
+    assert staged.is_dir() and staged.name not in os.listdir(folder.checkpoints)
+    report = folder.read_report()
+    assert (report.state, report.global_step) == ("died", 2)
+    assert report.checkpoint == str(folder.checkpoints / "checkpoint-2")
+    assert report.next == f"make train TRAIN_RESUME_FROM={folder.path}"
+    assert f"go on with {report.next}" in run_table(folder.path.parent)[0]
+    again = plan_run(steps | {"train.resume_from": folder.path})
+    assert run_worker(again) == 0
+    assert again.read_report().resumed_from == str(folder.checkpoints / "checkpoint-2")
+    whole = plan_run(steps)
+    assert run_worker(whole) == 0
+    assert losses_of(again) == losses_of(whole)
+
+
+def test_a_run_that_fails_says_its_step_and_where_to_go_on(plan_run, run_worker):
+    folder = plan_run(EVERY_STEP | {"train.max_steps": 5, "train.learning_rate": 1e18})
+    assert run_worker(folder) == ExitClass.DIVERGED
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"], report["global_step"]) == ("failed", 14, 2)
+    assert report["checkpoint"] == str(folder.checkpoints / "checkpoint-1")
+    assert report["next"] == f"make train TRAIN_RESUME_FROM={folder.path}"
+    assert seal.find_damage(folder.checkpoints / "checkpoint-1") is None
+    assert not (folder.checkpoints / checkpoints.STAGING).exists()

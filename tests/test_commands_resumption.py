@@ -1,0 +1,175 @@
+"""RESUME: the same command typed again goes on, and a finished run is not trained again."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from sft_play.commands import call as calls
+from sft_play.commands import train as training
+from sft_play.commands.resumption import is_in_place, resumption
+from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
+from sft_play.runs import lock
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.metrics import read
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
+
+
+@pytest.fixture
+def typed(settings_of, tmp_path):
+    """A function that prepares a run named `run` as `make train` does, up to its launch."""
+
+    def prepare(*words: str, **variables: str) -> RunFolder | str:
+        settings = settings_of(
+            {
+                "train.output_dir": tmp_path,
+                "train.max_steps": 4,
+                "tuning.lora.dropout": 0.1,
+                "train.eval_strategy": "steps",
+                "train.eval_steps": 1,
+                "train.predict_with_generate": False,
+            }
+        )
+        overrides = tuple(f"{name}={value}" for name, value in settings.items())
+        environ = {"DEVICE": "cpu", "RUN": "run", "CONFIG": str(NO_CONFIG), **variables}
+        call = calls.Call(calls.invocations.read(environ), environ, (*overrides, *words))
+        begin = resumption(call)
+        if begin.finished is not None:
+            return begin.finished
+        return training.prepare_run(begin.call, distributed=False, use_deepspeed=False)[0]
+
+    return prepare
+
+
+def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_stopped(
+    typed, run_worker, losses_of, capsys
+):
+    whole = typed(RUN="whole")
+    assert run_worker(whole) == ExitClass.DONE
+    folder = typed("train.stop_after=2")
+    assert run_worker(folder) == ExitClass.STOPPED
+    stopped = folder.read_report()
+    capsys.readouterr()
+    assert typed() == folder
+    assert f"run {folder.path} goes on; another RUN starts a new run" in capsys.readouterr().out
+    assert run_worker(folder) == ExitClass.DONE
+    report = folder.read_report()
+    assert report.run_id == stopped.run_id
+    assert report.resumed_from == str(folder.checkpoints / "checkpoint-2")
+    assert losses_of(folder) == losses_of(whole)
+    metrics = [run.read_report().metrics for run in (folder, whole)]
+    for when in ("before", "after"):  # before is that of the base model
+        assert metrics[0][when]["eval_loss"] == metrics[1][when]["eval_loss"]
+    names = ("adapter_model.safetensors",)
+    weights = [load_file(run.weights("lora") / names[0]) for run in (folder, whole)]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
+    logged = [
+        [
+            (line.step, line.values["loss"])
+            for line in read(run.metrics).lines
+            if "loss" in line.values
+        ]
+        for run in (folder, whole)
+    ]
+    assert logged[0] == logged[1], "each step once"
+    assert typed() == (
+        f"run {folder.path} is finished at step 4: nothing to do. make eval RUN=run scores it; "
+        "another RUN starts a new run"
+    )
+    with pytest.raises(ConfigError, match=r"RUN=run: .* exists already; choose another name"):
+        typed(RESUME="never")
+
+
+def test_a_path_is_where_a_new_run_goes_on_from(finished, tmp_path):
+    call = named(tmp_path, RESUME="outputs/a")
+    assert resumption(call).call.environ["TRAIN_RESUME_FROM"] == "outputs/a"
+    path = finished("lora").path
+    assert is_in_place(path, str(path)) and is_in_place(path, f"{path}/checkpoints/checkpoint-2")
+    assert not is_in_place(tmp_path, str(path)) and not is_in_place(path, None)
+
+
+def named(output_dir: Path, **variables: str) -> calls.Call:
+    environ = {"TRAIN_OUTPUT_DIR": str(output_dir), **variables}
+    return calls.Call(calls.invocations.read(environ), environ, ())
+
+
+def test_two_answers_and_auto_without_a_name_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="both say where to go on from; leave one out"):
+        resumption(named(tmp_path, RESUME="auto", TRAIN_RESUME_FROM="a", RUN="b"))
+    with pytest.raises(ConfigError, match="set RUN=<name>"):
+        resumption(named(tmp_path, RESUME="auto"))
+    assert resumption(named(tmp_path, RUN="new")).call.environ.get("TRAIN_RESUME_FROM") is None
+
+
+# The lock
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    (tmp_path / "run").mkdir()
+    return RunFolder(tmp_path / "run")
+
+
+def hold(folder: RunFolder, **changes) -> None:
+    own = vars(lock.Holder.this_process())
+    (folder.path / lock.NAME).write_text(json.dumps({**own, **changes}))
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused_with_its_holder(folder):
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        started = psutil.Process(other.pid).create_time()
+        hold(folder, pid=other.pid, started=started)
+        with pytest.raises(EnvironmentFault) as caught:
+            lock.take(folder, print)
+        host = socket.gethostname()
+        assert f"process {other.pid} on {host} trains in it; make watch" in str(caught.value)
+        assert caught.value.exit_class == 13
+        hold(folder, pid=other.pid, started=started - 100)  # its id was that of another process
+        lock.take(folder, print)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_lock_of_a_process_that_is_gone_is_taken_over_with_a_line(folder):
+    hold(folder, pid=2**22 + 1)
+    said: list[str] = []
+    lock.take(folder, said.append)
+    lock.take(folder, said.append)  # its own
+    host = socket.gethostname()
+    assert said == [
+        f"{folder.path / lock.NAME} was process {2**22 + 1} on {host}'s, which is gone; "
+        "this run takes it over"
+    ]
+    assert json.loads((folder.path / lock.NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder):
+    hold(folder, host="elsewhere")
+    with pytest.raises(EnvironmentFault, match=r"where it is gone for good, rm .*run.lock"):
+        lock.take(folder, print)
+    moment = (folder.path / lock.NAME).stat().st_mtime - lock.SILENT_SECONDS - 1
+    os.utime(folder.path / lock.NAME, (moment, moment))
+    lock.take(folder, print)
+
+
+def test_ranks_that_outlive_their_launcher_keep_the_folder(folder):
+    hold(folder, pid=2**22 + 1)
+    running = {"status": "running", "pid": os.getpid(), "started_at": "2099-01-01T00:00:00"}
+    (folder.path / "run.json").write_text(json.dumps(running))
+    with pytest.raises(EnvironmentFault, match=f"process {os.getpid()} on None trains in it"):
+        lock.take(folder, print)
+
+
+def test_a_lock_that_was_cut_off_is_nobodys(folder):
+    (folder.path / lock.NAME).write_text('{"pid": 1')
+    lock.take(folder, print)
