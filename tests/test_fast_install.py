@@ -27,6 +27,7 @@ from sft_play.models.fast.install import (
     uses_varlen_attention,
 )
 from sft_play.models.losses import summed_nll
+from sft_play.plan.fast import ZERO_3
 from sft_play.process import Process
 from sft_play.training.cross_document import measure_cross_document
 
@@ -376,9 +377,9 @@ def test_an_architecture_of_another_structure_fuses_what_fits() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config)
-    assert make(model, "full", zero_stage=3).on == {}
+    assert make(model, "qlora", zero_stage=3).on == {}
     with pytest.raises(ConfigError, match=r"train.fast_path=true: .*TRAIN_FAST_PATH=auto"):
-        make(model, "full", zero_stage=3, fast_path=True)
+        make(model, "qlora", zero_stage=3, fast_path=True)
     assert make(model, "full").on == {"loss": 1}
     assert "dropout of 0.1" in fused_kernels_of(model).off["attention"]
 
@@ -392,9 +393,9 @@ def test_mode_full_trains_weights_through_the_class_s_own_products() -> None:
     }
 
 
-def test_zero_3_keeps_what_it_gathers() -> None:
-    installed = make(plain_model("llama"), zero_stage=3)
-    assert "ZeRO-3" in installed.off["loss"]
+def test_parts_in_4_bits_that_zero_3_divides_are_left_alone() -> None:
+    installed = make(plain_model("llama"), "qlora", zero_stage=3)
+    assert installed.off["loss"] == installed.off["norms"] == ZERO_3
 
 
 def test_adapted_experts_are_built_in_the_proof_of_one_layer_alone(

@@ -118,9 +118,7 @@ def test_a_fast_step_is_as_near_to_float32_as_a_plain_one(
     reference = gradients(copy.deepcopy(model).float(), is_packed, torch.float32)
     plain = error(gradients(model, is_packed, torch.bfloat16), reference)
     installed = make(model, mode, torch.bfloat16)
-    assert {"mlp", "norms", "loss"} <= installed.on.keys() and ("attention" in installed.on) == (
-        name != "gemma2"
-    )
+    assert {"attention", "mlp", "norms", "loss"} <= installed.on.keys()
     fast = error(gradients(model, is_packed, torch.bfloat16), reference)
     assert 1e-4 < plain < 0.1, "else there is nothing to compare"
     assert fast <= 1.25 * plain + 1e-3

@@ -98,7 +98,7 @@ def _install_kernels(model: "PreTrainedModel", takes_packed: bool) -> None:
 
     on = {"kernels of Unsloth": 1}
     off = {}
-    reason = why_loss_not_fusable(model, zero_stage=0)
+    reason = why_loss_not_fusable(model)
     if takes_packed:
         PackedBatchHooks().attach(model)
         on["attention"] = 1

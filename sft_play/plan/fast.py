@@ -23,6 +23,7 @@ MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 UNTRACED = "what its modules compute is found when the model is loaded"
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
+ZERO_3 = "weights partitioned by ZeRO-3"
 DORA = "PEFT computes DoRA"
 DROPOUT = "PEFT computes the dropout of tuning.lora.dropout"
 TRAINED_TOKENS = "the output head has trained tokens"
@@ -86,7 +87,7 @@ def is_fast(setup: FastSetup) -> bool:
 
     The estimates know them on a GPU in 16 bits. In mode full the linears are plain by nature.
     """
-    if not setup.is_gpu or not setup.is_half or setup.zero_stage == 3:
+    if not setup.is_gpu or not setup.is_half or has_packed_parts(setup):
         return False
     if setup.model_type not in LLAMA_LIKE:
         return False
@@ -107,6 +108,11 @@ def fuses_loss(setup: FastSetup) -> bool:
     return "loss" in plan_kernels(setup).on
 
 
+def has_packed_parts(setup: FastSetup) -> bool:
+    """Return whether ZeRO-3 divides weights in 4 bits, which cannot be gathered for a proof."""
+    return setup.zero_stage == 3 and setup.config.tuning.mode == "qlora"
+
+
 def _why_not_attention(setup: FastSetup) -> str | None:
     implementation = setup.config.model.attn_implementation
     if implementation not in ("auto", "sdpa"):
@@ -124,13 +130,13 @@ def _why_not_linears(setup: FastSetup) -> str | None:
     tuning = setup.config.tuning
     if tuning.mode == "full":
         return "mode full trains the weights themselves"
-    if setup.zero_stage != 3 and not _targets(setup) & ATTENTION_LINEARS:
+    if not has_packed_parts(setup) and not _targets(setup) & ATTENTION_LINEARS:
         return "no adapters there"
     return _why_not_adapters(setup)
 
 
 def _why_not_mlp_linears(setup: FastSetup) -> str | None:
-    is_plain = setup.zero_stage != 3 and not _targets(setup) & MLP_LINEARS
+    is_plain = not has_packed_parts(setup) and not _targets(setup) & MLP_LINEARS
     if setup.config.tuning.mode == "full" or is_plain:
         return None
     return _why_not_adapters(setup)
@@ -143,9 +149,7 @@ def _why_not_adapters(setup: FastSetup) -> str | None:
         return DORA
     if lora.dropout:
         return DROPOUT
-    if setup.zero_stage == 3:
-        return "weights partitioned by ZeRO-3"
-    return None
+    return ZERO_3 if has_packed_parts(setup) else None
 
 
 def _targets(setup: FastSetup) -> set[str]:
@@ -157,8 +161,8 @@ def _targets(setup: FastSetup) -> set[str]:
 
 
 def _why_not_norms(setup: FastSetup) -> str | None:
-    if setup.zero_stage == 3:
-        return "ZeRO-3 partitions the weights"
+    if has_packed_parts(setup):
+        return ZERO_3
     if setup.is_gpu and setup.has_liger:
         return None
     saved = {name.rpartition(".")[2] for name in setup.config.tuning.lora.modules_to_save or ()}
@@ -170,8 +174,8 @@ def _why_not_norms(setup: FastSetup) -> str | None:
 
 
 def _why_not_loss(setup: FastSetup) -> str | None:
-    if setup.zero_stage == 3:
-        return "ZeRO-3 partitions the output head"
+    if has_packed_parts(setup):
+        return ZERO_3
     tuning = setup.config.tuning
     if tuning.mode != "full" and tuning.lora.trainable_tokens:
         return TRAINED_TOKENS

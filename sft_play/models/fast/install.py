@@ -5,8 +5,9 @@ and generation run the code of the model's classes, so that scores do not depend
 trained the weights; but for experts with adapters, whose own code needs a copy of all of them.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
+from sft_play.models import partitioned
 from sft_play.models.fast.attention.install import install_attention
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.install import (
@@ -28,6 +30,7 @@ from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.norms.install import install_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.models.linear_attention import torch_code
+from sft_play.models.sharding import outermost_layers
 from sft_play.plan.fast import LINEARS_OF_MLP, PARTS
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
@@ -58,7 +61,7 @@ def install_fused_kernels(
     """
     setup = TrainingSetup(model, config, process, zero_stage)
     stage = Stage("checking fused kernels against the model's own code")
-    with watched(stage, process.is_main), setup.gathered(setup.base):
+    with watched(stage, process.is_main), _gathering(setup):
         kernels = _with_mixers(setup, _install(setup))
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
@@ -88,6 +91,16 @@ def has_mixers(model: nn.Module) -> bool:
     return "mixers" in fused_kernels_of(model).on
 
 
+@contextlib.contextmanager
+def _gathering(setup: TrainingSetup) -> Iterator[None]:
+    """Keep whole what belongs to no layer; layers gather their weights while they run."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(setup.gathered(setup.base))
+        if setup.zero_stage == 3 and setup.has_values:
+            stack.enter_context(partitioned.gathering_layers(setup.base))
+        yield
+
+
 def _install(setup: TrainingSetup) -> FusedKernels:
     if setup.config.train.fast_path is False:
         return FusedKernels({}, {"fused kernels": "train.fast_path=false"})
@@ -99,6 +112,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
     """Install each part that proves itself against the model's own code."""
     if setup.has_values or setup.is_traced:
         _ = setup.proof_inputs  # from the model's own code: before anything is installed
+    if setup.zero_stage == 3 and setup.has_values and setup.config.tuning.mode != "full":
+        _gather_with_layers(setup)
     on: dict[str, int] = {}
     off: dict[str, str] = {}
     for part, install in INSTALLERS.items():
@@ -117,6 +132,19 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
         if reason:
             off[LINEARS_OF_MLP] = reason
     return FusedKernels(_in_order(on), _in_order(off))
+
+
+def _gather_with_layers(setup: TrainingSetup) -> None:
+    """Let ZeRO-3 gather all weights of a layer at once, for fused functions that read them.
+
+    DeepSpeed frees them when the gradient of the layer's input is there, and finds an input only
+    among the arguments that have no name.
+    """
+    inputs = setup.proof_inputs
+    for layer in outermost_layers(setup.decoder):
+        sample = inputs.samples.get(inputs.kinds[layer])
+        if sample is not None and all(call.args for call in sample.calls.values()):
+            partitioned.gather_with_layer(layer)
 
 
 def _in_order(parts: dict[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def prove(
     `fused` returns the fused forward method of a module without installing it. `fused_call` returns
     the arguments of the fused forward for those of the module's own, where the two differ; it is
     also given the batch, PACKED or PLAIN. Why modules were left out is added to `setup.left_out`.
-    A trace has no values: there see `why_not_alike`. Under ZeRO-3 no forward pass is possible yet,
-    and all modules are returned.
+    A trace has no values: there see `why_not_alike`. Nor have weights in 4 bits that ZeRO-3
+    divides, and all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """

@@ -9,6 +9,7 @@ the fused module itself, with its weights, on its device.
 import copy
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from sft_play.models.fast.attention.rope import rotate_reference
 from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
 from sft_play.models.fast.norms.residual import LayerRoles, Reference
 from sft_play.models.fast.norms.rms import NormKind, epsilon
+from sft_play.models.partitioned import full_shape
 from sft_play.models.sharding import shallow_copy
 
 # What a class's own code may raise when it is called on children that it does not expect
@@ -154,14 +156,17 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
     """Return how an RMSNorm computes, None if a module is none, or one of another kind."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     weight = getattr(module, "weight", None)
-    if names != ["weight"] or weight.dim() != 1 or module._modules or not _has_epsilon(module):
+    if names != ["weight"] or module._modules or not _has_epsilon(module):
+        return None
+    shape = full_shape(weight)
+    if len(shape) != 1:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input
         return None
     copied = copy.copy(module)
-    drawn = numbers(len(weight), dtype=torch.bfloat16, seed=1)
+    drawn = numbers(*shape, dtype=torch.bfloat16, seed=1)
     vars(copied)["_parameters"] = {"weight": drawn}
-    x = numbers(8, len(weight), dtype=torch.bfloat16)
+    x = numbers(8, *shape, dtype=torch.bfloat16)
     result = own_result(copied, x)
     if not isinstance(result, Tensor) or result.dtype != x.dtype or result.shape != x.shape:
         return None
@@ -305,7 +310,7 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
 
 
 def _weights_of(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(math.prod(full_shape(parameter)) for parameter in module.parameters())
 
 
 def rotates(module: nn.Module) -> bool | None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
+from sft_play.models import partitioned
 from sft_play.models.fast.capture import ProofInputs, capture
 from sft_play.models.sharding import device_of, gathered, units_by_module
 from sft_play.process import Process
@@ -52,13 +53,21 @@ class TrainingSetup:
 
     @cached_property
     def has_values(self) -> bool:
-        """Return whether the weights can be computed with: not those of a trace or of ZeRO-3."""
+        """Return whether the weights can be computed with.
+
+        Those of a trace cannot, nor those in 4 bits that ZeRO-3 divides.
+        """
         for parameter in self.base.parameters():
             if parameter.is_meta or isinstance(parameter, FakeTensor):
                 return False
-            if hasattr(parameter, "ds_id"):
+            if not partitioned.is_gatherable(parameter):
                 return False
         return True
+
+    @property
+    def has_packed_parts(self) -> bool:
+        """Return whether ZeRO-3 divides weights in 4 bits, which cannot be gathered here."""
+        return self.zero_stage == 3 and self.config.tuning.mode == "qlora"
 
     @cached_property
     def is_traced(self) -> bool:
@@ -74,9 +83,18 @@ class TrainingSetup:
     def _units(self) -> dict[nn.Module, Any]:
         return units_by_module(self.base)
 
+    @cached_property
+    def _partitioned_units(self) -> dict[nn.Module, nn.Module]:
+        return partitioned.units_by_module(self.base) if self.has_values else {}
+
     @contextlib.contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Keep a module's own weights whole where FSDP divides them; layers gather their own."""
+        """Keep a module's own weights whole where ranks divide them; layers gather their own."""
+        if module in self._partitioned_units:
+            unit = self._partitioned_units[module]
+            with partitioned.gathered(partitioned.parameters_of(unit, self._partitioned_units)):
+                yield
+            return
         unit = self._units.get(module)
         if unit is None or unit in self._whole_units:
             yield

@@ -91,7 +91,7 @@ def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
 
     Raises: Unsupported unless each then computes the same without its mask.
     """
-    if setup.zero_stage == 3:
+    if setup.has_packed_parts:
         name = type(modules[0]).__name__
         raise Unsupported(f"{name} is not like Llama's, and ZeRO-3 partitions what would prove it")
     try:

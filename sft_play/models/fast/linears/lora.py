@@ -28,7 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from sft_play.models.fast.setup import is_training
-from sft_play.plan.fast import DORA, DROPOUT
+from sft_play.models.partitioned import gathered, is_hooked_by_deepspeed, is_missing
+from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 # For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
 # faster than dequantising them.
@@ -73,8 +74,8 @@ def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
             return "adapters with a bias"
         if getattr(module.lora_dropout[name], "p", 0.0):
             return DROPOUT
-        if hasattr(module.lora_A[name].weight, "ds_id"):
-            return "weights partitioned by ZeRO-3"
+        if is_missing(module.lora_A[name].weight):
+            return ZERO_3
     return why_hooked(module)
 
 
@@ -83,8 +84,8 @@ def _why_base_not_fusable(base: nn.Module) -> str | None:
         return f"a base layer of type {type(base).__name__}"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "base weights that are trained"
-    if hasattr(base.weight, "ds_id"):
-        return "weights partitioned by ZeRO-3"
+    if is_missing(base.weight):
+        return ZERO_3
     if type(base) is Linear4bit:
         state = base.weight.quant_state
         if state is None or getattr(state, "packing_format_for_cpu", False):
@@ -93,7 +94,12 @@ def _why_base_not_fusable(base: nn.Module) -> str | None:
 
 
 def why_hooked(module: nn.Module) -> str | None:
-    """Return why a module's hooks forbid fusing: a fused function would skip them."""
+    """Return why a module's hooks forbid fusing: a fused function would skip them.
+
+    DeepSpeed's may be skipped, where the layer gathers the module's weights.
+    """
+    if is_hooked_by_deepspeed(module):
+        return None
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -332,9 +338,10 @@ def input_gradient(
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
     dx = None if du is None else du @ adapters.a
     for grad, linear in zip(dy, linears, strict=True):
-        weight = dequantize(linear.weight, grad.dtype)
-        dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-        del weight  # before the next one is dequantised
+        with gathered([linear.weight]):
+            weight = dequantize(linear.weight, grad.dtype)
+            dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
+            del weight  # before the next one is dequantised
     return dx
 
 

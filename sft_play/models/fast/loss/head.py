@@ -46,10 +46,10 @@ class FusedHead:
         if self._tokens_of_rows is not None:
             self._nll = self._nll_of_rows(hidden, weight, targets)
             return self._nll.sum().reshape(1, 1, 1)
-        self._nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
         # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it;
-        # the value is not used.
-        return self._nll.reshape(1, 1, 1)
+        # what a hook sees before that is used.
+        nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
+        return nll.reshape(1, 1, 1)
 
     def _nll_of_rows(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the summed nll of each row, (B,), of the hidden states (N, H) of all rows."""
@@ -72,11 +72,18 @@ class FusedHead:
         self._labels = (positions, targets)
         self._tokens_of_rows = tokens_of_rows
         self._nll = None
+        # the last hook: ZeRO-3's have put into the graph that a trained weight is gathered again
+        hook = self.head.register_forward_hook(self._keep)
         try:
             yield
         finally:
+            hook.remove()
             self._labels = None
             self._tokens_of_rows = None
+
+    def _keep(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+        if self._tokens_of_rows is None:
+            self._nll = output.reshape(())
 
     def take_nll(self) -> Tensor:
         """Return the loss of the last pass, and drop the reference to its graph."""

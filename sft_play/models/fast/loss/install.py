@@ -10,14 +10,16 @@ from sft_play.models.fast.loss.formula import HeadFormula, head_formula_of
 from sft_play.models.fast.loss.head import FusedHead, output_head
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.models.sharding import device_of
-from sft_play.plan.fast import TRAINED_TOKENS
+from sft_play.plan.fast import TRAINED_TOKENS, ZERO_3
 
 CHECK_TOKENS = 8
 
 
 def install_loss(setup: TrainingSetup) -> int:
     """Fuse the output head and the loss, which then compute labelled tokens only."""
-    reason = why_loss_not_fusable(setup.model, setup.zero_stage)
+    if setup.has_packed_parts:
+        raise Unsupported(ZERO_3)
+    reason = why_loss_not_fusable(setup.model)
     if reason:
         raise Unsupported(reason)
     fuse_loss(setup.model)
@@ -35,10 +37,8 @@ def fuse_loss(model: nn.Module) -> None:
     head.forward = FusedHead(head, formula)
 
 
-def why_loss_not_fusable(model: nn.Module, zero_stage: int) -> str | None:
+def why_loss_not_fusable(model: nn.Module) -> str | None:
     """Return why the loss cannot be fused, None if it can. Runs the model on a few tokens."""
-    if zero_stage == 3:
-        return "ZeRO-3 partitions the output head"
     head = output_head(model)
     if isinstance(head, TrainableTokensWrapper):
         return TRAINED_TOKENS

@@ -12,13 +12,13 @@ from sft_play.models.fast.norms import residual, rms
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import layer_roles_of, norm_kind_of
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
-from sft_play.plan.fast import has_liger
+from sft_play.plan.fast import ZERO_3, has_liger
 
 
 def install_norms(setup: TrainingSetup) -> int:
     """Fuse RMSNorms: with the residual adds before them, or with Liger's kernel on a GPU."""
-    if setup.zero_stage == 3:
-        raise Unsupported("ZeRO-3 partitions the weights")
+    if setup.has_packed_parts:
+        raise Unsupported(ZERO_3)
     kinds = {}
     for module in setup.decoder.modules():
         kind = norm_kind_of(module)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import is_training
+from sft_play.models.partitioned import gathered
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class AddNormFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
-        dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
+        with gathered([weight]):
+            dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
         return dx, dx if ctx.has_residual else None, None, None, None
 
 

@@ -1,0 +1,134 @@
+"""Weights that DeepSpeed's ZeRO-3 divides among the ranks.
+
+DeepSpeed gathers a module's own weights by hooks, before the module's forward pass and around its
+backward pass. Fused functions read weights of modules that they do not call. So the weights of a
+decoder layer are registered with the layer, which gathers them at once: before its forward pass, in
+which they are freed, and again around its backward pass.
+
+Gathered again, a weight lies elsewhere in memory. A function keeps the parameter for its backward
+pass, and no tensor made of it.
+
+Until DeepSpeed's engine is there, nothing gathers weights: `gathered` and `gathering_layers` do.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Params4bit
+from torch import Tensor, nn
+
+from sft_play.models.sharding import outermost_layers
+
+FREED = "NOT_AVAILABLE"  # DeepSpeed's ZeroParamStatus of a weight that is not gathered
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether ZeRO-3 divides a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_gatherable(parameter: Tensor) -> bool:
+    """Return whether a parameter can be computed with once it is gathered."""
+    return not (is_partitioned(parameter) and isinstance(parameter, Params4bit))
+
+
+def is_missing(parameter: Tensor) -> bool:
+    """Return whether a parameter is gathered with its own module alone, and not with its layer."""
+    return is_partitioned(parameter) and not hasattr(parameter, "is_gathered_with_layer")
+
+
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter; of a divided one that of the whole."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def gather_with_layer(layer: nn.Module) -> None:
+    """Let DeepSpeed gather all weights of a layer before the layer runs, and in its backward pass.
+
+    Gradients are still reduced one parameter at a time.
+    """
+    from deepspeed.runtime.zero import register_external_parameter
+
+    parameters = list(layer.parameters())
+    if not any(map(is_partitioned, parameters)):
+        return
+    for parameter in parameters:
+        register_external_parameter(layer, parameter)
+        parameter.is_gathered_with_layer = True
+
+
+def is_hooked_by_deepspeed(module: nn.Module) -> bool:
+    """Return whether DeepSpeed's engine has put its hooks on a module."""
+    return "pre_bwd_fn" in vars(module)
+
+
+@contextlib.contextmanager
+def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
+    """Keep parameters whole that ZeRO-3 has freed. Every rank must enter it with the same ones."""
+    freed = [each for each in parameters if each is not None and _is_freed(each)]
+    if not freed:
+        yield
+        return
+    freed[0].all_gather(param_list=freed)
+    try:
+        yield
+    finally:
+        freed[0].partition(param_list=freed)
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    return is_partitioned(parameter) and parameter.ds_status.name == FREED
+
+
+def units_by_module(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the layer that each module belongs to, the model for those outside of layers.
+
+    {} for a model that ZeRO-3 does not divide.
+    """
+    if not any(is_partitioned(parameter) for parameter in model.parameters()):
+        return {}
+    found = dict.fromkeys(model.modules(), model)
+    for layer in outermost_layers(model):
+        found.update(dict.fromkeys(layer.modules(), layer))
+    return found
+
+
+def parameters_of(unit: nn.Module, units: dict[nn.Module, nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of a unit of `units_by_module`, without those of other units."""
+    owners = [module for module, of in units.items() if of is unit]
+    found = [each for module in owners for each in module.parameters(recurse=False)]
+    return list(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def gathering_layers(model: nn.Module) -> Iterator[None]:
+    """Gather each layer that ZeRO-3 divides while it runs, as DeepSpeed's engine will."""
+    hooks: list[Any] = []
+    for layer in outermost_layers(model):
+        parameters = [each for each in layer.parameters() if is_partitioned(each)]
+        if parameters:
+            hooks += _gathering_hooks(layer, parameters)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gathering_hooks(layer: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Any]:
+    running = contextlib.ExitStack()
+
+    @torch.no_grad()
+    def enter(*_: Any) -> None:
+        running.enter_context(gathered(parameters))
+
+    @torch.no_grad()
+    def leave(*_: Any) -> None:
+        running.close()
+
+    return [
+        layer.register_forward_pre_hook(enter),
+        layer.register_forward_hook(leave, always_call=True),
+    ]
