@@ -306,7 +306,9 @@ def test_a_probe_that_measures_the_closed_form_takes_the_same_micro_batches_to_f
     for more in (0, GIB):
         phases = {name: peak + more for name, peak in large.phases.items()}
         fit = MeasuredFit(plan.step, small, replace(large, phases=phases))
-        result = ProbeResult(plan.layout, (small, large), fit, plan.budget_bytes, is_cached=False)
+        memory = fit.memory(plan.layout)
+        points = (small, large)
+        result = ProbeResult(plan.layout, points, fit, memory, plan.budget_bytes, is_cached=False)
         for tokens in (1024, 8192, 16384):
             predicted = predicted_bytes(plan, *cut(tokens, 2048), layers=0)
             off = probed_bytes(result, tokens, layers=0) - predicted

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak
 
+from sft_play.config.deepspeed_json import Fetching
 from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, offloaded_bytes
 from sft_play.plan.memory import (
     GIB,
@@ -259,6 +260,29 @@ def test_offloading_frees_a_gpu_and_not_a_host() -> None:
     assert held(**zero, offload=True).optimizer == 0
     assert held(**zero, offload=True, is_gpu=False).optimizer == kept
     assert held(**zero, is_gpu=False).optimizer == kept
+
+
+def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead() -> None:
+    zero3 = {"zero_stage": 3, "world_size": 2}
+    ahead, twice = (Fetching(weights, 0) for weights in (10**8, 2 * 10**8))
+    assert held("optimizer", **zero3).gathered == held("forward", zero_stage=2).gathered == 0
+    gathered = held("forward", **zero3, fetching=ahead).gathered
+    head = EIGHT_B.vocab * EIGHT_B.hidden
+    layer = EIGHT_B.block_weights // EIGHT_B.layers
+    adapters = 4 * EIGHT_B.lora_parameters(16, "all-linear")
+    assert gathered == pytest.approx(2 * (head + 2 * layer + 10**8) + adapters, rel=1e-6)
+    more = held("forward", **zero3, fetching=twice).gathered
+    assert more - gathered == pytest.approx(2 * 10**8, rel=1e-6)
+    # the last layers, each of whose weights is passed twice before it is needed again
+    kept = held("forward", **zero3, fetching=Fetching(10**8, 2 * (head + 3 * layer))).gathered
+    assert kept - gathered == pytest.approx(2 * 3 * layer, rel=1e-6)
+
+
+def test_two_h200s_needed_what_is_planned_for_zero_3_without_fused_linears() -> None:
+    """4 x 2,048 tokens of each, PEFT's linears, plain norms and loss: 104.7 GiB."""
+    unfused = {"is_fast": False, "zero_stage": 3, "world_size": 2}
+    changes = {"batch_size": 4, "max_seq_len": 2048, "checkpointed_layers": 0}
+    assert peak(**unfused, **changes) / GIB == pytest.approx(104.7, rel=0.1)
 
 
 def test_weights_that_are_offloaded_leave_the_gpu() -> None:

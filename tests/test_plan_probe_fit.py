@@ -57,6 +57,22 @@ def test_both_points_are_met_exactly(change: dict[str, Any], layers: int) -> Non
         assert sizes == pytest.approx(dict(point.phases), abs=2)
 
 
+@pytest.mark.parametrize(("beyond", "peak"), [(-GIB, 40 * GIB), (3 * GIB, 43 * GIB)])
+def test_a_step_that_was_tried_as_planned_has_the_bytes_that_it_took(
+    beyond: int, peak: int
+) -> None:
+    layout = layout_of(4, 0, world_size=2)
+    step = replace(PROBED_STEP, zero_stage=3)
+    context = probe_fit.context_bytes(step, layout)
+    phases = {"forward": 30 * GIB - context, "backward": 40 * GIB - context}
+    point = Point(layout.tokens, 0, True, phases)
+    memory = probe_fit.memory_as_measured(step, layout, point, 40 * GIB + beyond)
+    assert memory.predicted_peak == peak and memory.peak_phase == "backward"
+    assert memory.totals()["forward"] == 30 * GIB
+    closed = step_bytes(step, layout).totals()
+    assert memory.totals()["save"] == closed["save"]
+
+
 def test_activations_that_outgrow_gradients_are_told_by_the_forward_pass() -> None:
     """An 8B model trained in full on one H200, without accumulation.
 

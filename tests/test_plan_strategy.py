@@ -10,7 +10,7 @@ from plan_examples import CPU, plan_for
 
 from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
 from sft_play.plan import memory
-from sft_play.plan.devices import parse
+from sft_play.plan.devices import Gpu, parse
 from sft_play.plan.strategy import ZERO_CONFIGS
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B-Instruct"
@@ -47,6 +47,27 @@ def test_a_strategy_is_taken_as_it_is_asked_and_auto_divides_what_does_not_fit(
 def test_a_strategy_for_several_gpus_takes_all_of_them(strategy: str) -> None:
     plan = plan_for("4xH200", f"train.strategy={strategy}", distributed=False).plan
     assert plan.ranks.world_size == 4
+
+
+def test_zero_3_says_where_fsdp_is_expected_to_be_faster(tmp_path: Path) -> None:
+    def said(*settings: str, gpus: str = "2xH200", **environ: str) -> list[str]:
+        planned = plan_for(gpus, "train.strategy=zero3", *settings, environ=environ)
+        return [words for words in planned.plan.warnings if "FSDP is expected" in words]
+
+    (words,) = said(LLAMA_8B, "tuning.mode=lora")
+    assert words.startswith("train.strategy=zero3: FSDP is expected to train 1.")
+    assert words.endswith("times as fast; try make train-distributed TRAIN_STRATEGY=fsdp")
+    # where FSDP cannot run, where nobody knows how fast a card is, where the host's memory is asked
+    assert not said(LLAMA_8B, "tuning.mode=full", "train.optim=adamw_8bit")
+    assert not said(LLAMA_8B, gpus=replace(parse("2xH200"), gpus=unknown_cards()))
+    path = tmp_path / "offloading.json"
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
+    assert not said(LLAMA_8B, "tuning.mode=lora", DEEPSPEED_CONFIG=str(path))
+
+
+def unknown_cards() -> tuple[Gpu, ...]:
+    return tuple(replace(gpu, name="some card") for gpu in parse("2xH200").gpus)
 
 
 @pytest.mark.parametrize(("strategy", "resolved"), [("auto", "ddp"), ("zero3", "zero3")])

@@ -23,9 +23,12 @@ from sft_play.config.deepspeed_json import (
     TOTAL_BATCH,
     ZERO,
     DeepSpeedJson,
+    Fetching,
+    fetching,
     leaves,
     offloads,
     precision,
+    prefetched_by_auto,
     with_current_offload_keys,
     zero_stage,
 )
@@ -36,6 +39,8 @@ from sft_play.errors import ConfigError
 __all__ = [
     "DeepSpeedJson",
     "DeepSpeedRun",
+    "Fetching",
+    "fetching",
     "offloads",
     "precision",
     "read",
@@ -84,7 +89,7 @@ class DeepSpeedRun:
             }
         return {
             "reduce_bucket_size": hidden * hidden,
-            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_prefetch_bucket_size": prefetched_by_auto(hidden),
             "stage3_param_persistence_threshold": 10 * hidden,
         }
 

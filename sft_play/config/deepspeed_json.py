@@ -19,6 +19,20 @@ OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
 OFFLOAD_PARAM = f"{ZERO}.offload_param"
 
 
+DEFAULT_AHEAD = 50_000_000  # DeepSpeed's
+DEFAULT_REUSE = 1_000_000_000
+
+
+class Fetching(NamedTuple):
+    """How many weights ZeRO-3 may hold whole beside those of the layer that computes."""
+
+    ahead: int  # fetched before they are needed
+    reuse: int  # kept where they are needed again within as many others
+
+
+DEFAULT_FETCHING = Fetching(DEFAULT_AHEAD, DEFAULT_REUSE)
+
+
 class Offloads(NamedTuple):
     """What leaves the GPU for the host's memory or a disk."""
 
@@ -37,6 +51,24 @@ def offloads(raw: DeepSpeedJson) -> Offloads:
     optimizer = zero.get("offload_optimizer", {}).get("device", "none")
     parameters = zero.get("offload_param", {}).get("device", "none")
     return Offloads(optimizer != "none", parameters != "none")
+
+
+def fetching(raw: DeepSpeedJson, hidden_size: int) -> Fetching:
+    """Return what ZeRO-3 fetches and keeps; "auto" is transformers' formula."""
+    zero = raw.get(ZERO, {})
+
+    def number(name: str, default: int) -> Any:
+        return zero.get(f"stage3_{name}", zero.get(name, default))
+
+    ahead = number("prefetch_bucket_size", DEFAULT_AHEAD)
+    if ahead == AUTO:
+        ahead = prefetched_by_auto(hidden_size)
+    return Fetching(int(ahead), int(number("max_reuse_distance", DEFAULT_REUSE)))
+
+
+def prefetched_by_auto(hidden_size: int) -> int:
+    """Return transformers' stage3_prefetch_bucket_size where it is "auto"."""
+    return int(0.9 * hidden_size * hidden_size)
 
 
 def precision(raw: DeepSpeedJson) -> str | None:

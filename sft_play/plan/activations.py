@@ -96,6 +96,9 @@ def layer_bytes_per_token(step: StepSpec) -> int:
         kept = step.adapter_options.kept_bytes_per_token(
             model, step.lora_targets, step.mode == "qlora"
         )
+        if step.zero_stage == 3 and step.is_half:
+            # without autocast adapters compute in float32, and PEFT casts the input of each linear
+            kept += 12 * hidden + 2 * intermediate
     if not step.is_fast and not step.has_fused_loss:
         adapters = {"lora": 4 * hidden + 2 * intermediate, "qlora": hidden + intermediate // 2}
         return wide * (18 * hidden + 9 * intermediate + adapters.get(step.mode, 0) + kept)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
@@ -12,7 +13,7 @@ from sft_play.plan.inputs import PlanInputs, choose_layout
 from sft_play.plan.memory import GIB, host_bytes, step_bytes
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
-from sft_play.plan.strategy import why_not_fsdp
+from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
 
 MIN_ROW_TOKENS = 256  # nobody is told to train on shorter rows
 MAX_COMBINED = 3  # changes at once
@@ -112,7 +113,7 @@ def _merged(base: PlanInputs, one: PlanInputs, other: PlanInputs) -> PlanInputs:
             if getattr(before, name) != getattr(after, name)
         ]
         config = _with_settings(config, section, {name: getattr(after, name) for name in names})
-    fields = ("ranks", "zero_stage", "offload", "offload_weights", "is_effective_set")
+    fields = ("ranks", "zero_stage", "fetching", "offload", "offload_weights", "is_effective_set")
     differing = [name for name in fields if getattr(other, name) != getattr(base, name)]
     return replace(one, config=config, **{name: getattr(other, name) for name in differing})
 
@@ -200,11 +201,16 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
 def _with_engine(
     inputs: PlanInputs, strategy: Strategy, per_node: int, zero_stage: int
 ) -> PlanInputs:
+    fetching = inputs.fetching
+    if zero_stage:  # by the JSON that ships
+        raw = deepspeed.read(ZERO_CONFIGS[f"zero{zero_stage}"])
+        fetching = deepspeed.fetching(raw, inputs.model.hidden)
     return replace(
         inputs,
         ranks=replace(inputs.ranks, strategy=strategy, per_node=per_node, gpus_per_process=1),
         layers_by_gpu=(),
         zero_stage=zero_stage,
+        fetching=fetching,
         offload=False,
         offload_weights=False,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sft_play.config.backends import backend_of
+from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule
 from sft_play.plan import activations, batch, cards, memory, placement, speed
@@ -39,6 +40,7 @@ class PlanInputs:
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
     host_budget_bytes: int = 0  # that one rank may take beside its GPU
     tracer: Tracer | None = None  # where the closed form has not been shown to fit the model
+    fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
 
     @cached_property
@@ -121,6 +123,7 @@ class PlanInputs:
             zero_stage=self.zero_stage,
             is_fsdp=self.ranks.strategy == "fsdp",
             offload=self.offload,
+            fetching=self.fetching,
             is_gpu=is_gpu,
             eval_batch_size=eval_batch_size,
             generates=train.predict_with_generate,

@@ -51,7 +51,7 @@ class PhaseBytes:
     logits: int = 0
     buckets: int = 0
     context: int = 0
-    gathered: int = 0  # whole layers of FSDP, and their gradients before they are divided
+    gathered: int = 0  # whole layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
     measured_beyond: int = 0  # by a probe, beyond the components above
 
     @property
@@ -61,7 +61,7 @@ class PhaseBytes:
     def components(self) -> dict[str, int]:
         """Return the bytes by component.
 
-        Of the last two, FSDP alone has the first, and a probe alone brings the second.
+        Of the last two, FSDP and ZeRO-3 have the first, and a probe alone brings the second.
         """
         found = asdict(self)
         for name in ("gathered", "measured_beyond"):
@@ -233,15 +233,15 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
         gradients=0,
         activations=activations,
         logits=logits,
-        gathered=_gathered_layers(step) if step.is_fsdp else 0,
+        gathered=_gathered(step),
     )
 
 
 def _computing(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Add to what is held the 16-bit copies of float32 weights that autocast keeps."""
     is_cast = step.is_full and step.weight_bytes == 4 and step.is_half and not step.zero_stage
-    if step.is_fsdp:
-        return replace(held, gathered=_gathered_layers(step))
+    if step.is_fsdp or step.zero_stage == 3:
+        return replace(held, gathered=_gathered(step))
     if not is_cast or step.traced is not None:  # a trace has them among the activations
         return held
     return replace(held, weights=held.weights + step.compute_bytes * step.model.block_weights)
@@ -267,7 +267,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     adapter_bytes = 4
     if step.zero_stage and step.is_half:  # DeepSpeed converts the weights themselves
         weight_bytes = step.compute_bytes
-        adapter_bytes = 2
+        adapter_bytes = 2 if step.zero_stage < 3 else 4  # at stage 3 only what it has loaded
     state_bytes = ADAM_BYTES[step.optim]
     if step.zero_stage:
         state_bytes += 4  # DeepSpeed's float32 copy of what it trains
@@ -301,6 +301,30 @@ def host_bytes(step: StepSpec, layout: Layout) -> int:
     return held.weights + (held.gradients + held.optimizer if step.is_full else 0)
 
 
+def _gathered(step: StepSpec) -> int:
+    """Bytes that a rank holds whole beside its part of the weights while it computes."""
+    if step.is_fsdp:
+        return _gathered_layers(step)
+    return _fetched_weights(step) if step.zero_stage == 3 else 0
+
+
+def _fetched_weights(step: StepSpec) -> int:
+    """Bytes that ZeRO-3 holds beside its shares while it computes.
+
+    These are the output head, a layer and the pieces that it is put together from, what is fetched
+    ahead, and the last layers where the backward pass needs them again soon. Adapters are small
+    enough to stay whole.
+    """
+    model = step.model
+    head = model.vocab * model.hidden
+    layer = model.block_weights // model.layers
+    # between its two passes a layer waits for those behind it and the head, each of them twice
+    reused = min(max(0, step.fetching.reuse // 2 - head), model.block_weights - layer)
+    fetched = min(step.fetching.ahead, model.block_weights - layer)
+    of_layers = _layer_bytes(step) * (2 * layer + fetched + reused) // layer
+    return step.compute_bytes * head + of_layers + 4 * step.adapter_weights
+
+
 def _gathered_layers(step: StepSpec) -> int:
     """Bytes that FSDP holds beside its shares while it computes.
 
@@ -309,14 +333,20 @@ def _gathered_layers(step: StepSpec) -> int:
     summed in float32.
     """
     model = step.model
-    unquantised = step.compute_bytes * (model.parameters - model.block_weights)
-    layer = (base_weight_bytes(step, step.compute_bytes) - unquantised) // model.layers
+    layer = _layer_bytes(step)
     head = step.compute_bytes * model.vocab * model.hidden
     weights = head + GATHERED_LAYERS * layer
     if not step.is_full:
         return weights
     copies = (step.compute_bytes + 4) / step.compute_bytes
     return int(weights + copies * max(head, 2 * layer))
+
+
+def _layer_bytes(step: StepSpec) -> int:
+    """Bytes of the weights of a layer, in the type that is computed with or in 4 bits."""
+    model = step.model
+    unquantised = step.compute_bytes * (model.parameters - model.block_weights)
+    return (base_weight_bytes(step, step.compute_bytes) - unquantised) // model.layers
 
 
 def _gathered_one(step: StepSpec) -> int:

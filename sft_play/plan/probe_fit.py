@@ -59,7 +59,7 @@ class ProbeReport:
 
     points: tuple[Point, ...]  # the two that were fitted first, where there are two
     predicted_before: Mapping[str, int]  # bytes of each phase by the closed form
-    predicted_after: Mapping[str, int] | None  # by the fit; None where nothing was chosen
+    predicted_after: Mapping[str, int] | None  # by what was measured; None without a GPU
     verified_bytes: int | None  # of the chosen step, measured; None where it was not
     seconds: float
     cached: bool  # points of an earlier probe sufficed
@@ -157,6 +157,21 @@ class MeasuredFit:
 
     def _closed(self, name: str, layout: Layout) -> int:
         return step_bytes(self.step, layout).phases[name].total
+
+
+def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes: int) -> StepBytes:
+    """Return the bytes of a step that was itself measured, at `point`.
+
+    `used_bytes` is what the process took then: with the allocator's gaps, and with the context as
+    it is. The peak is no less.
+    """
+    memory = MeasuredFit(step, point, point).memory(layout)
+    missing = used_bytes - memory.predicted_peak
+    if missing <= 0:
+        return memory
+    peak = memory.peak
+    fuller = replace(peak, measured_beyond=peak.measured_beyond + missing)
+    return StepBytes({**memory.phases, memory.peak_phase: fuller})
 
 
 def context_bytes(step: StepSpec, layout: Layout) -> int:

@@ -342,7 +342,7 @@ def _precision(planned: PlannedRun) -> str:
     optim = planned.config.train.optim
     if planned.plan.step.is_full:
         return f"computes in {computed}; weights in {weights}; optimizer {optim}"
-    adapters = computed if planned.plan.zero_stage else "float32"
+    adapters = computed if planned.plan.zero_stage in (1, 2) else "float32"
     return (
         f"computes in {computed}; base weights in {weights}, adapters in {adapters}; "
         f"optimizer {optim}"

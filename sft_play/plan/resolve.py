@@ -37,6 +37,7 @@ from sft_play.plan.strategy import (
     Engine,
     alternatives,
     asked_strategy,
+    faster_than_zero3,
     resolved_name,
 )
 from sft_play.plan.tracing import Tracer
@@ -144,6 +145,7 @@ def _resolve(
         zero_stage=deepspeed.zero_stage(raw),
         offload=offload,
         offload_weights=offload_weights or config.train.fsdp_offload,
+        fetching=deepspeed.fetching(raw, model.hidden),
         budget_bytes=_budget_bytes(hardware, ranks),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
@@ -155,8 +157,7 @@ def _resolve(
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
     warnings += device_map.sentences(loaded, ranks, inputs.layers_by_gpu)
     warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
-    warnings += recurrent_warnings(model, hardware)
-    warnings += offloading.warnings(inputs, layout) + switches.warnings(config, ranks, environ)
+    warnings += _machine_warnings(inputs, layout, precision, hardware, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
     plan = RunPlan(
@@ -178,6 +179,20 @@ def _resolve(
     )
     planned = PlannedRun(_resolved(config, plan, precision, environ), plan)
     return planned.with_layout(layout, plan.memory)
+
+
+def _machine_warnings(
+    inputs: PlanInputs,
+    layout: Layout,
+    precision: Precision,
+    hardware: Hardware,
+    environ: Mapping[str, str],
+) -> list[str]:
+    """Return what is to be said of how the machine will run the step."""
+    warnings = [*recurrent_warnings(inputs.model, hardware)]
+    warnings += faster_than_zero3(inputs, layout, precision == "fp16")
+    warnings += offloading.warnings(inputs, layout)
+    return warnings + switches.warnings(inputs.config, inputs.ranks, environ)
 
 
 def _refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:

@@ -42,6 +42,7 @@ LABELLED = 0.5  # of a chat's tokens, where nobody has counted
 MODULE_SECONDS = 0.14e-3
 HOOK_SECONDS = 0.43e-3
 MODULES = 13  # of a block
+FETCHING_MODULES = 3  # of a fused block under ZeRO-3: the layer fetches for attention and MLP
 MODULES_OF_EXPERTS = 7  # more of a block with experts: sorting, gathering, and their gradients
 MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, the dropout
 # Several GPUs. Two H200s (docs/scaling-h200.md): 8B lora reached 0.98 of twice one under DDP and
@@ -254,5 +255,7 @@ def _host_seconds(step: StepSpec, again: float) -> float:
     calls = modules * (2 + again)
     if step.zero_stage != 3:
         return MODULE_SECONDS * step.model.layers * calls
+    if step.is_fast and not step.is_full:
+        calls = FETCHING_MODULES * (2 + again)
     gradients = 2 * adapted or 9  # the adapters' matrices, else seven of the block and two norms
     return HOOK_SECONDS * step.model.layers * (calls + gradients)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
 from sft_play.plan.adapters import PLAIN, AdapterOptions
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.traced import TracedStep
@@ -33,6 +34,7 @@ class StepSpec:
     traced: TracedStep | None = None  # where the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
     is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
+    fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
 
     def with_trace(self, traced: TracedStep) -> "StepSpec":

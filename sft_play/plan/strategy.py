@@ -4,7 +4,7 @@ Loads no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config import deepspeed
@@ -13,6 +13,9 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
+from sft_play.plan import memory, speed
+from sft_play.plan.inputs import PlanInputs
+from sft_play.plan.layout import Layout
 from sft_play.plan.ranks import Ranks, Strategy
 
 # For a stage where the user names no JSON
@@ -21,6 +24,7 @@ ZERO_CONFIGS = {
 }
 # What make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
+WORTH_A_WORD = 1.05  # of ZeRO-3's speed
 # Settings of tuning.lora for which PEFT reads whole weights
 UNSHARDED = ("use_dora", "modules_to_save", "trainable_tokens")
 # The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take whole tensors
@@ -136,6 +140,32 @@ def resolved_name(strategy: Strategy, zero_stage: int) -> str:
     if strategy == "deepspeed":
         return f"zero{zero_stage}" if zero_stage else "auto"
     return "ddp" if strategy == "single" else strategy
+
+
+def faster_than_zero3(inputs: PlanInputs, layout: Layout, is_float16: bool) -> list[str]:
+    """Return a sentence where the planner expects FSDP to train the same step faster than ZeRO-3.
+
+    Nobody asked for the host's memory, and the step fits under FSDP too.
+    """
+    step = inputs.step
+    offloads = step.offload or step.offload_weights
+    if step.zero_stage != 3 or offloads or why_not_fsdp(inputs.config, is_float16):
+        return []
+    fsdp = replace(step, zero_stage=0, is_fsdp=True)
+    if memory.step_bytes(fsdp, layout).predicted_peak > inputs.budget_bytes:
+        return []
+    work = speed.full_rows(layout)
+    nodes = inputs.ranks.nodes
+    found = [speed.predict(each, layout, work, inputs.card, nodes) for each in (step, fsdp)]
+    if None in found:
+        return []
+    zero_speed, fsdp_speed = (each.tokens_per_second for each in found)
+    if fsdp_speed < WORTH_A_WORD * zero_speed:
+        return []
+    return [
+        f"train.strategy=zero3: FSDP is expected to train {fsdp_speed / zero_speed:.2f} times as "
+        "fast; try make train-distributed TRAIN_STRATEGY=fsdp"
+    ]
 
 
 def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:

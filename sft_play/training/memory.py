@@ -112,6 +112,13 @@ class MemoryMeter:
             found.append(min(free + torch.cuda.memory_reserved(device), limit))
         return min(found)
 
+    def used_bytes(self) -> int:
+        """Return what this process takes now: what the allocator reserves, plus the context."""
+        if not self._is_gpu:
+            return self.peak_bytes()
+        reserved = max(map(torch.cuda.memory_reserved, self.process.devices))
+        return reserved + self.context_bytes()
+
     def context_bytes(self) -> int:
         """Return what this process uses on the GPU outside torch's allocator, 0 on a CPU.
 

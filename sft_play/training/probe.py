@@ -3,7 +3,8 @@
 All ranks measure the same steps and agree on the largest peak and the least free memory. They
 choose by these numbers alone, so they all choose the same. In three cases the plan is tried as it
 is: under DeepSpeed, whose engine cannot change its batch; on a resumed run, whose optimizer has a
-state; and on a CPU, which has no allocator to measure.
+state; and on a CPU, which has no allocator to measure. On a GPU the plan's bytes are then those
+that were measured.
 """
 
 import logging
@@ -42,6 +43,7 @@ class ProbeResult:
     layout: Layout
     points: tuple[Point, ...]  # the two of the fit first, where there is one
     fit: MeasuredFit | None  # None where nothing was chosen
+    memory: StepBytes | None  # of the layout, as measured; None without a GPU
     budget_bytes: int
     is_cached: bool
 
@@ -83,8 +85,7 @@ class Probe:
         budget = probe_fit.budget_bytes(self.step, self.layout, allocatable)
         with DryRun(self.trainer, self.memory, self._may_step_optimizer) as dry_run:
             if not self.chooses:
-                points = (self._try_as_planned(dry_run, budget),)
-                return ProbeResult(self.layout, points, None, budget, is_cached=False)
+                return self._as_planned(dry_run, budget)
             small_and_large = cached or self._two_points(dry_run, budget)
             fit = MeasuredFit(self.step, small_and_large[0], small_and_large[1])
             layout, points = self._choose(dry_run, fit, small_and_large, budget)
@@ -97,7 +98,8 @@ class Probe:
             )
         elif len(points) > len(cached):
             probe_fit.write_points(folder, fingerprint, points)
-        return ProbeResult(layout, points, fit, budget, is_cached=len(points) == len(cached))
+        is_cached = len(points) == len(cached)
+        return ProbeResult(layout, points, fit, fit.memory(layout), budget, is_cached)
 
     def checkpoint(self, layers: int) -> None:
         """Checkpoint the first `layers` layers of the model."""
@@ -108,6 +110,15 @@ class Probe:
     def _may_step_optimizer(self) -> bool:
         is_paged = self.context.config.train.optim.startswith("paged")
         return not (self.is_resumed or self.trainer.is_deepspeed_enabled or is_paged)
+
+    def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
+        """Try the plan as it is, and correct its bytes by what that took."""
+        point = self._try_as_planned(dry_run, budget)
+        memory = None
+        if self.memory.is_exact:
+            used = self.process.max(self.memory.used_bytes())
+            memory = probe_fit.memory_as_measured(self.step, self.layout, point, used)
+        return ProbeResult(self.layout, (point,), None, memory, budget, is_cached=False)
 
     def _try_as_planned(self, dry_run: DryRun, budget: int) -> Point:
         point = self._measure(dry_run, self.layout)
@@ -254,7 +265,7 @@ def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunReco
     context = probe.context
     result = probe.run()
     planned = context.planned
-    if result.fit is not None:
+    if result.memory is not None:
         planned = _apply_layout(probe, result, evaluators)
         _note_prediction(recorder, planned.plan.memory)
     facts = _probe_report(probe, result, time.perf_counter() - started)
@@ -275,7 +286,7 @@ def _apply_layout(probe: Probe, result: ProbeResult, evaluators: Sequence[Evalua
         probe.trainer.set_micro_batch(layout)
     for evaluator in evaluators:
         evaluator.batch_size = evaluation_rows(probe.step, layout)
-    planned = probe.context.planned.with_layout(layout, result.fit.memory(layout))
+    planned = probe.context.planned.with_layout(layout, result.memory)
     return replace(planned, plan=replace(planned.plan, budget_bytes=result.budget_bytes))
 
 
@@ -312,7 +323,7 @@ def _probe_report(probe: Probe, result: ProbeResult, seconds: float) -> ProbeRep
     return ProbeReport(
         points=result.points,
         predicted_before=step_bytes(probe.step, layout).totals(),
-        predicted_after=result.fit.phases(layout) if result.fit else None,
+        predicted_after=result.memory.totals() if result.memory else None,
         verified_bytes=verified,
         seconds=round(seconds, 3),
         cached=result.is_cached,
