@@ -49,7 +49,7 @@ MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, th
 # 0.89 under FSDP, full 0.89; 1B unfused, checkpointed, 0.95 under DDP, and a step of ZeRO-3 took
 # 400 ms (full) and 964 (lora); 8B lora without checkpointing 1,354.
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
-FSDP_SCALING = 0.9  # a larger part where each layer's weights are gathered
+GATHERING_SCALING = 0.9  # a larger part where each layer's weights are gathered; ZeRO-3 assumed
 LINK_SHARE = 0.6  # of a link's data sheet that collectives reach; assumed
 NODE_LINK_BYTES = 12.5e9  # a second and GPU between machines: 100 Gbit/s; assumed
 # Offload: gradients to the host and weights back, and Adam in the host's memory; for ZeRO-3's
@@ -102,7 +102,8 @@ def predict(
     collective = 0.0
     if layout.world_size > 1:
         collective = _collective_seconds(step, layout, work, compute, _link_bytes(card, nodes))
-        compute = compute / (FSDP_SCALING if step.is_fsdp else SCALING)
+        gathers_layers = step.is_fsdp or (step.zero_stage == 3 and step.is_fast)
+        compute = compute / (GATHERING_SCALING if gathers_layers else SCALING)
     optimizer = _optimizer_seconds(step, layout, card)
     flops = _flops(step, work, work.labelled)
     seconds = compute + optimizer + collective
