@@ -12,7 +12,8 @@ $(error make $(or $(MAKECMDGOALS),help) reads no variable, such as $(filter-out 
 endif
 endif
 
-SHELL := /bin/bash
+override SHELL := /bin/bash
+override .SHELLFLAGS := -c
 .DEFAULT_GOAL := help
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
@@ -20,12 +21,22 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # PY=python3 uses your own environment and installs nothing.
 PYTHON ?= python3
 PY ?= .venv/bin/python
+override PYTHON := $(value PYTHON)
+override PY := $(value PY)
 export PYTHON
-ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
-SFT := $(PY) -m sft_play
-PARALLEL_TESTS = $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+# The recipes name PY: it is one path, and nothing that a shell would read as more.
+override IN_PATHS := a b c d e f g h i j k l m n o p q r s t u v w x y z \
+  A B C D E F G H I J K L M N O P Q R S T U V W X Y Z 0 1 2 3 4 5 6 7 8 9 / . _ - + @ : =
+override LEFT := $(PY)
+$(foreach c,$(IN_PATHS),$(eval override LEFT := $$(subst $(c),,$$(value LEFT))))
+ifneq ($(LEFT),)
+$(error PY=$(PY): write the path of one Python program, such as python3, without spaces and signs of the shell)
+endif
+override ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
+override SFT := $(PY) -m sft_play
+override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Where the recipe itself does not start sft_play
-CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
+override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
 .PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
   data-check init preview convert-notebook check-notebook \

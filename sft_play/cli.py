@@ -29,7 +29,7 @@ from sft_play.commands.options import (
 )
 from sft_play.config import loader, targets
 from sft_play.errors import ExitClass, SftPlayError
-from sft_play.progress import log_to_stderr
+from sft_play.progress import log_to_stderr, visible
 
 app = typer.Typer(
     add_completion=False,
@@ -392,7 +392,8 @@ def _errors_as_messages() -> Iterator[None]:
         yield
     except SftPlayError as error:
         code = int(error.exit_class)
-        sys.stderr.write(f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n")
+        lines = f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n"
+        sys.stderr.write(visible(lines))
         sys.exit(code)
 
 

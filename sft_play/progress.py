@@ -1,10 +1,11 @@
 """Lines about a stage that takes long: how much is done, how fast, how long it still takes.
 
-Knows nothing of the project. Lines rather than a bar, so that a log file can be read.
+Knows nothing of runs. Lines rather than a bar, so that a log file can be read.
 """
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 import time
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
+# What a terminal obeys instead of showing it, and what turns the direction of the text around it
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 EVERY_SECONDS = 8.0  # between two lines of a stage; a shorter stage says nothing
 
 
@@ -66,10 +69,26 @@ def say(line: str) -> None:
         logger.info("%s", line)
 
 
+def visible(text: str) -> str:
+    """Return a text with escapes for control characters, which a key or a file name may have.
+
+    >>> print(visible("a\x1b[31m.yaml"))
+    a\\x1b[31m.yaml
+    """
+    return UNSEEN.sub(lambda found: ascii(found.group())[1:-1], text)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats lines without the control characters that names in them may have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def log_to_stderr() -> None:
     """Show the lines of a command that prints its result to stdout."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(VisibleFormatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

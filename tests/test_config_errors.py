@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.loader import CONFIGS, load
+from sft_play.config.schema import env_name, kinds, settings
 from sft_play.errors import ConfigError
 
 EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
@@ -430,3 +431,18 @@ def test_many_problems_are_counted_rather_than_listed() -> None:
     lines = message(EMPTY, {f"TRAIN_X{n}": "1" for n in range(20)}).splitlines()
     assert len(lines) == 9
     assert lines[-1] == "... and 12 more"
+
+
+NUMBERS = [path for path in settings() if int in kinds(settings()[path].annotation)]
+
+
+@pytest.mark.parametrize("digits", [13, 40])
+def test_numbers_that_no_library_takes_are_refused_with_the_largest(digits: int) -> None:
+    """A plan would go through all of them, or a run end late in a library."""
+    assert "train.seed" in NUMBERS and "train.batch_size" in NUMBERS
+    environ = {env_name(path): "9" * digits for path in NUMBERS}
+    with pytest.raises(ConfigError) as raised:
+        load(EMPTY, environ=environ)
+    lines = str(raised.value).splitlines()
+    assert len(lines) > 5
+    assert all(" is too large; write at most " in line for line in lines[:-1]), lines

@@ -123,6 +123,14 @@ NAMES = (
     "PYTHON",
     "TB_PORT",
     "DEEPSPEED_CONFIG",
+    "SFT",
+    "CHECK",
+    "ENV",
+    "PARALLEL_TESTS",
+    "LEFT",
+    "IN_PATHS",
+    "GIVEN",
+    "SFT_PLAY_TARGETS",
 )
 
 
@@ -144,6 +152,24 @@ def test_no_value_of_a_variable_is_ever_run(way: str, tmp_path: Path) -> None:
     values = {name: next(payloads).format(tmp_path / name) for name in NAMES}
     # 2 is make's code for a failed recipe: the config is refused, as none of them is valid
     assert make_config(way, values) == 2
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", ["command line", "environment"])
+def test_the_python_of_a_call_is_one_path(way: str, tmp_path: Path) -> None:
+    for number, payload in enumerate([*PAYLOADS, "touch {}", "{}/../bin/python -c pass"]):
+        python = payload.format(tmp_path / str(number))
+        words = ["PY=" + python] if way == "command line" else []
+        done = subprocess.run(
+            ["make", "plan", *words],
+            cwd=ROOT,
+            env=clean(PY=python),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert "write the path of one Python program" in done.stderr
     assert os.listdir(tmp_path) == []
 
 
@@ -249,6 +275,15 @@ BAD_ROWS = {
     ),
     "none": ("", ": no rows"),
 }
+
+
+def test_control_characters_of_names_are_made_visible(sft_play, tmp_path: Path) -> None:
+    """A terminal would obey them: colours, a bell, a line written over."""
+    config = tmp_path / "a.yaml"
+    config.write_text('"tra\\e[31min\\a\\u202e": 3\n')
+    done = sft_play("config", CONFIG=str(config))
+    assert done.returncode == 10
+    assert "unknown setting 'tra\\x1b[31min\\x07\\u202e'" in done.stderr
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)

@@ -15,7 +15,7 @@ from sft_play.errors import ConfigError
 PROBLEMS_SHOWN = 8
 WORD_LENGTH = 80  # most characters of a value that a message repeats
 # annotated_types constraint: the words for it
-BOUNDS = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
+BOUNDS = {"ge": "of at least", "gt": "above", "lt": "below"}
 TYPE_WORDS = {
     int: "a whole number",
     float: "a number",
@@ -93,9 +93,37 @@ def invalid(path: str, located: Located) -> str:
         sentence = f"={typed} is not finite; {write}"
     elif value == "":
         sentence = f" is empty; {write}"
+    elif _is_above(value, _limit(path)):
+        sentence = f"={typed} is too large; write at most {_limit(path)}"
     else:
         sentence = f"={typed} is not valid; {write}"
     return f"{located.origin}: {path}{sentence}"
+
+
+def _is_above(value: Any, limit: float) -> bool:
+    """Return whether a value is a number above a limit; digits too many for a number are a text."""
+    if isinstance(value, str) and value.isdecimal():
+        value = float(value)
+    return isinstance(value, int | float) and value > limit
+
+
+def _limit(path: str) -> float:
+    """Return the largest number that a setting takes, infinite where it has no limit."""
+    field = settings()[path]
+    return min(_limits(field.annotation, field.metadata), default=math.inf)
+
+
+def _limits(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[float]:
+    for constraint in metadata:
+        bound = getattr(constraint, "le", None)
+        if bound is not None:
+            yield bound
+    if typing.get_origin(annotation) is typing.Annotated:
+        inner, *extra = typing.get_args(annotation)
+        yield from _limits(inner, [part for item in extra for part in _constraints(item)])
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for argument in typing.get_args(annotation):
+            yield from _limits(argument, metadata)
 
 
 def wanted(path: str) -> str:

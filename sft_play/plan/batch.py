@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from sft_play.config.sections.base import MOST_ROWS
 from sft_play.errors import ConfigError
 from sft_play.plan.layout import Layout
 from sft_play.plan.speed import OVERHEAD_TOKENS, RECOMPUTED
@@ -45,6 +46,11 @@ class BatchRequest:
         if self.grad_accum != "auto":
             unit *= self.grad_accum
         is_explicit = "auto" not in (self.batch_size, self.grad_accum)
+        if unit > MOST_ROWS:
+            raise ConfigError(
+                f"{self._arithmetic()} = {unit} rows a step; write numbers whose product is at "
+                f"most {MOST_ROWS}"
+            )
         if self.effective_batch == unit or (is_explicit and not self.is_effective_set):
             return unit
         if is_explicit:

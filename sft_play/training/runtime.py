@@ -20,6 +20,7 @@ from sft_play.plan.precision import precision
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
+from sft_play.progress import VisibleFormatter
 from sft_play.runs.folder import RunFolder
 
 ORPHAN_SECONDS = 120  # to save a last checkpoint, once the launcher is gone
@@ -153,14 +154,14 @@ def _log_to(folder: RunFolder, rank: int) -> None:
     """
     folder.logs.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(folder.logs / f"rank-{rank}.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [file]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     if rank == 0:
         terminal = logging.StreamHandler(sys.stdout)
-        terminal.setFormatter(logging.Formatter("%(message)s"))
+        terminal.setFormatter(VisibleFormatter("%(message)s"))
         terminal.addFilter(
             lambda record: record.name.startswith("sft_play") or record.levelno >= logging.ERROR
         )

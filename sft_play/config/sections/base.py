@@ -5,11 +5,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Limits of the libraries, and of rows that a plan can go through; messages name them where exceeded
+MOST = 2**31 - 1  # torch counts tokens of packed rows in int32
+MOST_ROWS = 2**20
+MOST_SEED = 2**32 - 1  # numpy takes no larger one
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Epochs = Annotated[float, Field(gt=0, le=MOST_ROWS)]
 
 
 class Section(BaseModel):

@@ -7,12 +7,15 @@ from pydantic import BeforeValidator, Field
 
 from sft_play.config.sections.base import (
     Auto,
+    Epochs,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Rows,
     Section,
+    Seed,
 )
 
 
@@ -51,17 +54,17 @@ class TrainSection(Section):
     output_dir: str = Field(
         "outputs", min_length=1, description="Folder that holds the run folders."
     )
-    batch_size: PositiveInt | Auto = Field(
+    batch_size: Rows | Auto = Field(
         "auto",
         description="Rows of one micro-batch on each device, or sequences where rows are packed; "
         "auto is chosen from the memory estimate, and again by train.probe.",
     )
-    grad_accum: PositiveInt | Auto = Field(
+    grad_accum: Rows | Auto = Field(
         "auto",
         description="Micro-batches per optimizer step, before packing makes them fewer; auto is as "
         "many as reach train.effective_batch_size.",
     )
-    effective_batch_size: PositiveInt = Field(
+    effective_batch_size: Rows = Field(
         32,
         description="Rows of one optimizer step over all devices, kept while batch_size or "
         "grad_accum is auto; with both set, it is their product.",
@@ -109,7 +112,7 @@ class TrainSection(Section):
         "router_aux_loss; 0 is none, auto is that of the model's config if its "
         "output_router_logits is true, else none.",
     )
-    epochs: PositiveFloat | Auto = Field(
+    epochs: Epochs | Auto = Field(
         "auto",
         description="Passes over the training rows; train.max_steps overrides it. auto is 3, more "
         "where the rows are few, down to 1 where they are many.",
@@ -117,12 +120,12 @@ class TrainSection(Section):
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps of the run; null is as many as train.epochs takes."
     )
-    seed: NonNegativeInt = Field(
+    seed: Seed = Field(
         42,
         description="Seed of adapter initialisation and dropout, and of all that data_seed seeds "
         "where that is null.",
     )
-    data_seed: NonNegativeInt | None = Field(
+    data_seed: Seed | None = Field(
         None,
         description="Seed of the row order, of a held-out split and of weighted sources; null is "
         "train.seed.",
@@ -229,7 +232,7 @@ class TrainSection(Section):
     eval_steps: PositiveInt = Field(
         200, description="Optimizer steps between evaluations under eval_strategy: steps."
     )
-    eval_batch_size: PositiveInt | Auto = Field(
+    eval_batch_size: Rows | Auto = Field(
         "auto",
         description="Rows of an evaluation batch on each device; auto is as many, at most a "
         "micro-batch, as fit into the memory that a training step has for its activations. Scores "
