@@ -392,8 +392,7 @@ def _errors_as_messages() -> Iterator[None]:
         yield
     except SftPlayError as error:
         code = int(error.exit_class)
-        lines = f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n"
-        sys.stderr.write(visible(lines))
+        sys.stderr.write(visible(f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n"))
         sys.exit(code)
 
 
