@@ -135,6 +135,11 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_with_its_holder(folder):
         assert caught.value.exit_class == 13
         hold(folder, pid=other.pid, started=started - 100)  # its id was that of another process
         lock.take(folder, print)
+        hold(folder, pid=other.pid, started=started)
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert psutil.Process(other.pid).status() == psutil.STATUS_ZOMBIE
+        lock.take(folder, print)
     finally:
         other.kill()
         other.wait()

@@ -4,12 +4,14 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from sft_play.errors import CheckpointError, ExitClass
-from sft_play.runs import checkpoints, seal
+from sft_play.runs import checkpoints, hashing, seal
+from sft_play.runs.hashing import digest_of_file
 
 FILES = {
     "adapter_model.safetensors": b"weights" * 500,
@@ -98,7 +100,7 @@ def test_a_digest_is_said_with_the_one_that_was_sealed(two):
     path.write_bytes(b"M" + path.read_bytes()[1:])
     damage = seal.find_damage(two[1])
     sealed = json.loads((two[1] / "MANIFEST.json").read_text())["files"]["optimizer.pt"]["sha256"]
-    found = seal.digest_of_file(path)
+    found = digest_of_file(path)
     assert damage == f"optimizer.pt has SHA-256 {found[:12]}, and was sealed with {sealed[:12]}"
 
 
@@ -131,9 +133,9 @@ def edit_the_list(newest: Path, older: Path) -> str:
     """Change a file and its digest in the manifest."""
     path = newest / "scheduler.pt"
     manifest = newest / seal.NAME
-    before = seal.digest_of_file(path)
+    before = digest_of_file(path)
     path.write_bytes(b"Schedule")
-    manifest.write_text(manifest.read_text().replace(before, seal.digest_of_file(path)))
+    manifest.write_text(manifest.read_text().replace(before, digest_of_file(path)))
     return "MANIFEST.json cannot be used (it is not as it was written)"
 
 
@@ -213,6 +215,33 @@ def test_leftovers_of_a_killed_save_are_removed_with_a_line(two):
     assert names_in(folder) == ["checkpoint-20", "checkpoint-40"]
     checkpoints.remove_leftovers(folder, said.append)
     assert len(said) == 1
+
+
+# Hashing while files are written
+
+
+def test_files_are_hashed_while_they_are_written_and_again_where_they_changed(tmp_path):
+    import torch
+
+    large = torch.arange(hashing.LARGE_BYTES // 4, dtype=torch.float32)
+    with hashing.HashesWhileWritten(tmp_path) as hashes:
+        torch.save([large, large + 1, large + 2], tmp_path / "optimizer.pt")
+        for name in ("model.safetensors", "changed.safetensors", "gone.safetensors"):
+            (tmp_path / name).write_bytes(large.numpy().tobytes())
+        deadline = time.monotonic() + 20
+        while len(hashes.digests()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(hashes.digests()) == 4
+        with (tmp_path / "changed.safetensors").open("r+b") as file:
+            file.write(b"x")
+        (tmp_path / "gone.safetensors").unlink()
+        assert len(hashes.digests()) == 2
+    (tmp_path / "gone.safetensors").write_bytes(b"another")
+    found = hashes.digests()
+    assert {path.name for path in found} >= {"optimizer.pt", "model.safetensors"}
+    assert all(digest == digest_of_file(path) for path, digest in found.items())
+    seal.seal(tmp_path, found)
+    assert seal.find_damage(tmp_path) is None
 
 
 # Rotation

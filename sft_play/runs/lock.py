@@ -50,7 +50,10 @@ class Holder:
         if self.host != socket.gethostname():
             return time.time() - _last_sign(folder) < SILENT_SECONDS
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not asked
+                return False
+            return abs(process.create_time() - self.started) < 1
         except psutil.NoSuchProcess:
             return False
 

@@ -242,7 +242,10 @@ class RunReport:
         if pid is None or self.started_at is None:
             return False
         try:
-            started = psutil.Process(pid).create_time()
+            process = psutil.Process(pid)
+            started = process.create_time()
+            if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not asked
+                return False
         except psutil.NoSuchProcess:
             return False
         reported = time.strptime(self.started_at[:19], "%Y-%m-%dT%H:%M:%S")

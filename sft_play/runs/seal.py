@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.runs.files import as_text, write_text
+from sft_play.runs.hashing import digest_of_file, sync
 
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
 SMALL_BYTES = 1 << 20  # files that are read even where larger ones are only measured
-READ_BYTES = 1 << 20
 SHOWN_DIGITS = 12  # of a digest in a message
 
 
@@ -28,17 +28,25 @@ class Entry(NamedTuple):
     sha256: str
 
 
-def seal(folder: Path) -> None:
-    """Bring a folder's files to the disk and write its manifest, last. Raises OSError."""
+def seal(folder: Path, known: Mapping[Path, str] | None = None) -> None:
+    """Bring a folder's files to the disk and write its manifest, last. Raises OSError.
+
+    `known` are digests of files that were hashed while they were written.
+    """
+    known = known or {}
     paths = sorted(_files(folder))
-    with _threads(len(paths)) as pool:
-        entries = list(pool.map(_bring_to_disk, paths))
+    hashed = [path for path in paths if path not in known]
+    with _threads(len(hashed)) as hashing, ThreadPoolExecutor(1) as syncing:
+        synced = syncing.submit(lambda: list(map(sync, paths)))
+        digests = {**known, **dict(zip(hashed, hashing.map(digest_of_file, hashed), strict=True))}
+        synced.result()
     files = {}
-    for path, entry in zip(paths, entries, strict=True):
+    for path in paths:
+        entry = Entry(path.stat().st_size, digests[path])
         files[path.relative_to(folder).as_posix()] = entry._asdict()
     write_text(folder / NAME, _manifest_text(files))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        sync_folder(inner)
+        sync(inner)
 
 
 def is_sealed(folder: Path) -> bool:
@@ -69,15 +77,6 @@ def find_damage(folder: Path, reads_all: bool = True, allows_more: bool = False)
         return f"{NAME} cannot be used ({error})"
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _first_difference(
     folder: Path, pairs: Iterable[tuple[Path, Entry]], reads_all: bool
 ) -> str | None:
@@ -99,30 +98,6 @@ def _first_difference(
                     f"{entry.sha256[:SHOWN_DIGITS]}"
                 )
     return None
-
-
-def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
-    total = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        block = bytearray(READ_BYTES)
-        view = memoryview(block)
-        while count := file.readinto(block):
-            total.update(view[:count])  # without the GIL, so threads hash at the same time
-    return total.hexdigest()
-
-
-def _bring_to_disk(path: Path) -> Entry:
-    """Hash a file while the kernel writes it to the disk, and return once it is there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with ThreadPoolExecutor(1) as writer:
-            written = writer.submit(os.fsync, descriptor)
-            entry = Entry(os.fstat(descriptor).st_size, digest_of_file(path))
-            written.result()
-    finally:
-        os.close(descriptor)
-    return entry
 
 
 def _files(folder: Path) -> Iterator[Path]:
