@@ -1,0 +1,82 @@
+"""What a resumed run may change: every setting by its class, before a weight is loaded."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+from test_runs import facts
+
+from sft_play.config import on_resume
+from sft_play.config.on_resume import OnResume
+from sft_play.config.schema import Config, kinds, settings
+from sft_play.errors import CheckpointError
+from sft_play.runs.resumed import Resumed, refuse_other_steps
+
+SOME_VALUES = ("other", 3, 0.25, 0.75, 64, True, False, ["other"], [1], {"a": "b"})
+NESTED = {"tuning": {"mode": "qlora"}, "train": {"max_steps": 50}}
+
+
+def with_value(path: str, value: Any) -> Config:
+    """Return the config of NESTED with one more setting."""
+    values: dict[str, Any] = {name: dict(section) for name, section in NESTED.items()}
+    *sections, name = path.split(".")
+    inner = values
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[name] = value
+    return Config.model_validate(values)
+
+
+def changed(path: str) -> Config:
+    """Return a valid config in which one setting has another value."""
+    then = Config.model_validate(NESTED)
+    words = [word for kind in kinds(settings()[path].annotation) for word in get_args(kind)]
+    for value in (*words, *SOME_VALUES):
+        try:
+            found = with_value(path, value)
+        except ValidationError:
+            continue
+        if found != then:
+            return found
+    raise AssertionError(f"no other value of {path}")
+
+
+def resumed(settings: Config) -> Resumed:
+    return Resumed(Path("outputs/run/checkpoints/checkpoint-5"), facts(settings))
+
+
+@pytest.mark.parametrize("path", [path for path in on_resume.MUST_MATCH if path != "train.epochs"])
+def test_every_setting_that_must_match_is_refused_in_a_table(path):
+    with pytest.raises(CheckpointError) as caught:
+        resumed(Config.model_validate(NESTED)).refuse_changes(changed(path))
+    assert f"  {path} " in str(caught.value)
+    assert caught.value.exit_class == 12
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, kind in on_resume.CLASSES.items() if kind is not OnResume.MUST_MATCH]
+)
+def test_every_other_setting_may_change(path):
+    resumed(Config.model_validate(NESTED)).refuse_changes(changed(path))
+
+
+def test_epochs_must_match_unless_a_number_of_steps_overrides_them():
+    then = Config.model_validate({"train": {"epochs": 2}})
+    more = Config.model_validate({"train": {"epochs": 3}})
+    with pytest.raises(CheckpointError, match=r"train.epochs +2.0 +3.0"):
+        resumed(then).refuse_changes(more)
+
+
+def test_a_stamp_of_another_version_is_named():
+    saved = facts()
+    saved["config"] = {**saved["config"], "gone": {"setting": 1}}
+    with pytest.raises(CheckpointError, match=r"settings of another version \(gone: "):
+        Resumed(Path("checkpoint-5"), saved).refuse_changes(Config())
+
+
+def test_a_checkpoint_that_was_renamed_is_refused():
+    now = {"data_digest": "a", "effective_batch": 32}
+    refuse_other_steps(Path("checkpoint-5"), facts(), now)
+    with pytest.raises(CheckpointError, match="its stamp says step 5, so it was renamed"):
+        refuse_other_steps(Path("checkpoint-50"), facts(), now)
