@@ -32,6 +32,7 @@ from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs import folder as run_folders
 from sft_play.runs.asked import AskedRun
+from sft_play.runs.base_files import refuse_unsafe_base
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import STARTED_AT, RunReport
@@ -92,6 +93,7 @@ def prepare_run(
     """
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
+    refuse_unsafe_base(loaded.config)
     planned = plan_run(call, loaded, distributed, use_deepspeed)
     refuse_what_does_not_fit(planned.plan)
     for warning in planned.plan.warnings:

@@ -46,6 +46,7 @@ FREE = (
     "model.attn_implementation",
     "model.device_map",
     "model.trust_remote_code",
+    "model.allow_pickled_weights",
     "tuning.allow_untrained_tokens",
     "train.output_dir",
     "train.report_to",

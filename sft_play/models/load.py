@@ -32,6 +32,7 @@ from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.packed import dtype_name, log_packed
 from sft_play.models.rope import with_stretched_rope
 from sft_play.process import Process
+from sft_play.runs.base_files import refuse_unsafe_base
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +165,16 @@ def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel
     under ZeRO-3.
     """
     name = config.model.name
+    refuse_unsafe_base(config)
+    if config.model.trust_remote_code:
+        logger.warning("model %s@%s runs code of its own", name, config.model.revision or "local")
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             name,
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
             output_loading_info=True,
+            use_safetensors=None if config.model.allow_pickled_weights else True,
             **options,
         )
     except ConfigError:

@@ -131,7 +131,14 @@ class ModelSection(Section):
         "none.",
     )
     trust_remote_code: bool = Field(
-        False, description="Run Python code from the model's repository."
+        False,
+        description="Run Python code from the model's repository; of a hub model model.revision is "
+        "then a commit.",
+    )
+    allow_pickled_weights: bool = Field(
+        False,
+        description="Load base weights that are pickles (.bin, .pt), which can run any code; false "
+        "takes safetensors alone.",
     )
 
 
