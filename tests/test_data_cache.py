@@ -1,15 +1,20 @@
-"""sft_play.data.cache: one entry for one content, complete or absent, whoever else wants it."""
+"""sft_play.data.cache: one entry for one content, whole or absent, whoever else wants it."""
 
+import json
 import multiprocessing
 import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sft_play.config.schema import Config
 from sft_play.data import cache
+from sft_play.data.pipeline import build_run_data
+from sft_play.runs import seal
 
 KEY = "k"
 
@@ -17,7 +22,7 @@ KEY = "k"
 def fill(folder: Path, text: str = "samples") -> None:
     folder.mkdir()
     (folder / "ids.bin").write_text(text)
-    (folder / cache.COMPLETE).write_text("{}")
+    (folder / "meta.json").write_text("{}")
 
 
 def test_an_entry_is_built_once(tmp_path: Path) -> None:
@@ -39,6 +44,57 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert cache.get_or_build(tmp_path, KEY, fill).is_dir()
 
 
+def flip(path: Path, bit: int) -> None:
+    """Change one bit of a file; its size and times stay."""
+    stat = path.stat()
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def cut(path: Path, bit: int) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def huge(path: Path, bit: int) -> None:
+    """A token id of 2^31 - 1, for which an embedding would be asked."""
+    path.write_bytes(b"\xff\xff\xff\x7f" + path.read_bytes()[4:])
+
+
+def remove(path: Path, bit: int) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, huge, remove])
+def test_a_damaged_entry_is_tokenised_again(
+    tmp_path: Path, tokenizer, damage: Callable[[Path, int], None], caplog
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    questions = (f"Is {number} more than 3?" for number in range(40))
+    rows.write_text("".join(json.dumps({"question": q, "answer": "yes"}) + "\n" for q in questions))
+    settings = {"train_path": str(rows), "cache_dir": str(tmp_path / "cache")}
+    config = Config.model_validate({"model": {"max_seq_len": 64}, "data": settings})
+    right = [sample.ids.tolist() for sample in build_run_data(config, tokenizer).train]
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    names = sorted(path.name for path in folder.iterdir() if path.stat().st_size)
+    assert {"ids.bin", "trained.bin", "records.bin", "meta.json", seal.NAME} <= set(names)
+    for number, name in enumerate(names * 2):
+        caplog.clear()
+        damage(folder / name, 1009 * number)
+        data = build_run_data(config, tokenizer).train
+        assert [sample.ids.tolist() for sample in data] == right, name
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line.startswith(f"the tokenised rows in {folder} are tokenised again: {name} ")
+
+
+def test_what_a_killed_build_left_is_removed(tmp_path: Path) -> None:
+    fill(tmp_path / f".{KEY}.left")
+    fill(tmp_path / ".another.left")  # whose process may live
+    cache.get_or_build(tmp_path, KEY, fill)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {KEY, ".another.left"}
+
+
 def test_an_entry_that_is_not_complete_is_built_anew(tmp_path: Path) -> None:
     (tmp_path / KEY).mkdir(parents=True)
     (tmp_path / KEY / "ids.bin").write_text("half")
@@ -53,7 +109,7 @@ def _slow(root: str, log: str) -> None:
         fill(aside, str(os.getpid()))
 
     folder = cache.get_or_build(Path(root), KEY, build)
-    assert (folder / cache.COMPLETE).is_file()
+    assert seal.find_damage(folder) is None
 
 
 def test_two_runs_at_once_share_one_build(tmp_path: Path) -> None:

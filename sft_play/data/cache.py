@@ -1,7 +1,8 @@
 """The cache of tokenized rows. The same rows, tokenizer and policy are tokenized once.
 
 A key is a digest of the files' content, not of their names or times: a moved file finds its
-samples, a changed byte does not. Loads no torch.
+samples, a changed byte does not. An entry is sealed, and read whole before it is used: a changed
+bit in it would train something else. Loads no torch.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.data.rows import Json
+from sft_play.runs import seal
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "meta.json"  # written last: its presence marks the entry complete
 LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 
 
@@ -49,25 +49,30 @@ def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:
 
 
 def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder of an entry; `build` fills it where it does not exist yet.
+    """Return the folder of an entry; `build` fills it where it does not exist yet or is damaged.
 
     If two processes want the same entry at once, the second waits for the first. An entry is built
-    under another name and then renamed, so it is complete or absent.
+    under another name, sealed and then renamed, so it is whole or absent.
     """
     folder = root / key
-    if (folder / COMPLETE).is_file():
+    if folder.is_dir() and seal.find_damage(folder) is None:
         return folder
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f".{key}.lock"):
-        if (folder / COMPLETE).is_file():
-            return folder
+        if folder.is_dir():
+            damage = seal.find_damage(folder)
+            if damage is None:
+                return folder
+            logger.warning("the tokenised rows in %s are tokenised again: %s", folder, damage)
+        for leftover in root.glob(f".{key}.*/"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished = root / f".{key}.{secrets.token_hex(4)}"
         try:
             build(unfinished)
-            assert (unfinished / COMPLETE).is_file(), f"{COMPLETE} marks an entry complete"
-            _sync(unfinished)
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged entry without COMPLETE
+            seal.seal(unfinished)
+            shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
+            seal.sync_folder(root)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
@@ -83,12 +88,6 @@ def _locked(path: Path) -> Iterator[None]:
             logger.warning("another run tokenises the same rows; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 @cache

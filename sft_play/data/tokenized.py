@@ -5,14 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from sft_play.data.cache import COMPLETE
 from sft_play.data.files import format_origin
 from sft_play.data.rows import BadRow, Json
 from sft_play.data.store import Store
 from sft_play.data.tally import Tally
 from sft_play.errors import DataError
 
-SUMMARY = COMPLETE
+SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
 
 
