@@ -99,7 +99,7 @@ MUTANTS = {
     ),
     "a thought only when asked": (
         CHATML.replace(ASKS, "'<|im_start|>assistant\n<think>\n'"),
-        r"otherwise once it is answered",
+        r"opens a think block before an answer, and messages\[\d\] has no reasoning",
     ),
     "how many messages": (
         "{{ messages | length }}" + CHATML,
@@ -239,7 +239,7 @@ def test_reasoning_that_is_never_written_is_refused() -> None:
     )
     assert (
         error_of(row, CHATML) == "rows.jsonl:7: the chat template leaves out or changes "
-        "the reasoning of messages[1]: 'because'"
+        "the reasoning of messages[1]: 'because'; DATA_REASONING=drop trains the answers without it"
     )
 
 
@@ -247,10 +247,10 @@ def test_an_error_says_where_training_on_the_last_answer_helps() -> None:
     thought, plain = Message("assistant", "a", reasoning="because"), Message("assistant", "b")
     ask = Message("user", "q")
     assert error_of(Row((ask, thought, ask, plain), "r:1"), CHATML).endswith(
-        "'because'; DATA_TRAIN_ON=last trains the last answer alone"
+        "without it; DATA_TRAIN_ON=last trains the last answer alone"
     )
     assert error_of(Row((ask, thought, ask, thought), "r:1"), CHATML).endswith(
-        "the reasoning of messages[1]: 'because'"
+        "'because'; DATA_REASONING=drop trains the answers without it"
     )
 
 

@@ -30,6 +30,7 @@ SAME_SETTING = {
     "sequence_length": "model.max_seq_len",
     "torch_dtype": "model.dtype",
     "chat_template_path": "model.chat_template",
+    "chat_template_kwargs": "model.template_kwargs",
     "hf_device_map": "model.device_map",
     # adapters
     "lora_alpha": "tuning.lora.alpha",

@@ -85,6 +85,8 @@ MUST_MATCH = (
     "model.rope_scaling.high_freq_factor",
     "model.dtype",
     "model.chat_template",
+    "model.template_kwargs",
+    "model.template_date",
     "tuning.mode",
     "tuning.backend",
     "tuning.bnb_4bit_quant_type",

@@ -13,12 +13,15 @@ from sft_play.errors import DataError
 
 # Of the rows that were read. The others are no reason to list a cause row by row.
 NEARLY_ALL = 0.9
+MOST = 0.5  # of the rows, where the cause is the chat template
 # What differs between rows of one cause: quoted texts, values, numbers
 VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
 PLACE = re.compile(r"(:\d+|\[\d+\])$")
 GO_ON_WITHOUT = (
     "correct them, or go on without: DATA_ON_BAD_ROW=quarantine sets them aside in the run's folder"
 )
+TEMPLATE_CAUSE = "the chat template"
+NAMES_A_SETTING = re.compile(r"\b(?:DATA|MODEL)_[A-Z_]+=")
 TEMPLATE = (
     "the chat template of model.name does this; "
     "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
@@ -48,8 +51,9 @@ class BadRows:
     def refuse(self) -> NoReturn:
         """Raise DataError: with the cause that nearly all rows have, else with the first rows."""
         ((cause, count),) = self.causes.most_common(1)
-        if self.rows_read > MAX_LISTED_ROWS and count >= NEARLY_ALL * self.rows_read:
-            row = self.first_of_cause[cause]
+        row = self.first_of_cause[cause]
+        share = MOST if row.reason.startswith(TEMPLATE_CAUSE) else NEARLY_ALL
+        if self.rows_read > MAX_LISTED_ROWS and count >= share * self.rows_read:
             lines = [
                 f"{row.origin}: {row.reason}",
                 f"so it is with {count:,} of {self.rows_read:,} rows, the first of them named",
@@ -66,7 +70,7 @@ class BadRows:
         for row in rows:
             if row.reason.startswith(("not UTF-8", "a text is not UTF-8")):
                 hints[encoding_hint(Path(PLACE.sub("", row.origin)))] = None
-            elif row.reason.startswith("the chat template"):
+            elif row.reason.startswith(TEMPLATE_CAUSE) and not NAMES_A_SETTING.search(row.reason):
                 hints[TEMPLATE] = None
         return [hint for hint in hints if hint]
 

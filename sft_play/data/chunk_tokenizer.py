@@ -28,6 +28,7 @@ class TokenizePolicy:
     max_seq_len: int
     too_long: Literal["drop", "truncate_left", "split"]
     train_on: Literal["all", "last"]
+    reasoning: Literal["keep", "drop", "empty"]
     system_prompt: str | None
     replaces_system: bool
     on_bad_row: Literal["fail", "quarantine"]
@@ -40,6 +41,7 @@ class TokenizePolicy:
             max_seq_len=config.model.max_seq_len,
             too_long=data.too_long,
             train_on=data.train_on,
+            reasoning=data.reasoning,
             system_prompt=data.system_prompt,
             replaces_system=data.system_prompt_mode == "replace",
             on_bad_row=data.on_bad_row,
@@ -102,7 +104,7 @@ class ChunkTokenizer:
 
     def __init__(self, policy: TokenizePolicy, tokenizer: Any):
         self.policy = policy
-        self.renderer = Renderer(tokenizer, policy.train_on)
+        self.renderer = Renderer(tokenizer, policy.train_on, policy.reasoning)
         self.greetings = GreetingPolicy(tokenizer)
         self.bos_id = tokenizer.bos_token_id
         self.system_prompt = SystemPrompt(policy.system_prompt, policy.replaces_system)

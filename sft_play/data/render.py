@@ -73,8 +73,13 @@ class _TokenizedText:
 class Renderer:
     """Renders rows to samples, a batch at a time, with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
-        self._texts = TrainingTextBuilder(tokenizer, train_on)
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: Literal["all", "last"] = "all",
+        reasoning: Literal["keep", "drop", "empty"] = "keep",
+    ):
+        self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()  # earlier code may have set these two
         self._tokenizer.no_padding()

@@ -94,7 +94,10 @@ def _record_path(config: Config) -> Path:
     facts = {
         "data": config.data.model_dump(),
         "model": config.model.model_dump(
-            include={"name", "revision", "max_seq_len", "chat_template"}
+            include={
+                *("name", "revision", "max_seq_len", "chat_template"),
+                *("template_kwargs", "template_date"),
+            }
         ),
         "seed": config.train.order_seed,
         "files": [_file_facts(file) for file in _local_files(config)],

@@ -61,7 +61,8 @@ def check_answer(answer: AnswerText, ending: re.Pattern[str]) -> None:
     reasoning = (message.reasoning or "").strip()
     if reasoning not in answer.text:
         raise RenderError(
-            f"the chat template leaves out or changes the reasoning of {where}: {quote(reasoning)}"
+            f"the chat template leaves out or changes the reasoning of {where}: "
+            f"{quote(reasoning)}; DATA_REASONING=drop trains the answers without it"
         )
     content = message.content.strip()
     if message.tool_calls:
@@ -79,9 +80,11 @@ def check_answer(answer: AnswerText, ending: re.Pattern[str]) -> None:
             "if it ends answers, name it as eos_token in tokenizer_config.json"
         )
     if content in answer.after:
+        remedy = "; DATA_REASONING=drop trains the answers without it" if reasoning else ""
+        behind = "behind its reasoning, " if reasoning else ""
         raise RenderError(
-            f"the chat template writes a stop token before {where}, "
-            "so the answer would not be learned"
+            f"the chat template writes a stop token before {where}, {behind}"
+            f"so the answer would not be learned{remedy}"
         )
     raise RenderError(
         f"the chat template leaves out or changes {where}, an answer: {quote(content)}"
@@ -109,7 +112,7 @@ def _accepted_forms(message: Message) -> list[str]:
     if message.role == "assistant" and message.tool_calls:
         return [""]
     if message.role == "assistant":
-        return [content, _split_thought(content).answer]
+        return [content, split_thought(content).answer]
     if message.role == "tool":  # Llama 3 and gpt-oss write it as JSON
         return [content, _json_characters(content)]
     return [content]
@@ -146,11 +149,11 @@ def _ends_with(text: str, content: str, ending: re.Pattern[str]) -> bool:
 def _ends_with_thought(text: str, content: str, ending: re.Pattern[str]) -> bool:
     if "</think>" not in content:
         return False
-    thought = _split_thought(content)
+    thought = split_thought(content)
     return thought.reasoning in text and _ends_with(text, thought.answer, ending)
 
 
-def _split_thought(content: str) -> Thought:
+def split_thought(content: str) -> Thought:
     """Split a content into reasoning and answer; templates may change the whitespace between."""
     before, _, answer = content.rpartition("</think>")
     return Thought(before.strip().removeprefix("<think>").strip(), answer.strip())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config
 from sft_play.data.rows import Row
+from sft_play.data.template_variables import with_variables
 from sft_play.data.templates import CLOCK, DEFAULT_TEMPLATE, read_template, template_messages
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.model_shape import find_file
@@ -59,7 +60,8 @@ class TokenCounter:
             template = template_path.read_text(encoding="utf-8")
         else:
             template = _default_of(settings.get("chat_template"))
-        return cls(_load(path), template or DEFAULT_TEMPLATE, _special_tokens(settings))
+        template = with_variables(template or DEFAULT_TEMPLATE, model)
+        return cls(_load(path), template, _special_tokens(settings))
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:

@@ -7,6 +7,7 @@ transformers' AutoTokenizer itself imports torch.
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
+from sft_play.data.template_variables import with_variables
 from sft_play.data.templates import read_template, template_of
 from sft_play.errors import EnvironmentFault, first_line
 
@@ -42,5 +43,5 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if config.model.chat_template is not None:
         tokenizer.chat_template = read_template(config.model.chat_template)
     # saved with the adapter, so that inference renders prompts as training did
-    tokenizer.chat_template = template_of(tokenizer)
+    tokenizer.chat_template = with_variables(template_of(tokenizer), config.model)
     return tokenizer

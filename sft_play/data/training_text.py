@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any, Literal
 
+from sft_play.data.reasoning import ThoughtPolicy
 from sft_play.data.rows import Json, Message, Row
 from sft_play.data.template_checks import AnswerText, check_answer, check_prompt, quote
 from sft_play.data.templates import (
@@ -54,8 +55,14 @@ class TrainingText:
 class TrainingTextBuilder:
     """Builds training texts by one tokenizer's template and stop tokens."""
 
-    def __init__(self, tokenizer: Any, train_on: Literal["all", "last"] = "all"):
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: Literal["all", "last"] = "all",
+        reasoning: Literal["keep", "drop", "empty"] = "keep",
+    ):
         self._template = ChatTemplate(tokenizer)
+        self._thoughts = ThoughtPolicy(self._template, reasoning)
         self._train_on = train_on
         self._eos = tokenizer.eos_token
         stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
@@ -72,6 +79,7 @@ class TrainingTextBuilder:
         They are none if every answer is excluded from loss. What follows the last trained answer is
         in no text, since nothing learns from it. Raises RenderError.
         """
+        row = self._thoughts.applied(row)
         answers = [
             index for index, message in enumerate(row.messages) if message.role == "assistant"
         ]
@@ -124,7 +132,10 @@ class TrainingTextBuilder:
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
         if not text.startswith(prompt):
-            raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
+            opened = self._thoughts.opened(row, messages, index, prompt, text)
+            if opened is None:
+                raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
+            text, generated = opened, None
         check_prompt(row.messages[:index], prompt)
         found = self._stop.search(text, len(prompt))
         stop, end = found.span() if found else (len(text), len(text))

@@ -6,7 +6,7 @@ second copy of the trained model. Legend: N labelled positions of all rows, V vo
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,20 @@ class Reference:
     def loss(self) -> float:
         """The evaluated model's loss on these rows, nats a token."""
         return float(self.said["nats"].mean())
+
+    def shortened(self, most_tokens: int) -> "Reference":
+        """Return one of the first rows, as many as have so many tokens together, at least one."""
+        count = max(1, int((self.rows["ends"] <= most_tokens).sum()))
+        tokens, positions = (int(self.rows[name][count - 1]) for name in ("ends", "position_ends"))
+        rows = {
+            "ids": self.rows["ids"][:tokens],
+            "ends": self.rows["ends"][:count],
+            "positions": self.rows["positions"][:positions],
+            "position_ends": self.rows["position_ends"][:count],
+        }
+        return replace(
+            self, rows=rows, said={name: tensor[:positions] for name, tensor in self.said.items()}
+        )
 
     def write(self, folder: Path) -> None:
         """Write it into a run's folder of evaluations."""

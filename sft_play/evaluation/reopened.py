@@ -20,7 +20,8 @@ from sft_play.evaluation.reference import Reference
 
 # Variables of a launcher's ranks, which would make transformers wait for the others
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ACCELERATE_", "TORCHELASTIC_")
-SECONDS = 1800
+SECONDS = 3600
+TOKENS_FROM_DISK = 256  # a CPU without instructions for 16 bits takes seconds for each of an 8B
 
 
 class Bound(NamedTuple):
@@ -110,6 +111,8 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
 
     Raises: CheckpointError where the folder cannot be opened.
     """
+    if folder.offload_folder is not None:
+        reference = reference.shortened(TOKENS_FROM_DISK)
     with tempfile.TemporaryDirectory() as temporary:
         tensors, facts = _answer(folder, reference, Path(temporary))
     by_stop = dict(zip(_distinct_stops(reference), facts["stops"], strict=True))
@@ -185,8 +188,9 @@ def _run_script(asked: Path, answered: Path, folder: Path) -> None:
         words, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise CheckpointError(f"{folder}: transformers cannot open and use it: {lines[-1]}")
+        lines = done.stderr.strip().splitlines()
+        said = lines[-1] if lines and done.returncode > 0 else f"exit status {done.returncode}"
+        raise CheckpointError(f"{folder}: transformers cannot open and use it: {said}")
 
 
 def _distinct_stops(reference: Reference) -> list[int]:

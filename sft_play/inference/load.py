@@ -92,7 +92,7 @@ def config_of_weights(config: Config, weights: Path) -> Config:
 
     The chat template is then the one that was saved in that folder.
     """
-    saved = {"name": str(weights), "revision": None, "chat_template": None}
+    saved = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
     model = config.model.model_copy(update=saved)
     return config.model_copy(update={"model": model})
 

@@ -82,6 +82,12 @@ class DataSection(Section):
         "all",
         description="Which answers of a conversation carry loss: all of them, or only the last.",
     )
+    reasoning: Literal["keep", "drop", "empty"] = Field(
+        "keep",
+        description="What becomes of an answer's reasoning (reasoning_content, thinking, <think>): "
+        "keep trains it as the chat template writes it, drop leaves it out, empty keeps it and "
+        "trains an empty think block where a row has none and the template opens one.",
+    )
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05,
         description="Fraction of the training rows that is held out where there is no val_path, at "

@@ -130,6 +130,20 @@ class ModelSection(Section):
         "the built-in plain-text one; null is the tokenizer's, or the built-in one where it has "
         "none.",
     )
+    template_kwargs: dict[str, Any] = Field(
+        {},
+        json_schema_extra={
+            "structured": True,
+            "write": "a mapping of the template's variables, such as {enable_thinking: false}",
+        },
+        description="Variables of the chat template, such as {enable_thinking: false}. They become "
+        "part of the template: training, evaluation, inference and every saved folder have them.",
+    )
+    template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] = Field(
+        "2024-07-26",
+        description="Today, for chat templates that write the date (strftime_now), in training and "
+        "in every saved folder: a run that goes on tomorrow sees the same prompts.",
+    )
     trust_remote_code: bool = Field(
         False,
         description="Run Python code from the model's repository; of a hub model model.revision is "
