@@ -54,6 +54,8 @@ def random_value(
     if path == "model.device_map":
         names = {text(dice): dice.choice([0, 7, "cpu"]) for _ in range(dice.randrange(3))}
         return dice.choice([None, "auto", "sequential", names])
+    if path == "model.template_kwargs":
+        return {text(dice): dice.choice([True, 0.5, text(dice)]) for _ in range(dice.randrange(3))}
     kind = dice.choice(sorted(kinds(settings()[path].annotation), key=str))
     if typing.get_args(kind):
         return dice.choice(typing.get_args(kind))

@@ -123,6 +123,7 @@ MUST_MATCH = (
     "data.on_bad_row",
     "data.on_overlap",
     "data.train_on",
+    "data.reasoning",
     "data.val_size",
     "data.too_long",
     "data.system_prompt",

@@ -84,9 +84,9 @@ class DataSection(Section):
     )
     reasoning: Literal["keep", "drop", "empty"] = Field(
         "keep",
-        description="What becomes of an answer's reasoning (reasoning_content, thinking, <think>): "
-        "keep trains it as the chat template writes it, drop leaves it out, empty keeps it and "
-        "trains an empty think block where a row has none and the template opens one.",
+        description="An answer's reasoning: keep trains it as the chat template writes it, drop "
+        "leaves it out, empty trains an empty think block where a row has none and the template "
+        "opens one.",
     )
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05,

@@ -139,7 +139,7 @@ class ModelSection(Section):
         description="Variables of the chat template, such as {enable_thinking: false}. They become "
         "part of the template: training, evaluation, inference and every saved folder have them.",
     )
-    template_date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] = Field(
+    template_date: str = Field(
         "2024-07-26",
         description="Today, for chat templates that write the date (strftime_now), in training and "
         "in every saved folder: a run that goes on tomorrow sees the same prompts.",

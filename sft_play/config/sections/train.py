@@ -280,9 +280,9 @@ class TrainSection(Section):
     )
     reopen_saved: bool | Auto = Field(
         "auto",
-        description="Open what was saved with plain transformers and PEFT in a process of its own, "
-        "score a few held-out rows again and hold them to the trained model; auto does it where "
-        "that takes seconds: up to 40 GB on a GPU with room, 0.5 GB on a CPU.",
+        description="Open saved weights with plain transformers in a process of its own, and hold "
+        "their scores of a few rows to the run's; auto: up to 40 GB on a GPU with room, 0.5 GB on "
+        "a CPU.",
     )
     allow_backend_change: bool = Field(
         False,
