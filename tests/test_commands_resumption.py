@@ -82,7 +82,8 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
     assert logged[0] == logged[1], "each step once"
     assert typed() == (
         f"run {folder.path} is finished at step 4: nothing to do. make eval RUN=run scores it; "
-        "another RUN starts a new run"
+        f"under another RUN, TRAIN_RESUME_FROM={folder.path} TRAIN_EXTEND=true with more "
+        "TRAIN_EPOCHS trains longer"
     )
     with pytest.raises(ConfigError, match=r"RUN=run: .* exists already; choose another name"):
         typed(RESUME="never")

@@ -264,6 +264,27 @@ def test_settings_that_train_the_same_may_change_and_are_named(whole, capsys):
     assert "resume train.logging_steps was 1 and is 5" in capsys.readouterr().out
 
 
+def test_a_longer_run_is_one_of_its_own_on_a_schedule_of_its_length(plan_run, run_worker):
+    """The rates from step 3 on are those of a run that was asked for four steps."""
+    cosine = {"train.lr_scheduler_type": "cosine", "train.predict_with_generate": False}
+    first = plan_run({**cosine, "train.max_steps": 2, "train.save_strategy": "epoch"})
+    four = plan_run({**cosine, "train.max_steps": 4})
+    longer = {**cosine, "train.max_steps": 4, "train.resume_from": first.path}
+    refused, extended = plan_run(longer), plan_run({**longer, "train.extend": True})
+    assert run_worker(first) == run_worker(four) == 0
+    assert run_worker(refused) == ExitClass.CHECKPOINT
+    cause = run_json(refused)["cause"]
+    assert "train.max_steps  2     4" in cause and "TRAIN_EXTEND=true, under a new RUN" in cause
+    assert run_worker(extended) == 0
+    rates = [
+        [step.learning_rate for step in run.read_report().history if step.learning_rate]
+        for run in (extended, four)
+    ]
+    assert rates[0][2:] == rates[1][2:] and len(rates[1]) == 4
+    parent = first.checkpoints / "checkpoint-2"
+    assert run_json(extended)["resumed_from"] == str(parent)
+
+
 def test_another_effective_batch_is_refused(whole):
     with pytest.raises(ConfigError, match=r"train.effective_batch_size=4; set one of the three"):
         typed(whole.path, TRAIN_GRAD_ACCUM="4")

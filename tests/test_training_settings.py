@@ -85,6 +85,7 @@ ELSEWHERE = {
     "stop_after": "callbacks.StopAfter",
     "reopen_saved": "training.reopen",
     "allow_backend_change": "resume.checkpoint_to_resume",
+    "extend": "runs.resumed",
     "report_to": "trackers.open_trackers",
     "neftune_noise_alpha": "build.build_trainer",
 }

@@ -74,7 +74,8 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
         return Resumption(
             call,
             f"run {folder.path} is finished at step {report.global_step}: nothing to do. make eval "
-            f"RUN={folder.name} scores it; another RUN starts a new run",
+            f"RUN={folder.name} scores it; under another RUN, TRAIN_RESUME_FROM={folder.path} "
+            "TRAIN_EXTEND=true with more TRAIN_EPOCHS trains longer",
         )
     if not has_checkpoint(folder.path):
         return Resumption(call)

@@ -241,6 +241,11 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
     if run is not None and run.read_report().state not in ("running", "planned"):
         checkpoints.remove_leftovers(run.checkpoints, print)
     print(f"resume {checkpoint}")
+    if saved["world_size"] != ranks.world_size:
+        print(
+            f"resume {saved['world_size']} processes are {ranks.world_size} now: every row is "
+            "trained once, as before; sums round otherwise, and dropout draws other numbers"
+        )
     for change in resumed.changes(planned.config):
         print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
 

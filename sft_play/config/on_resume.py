@@ -23,6 +23,7 @@ OF_LAUNCH = (
     "train.run_name",
     "train.resume_from",
     "train.stop_after",
+    "train.extend",
     "train.allow_backend_change",
 )
 # The precision that follows from bf16 and fp16 must match: the stamp has it

@@ -3,7 +3,7 @@
 Loads no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -86,7 +86,8 @@ class Resumed:
             f"{self.checkpoint} cannot go on with other settings than it was trained with:\n"
             f"{_table(rows)}\n"
             f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} alone takes over what "
-            "the run was asked for. Without TRAIN_RESUME_FROM, under a new RUN, a new run starts."
+            f"the run was asked for. {_extension(refused)}Without TRAIN_RESUME_FROM, under a new "
+            "RUN, a new run starts."
         )
 
     def changes(self, config: Config) -> list[Change]:
@@ -146,8 +147,9 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
 def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     """Return the settings that a run which resumes a checkpoint stamped `saved` may change."""
     free = set(MAY_CHANGE)
-    if now.train.lr_scheduler_type == then.train.lr_scheduler_type == "constant":
-        free |= SCHEDULE_LENGTH  # no step depends on how many there will be
+    is_constant = now.train.lr_scheduler_type == then.train.lr_scheduler_type == "constant"
+    if is_constant or now.train.extend:
+        free |= SCHEDULE_LENGTH  # a constant rate depends on no length
     if then.train.max_steps == now.train.max_steps is not None:
         free |= {"train.epochs"}  # max_steps overrides them
     if then.tuning.mode == now.tuning.mode == "full":
@@ -229,6 +231,13 @@ def _form_of_optimizer(strategy: str | None, is_full: bool) -> str:
     if strategy == "deepspeed" or (strategy == "fsdp" and is_full):
         return strategy
     return "whole"
+
+
+def _extension(refused: Sequence[Change]) -> str:
+    """Return the sentence on train.extend, where it would allow all that is refused."""
+    if not {change.path for change in refused} <= SCHEDULE_LENGTH:
+        return ""
+    return "TRAIN_EXTEND=true, under a new RUN, trains longer on a schedule of the new length. "
 
 
 def _has_equal_file(then: str | None, now: str | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import DistributedDataParallelKwargs
 from peft import PeftModel
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -68,6 +69,21 @@ def collate_for_step(
         LOSS_TARGETS: targets,
         REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
     }
+
+
+def set_rates(scheduler: Any) -> None:
+    """Give the optimizer the rates of its schedule for the step to come.
+
+    A checkpoint has those of the schedule that it was saved with, which train.extend makes longer.
+    """
+    schedule = getattr(scheduler, "scheduler", scheduler)  # under accelerate's wrapper
+    if not isinstance(schedule, LambdaLR):
+        return
+    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates  # what is logged
 
 
 @contextlib.contextmanager
@@ -334,8 +350,10 @@ class SftTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not trains_divided(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        sharded.load_optimizer(Path(checkpoint), self)
+        else:
+            sharded.load_optimizer(Path(checkpoint), self)
+        if checkpoint is not None:
+            set_rates(self.lr_scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -284,6 +284,11 @@ class TrainSection(Section):
         "their scores of a few rows to the run's; auto: up to 40 GB on a GPU with room, 0.5 GB on "
         "a CPU.",
     )
+    extend: bool = Field(
+        False,
+        description="Go on from train.resume_from with other train.epochs or train.max_steps: the "
+        "schedule is that of the longer run, from the step that was reached.",
+    )
     allow_backend_change: bool = Field(
         False,
         description="Resume although the checkpoint's stamp names another backend or quantisation.",
