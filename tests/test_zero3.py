@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,11 +45,11 @@ def finished(plan_run, taught_base, tmp_path_factory) -> Finished:
     path = tmp_path_factory.mktemp("zero") / "zero3.json"
     path.write_text(json.dumps({"zero_optimization": ZERO_3, "train_batch_size": "auto"}))
 
-    def run(engine: str, mode: str, **changes: object) -> RunFolder:
-        key = (engine, mode, *sorted(changes.items()))
+    def run(engine: str, mode: str, base: Path = taught_base, **changes: object) -> RunFolder:
+        key = (engine, mode, base, *sorted(changes.items()))
         if key not in runs:
             settings = {f"train.{name}": value for name, value in changes.items()}
-            settings = {**SETTINGS, "model.name": taught_base, "tuning.mode": mode, **settings}
+            settings = {**SETTINGS, "model.name": base, "tuning.mode": mode, **settings}
             zero = str(path) if engine == "zero3" else None
             folder = plan_run(settings, num_gpus=2, deepspeed_config=zero)
             assert run_two_workers(folder) == [0, 0], (folder.path / "output.txt").read_text()[
@@ -94,6 +95,14 @@ def test_fused_adapters_train_as_with_the_plain_code(finished: Finished) -> None
     )
     assert not run_json(plain)["fast_path"]["on"]
     check_alike(plain, fused, "lora", 5e-5)
+
+
+def test_fused_experts_train_as_under_ddp(finished: Finished, base_of) -> None:
+    base = base_of("qwen3_moe")
+    ddp, zero = (finished(engine, "lora", base) for engine in ("ddp", "zero3"))
+    assert run_json(zero)["fast_path"] == run_json(ddp)["fast_path"]
+    assert run_json(zero)["fast_path"]["on"]["experts"] == 1
+    check_alike(ddp, zero, "lora", 5e-5)
 
 
 def test_the_loss_of_a_trained_head_is_fused(finished: Finished) -> None:

@@ -30,6 +30,7 @@ from sft_play.models.fast.experts.products import (
     project,
 )
 from sft_play.models.fast.experts.routing import Routing, sum_choices, take_tokens
+from sft_play.models.partitioned import gathered
 
 
 @dataclass(frozen=True)
@@ -74,35 +75,45 @@ class LoraExpertsFunction(torch.autograd.Function):
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, the routing weights and the adapters."""
         experts = ctx.experts
-        x, weights, y, xa, ha, *saved = ctx.saved_tensors
-        routing = Routing(*saved[:-4])
-        adapters = saved[-4:]
-        inner, down = _factors(adapters, experts, x.dtype)
-        row_weights = routing.by_row(weights).float()
-        gradients: list[Tensor | None] = [None] * 4
-        dz = take_tokens(dout, routing)  # without the weights
-        dh, dh_adapter, du = input_gradient(dz, experts.down, down, routing)
-        if dh_adapter is not None:
-            dh.add_(dh_adapter)
-            ha = _weighted(ha, row_weights)
-            gradients[3] = gradient_of_b(ha, dz, experts.down, adapters[3], routing)
-        del dz, dh_adapter
-        dy, dweights, h = experts.gate.backward(dh, y, row_weights)
-        if gradients[3] is not None:
-            gradients[2] = gradient_of_a(_weighted(du, row_weights), h, adapters[2], routing)
-        if down is not None and down.bias is not None:
-            dweights += du[:, down.bias]  # <dout, b_e>
-        del dh, h, du
-        dx, dx_adapter, du = input_gradient(dy, experts.inner, inner, routing)
-        if dx_adapter is not None:
-            gradients[1] = gradient_of_b(xa, dy, experts.inner, adapters[1], routing)
-        del dy
-        parts = (dx,) if dx_adapter is None else (dx, dx_adapter)
-        dx = sum_choices(parts, routing.rows)
-        if gradients[1] is not None:
-            del parts, dx_adapter
-            gradients[0] = gradient_of_a(du, take_tokens(x, routing), adapters[0], routing)
-        return dx, dweights[routing.rows].to(weights.dtype), None, None, *gradients
+        saved = ctx.saved_tensors
+        read = [linear.weight for linear in (experts.inner, experts.down)]
+        read += [linear.bias for linear in (experts.inner, experts.down)]
+        with gathered([*read, *saved[-4:]]):
+            return _gradients(saved, experts, dout)
+
+
+def _gradients(
+    kept: Sequence[Tensor | None], experts: FrozenExperts, dout: Tensor
+) -> tuple[Tensor | None, ...]:
+    x, weights, y, xa, ha, *saved = kept
+    routing = Routing(*saved[:-4])
+    adapters = saved[-4:]
+    inner, down = _factors(adapters, experts, x.dtype)
+    row_weights = routing.by_row(weights).float()
+    gradients: list[Tensor | None] = [None] * 4
+    dz = take_tokens(dout, routing)  # without the weights
+    dh, dh_adapter, du = input_gradient(dz, experts.down, down, routing)
+    if dh_adapter is not None:
+        dh.add_(dh_adapter)
+        ha = _weighted(ha, row_weights)
+        gradients[3] = gradient_of_b(ha, dz, experts.down, adapters[3], routing)
+    del dz, dh_adapter
+    dy, dweights, h = experts.gate.backward(dh, y, row_weights)
+    if gradients[3] is not None:
+        gradients[2] = gradient_of_a(_weighted(du, row_weights), h, adapters[2], routing)
+    if down is not None and down.bias is not None:
+        dweights += du[:, down.bias]  # <dout, b_e>
+    del dh, h, du
+    dx, dx_adapter, du = input_gradient(dy, experts.inner, inner, routing)
+    if dx_adapter is not None:
+        gradients[1] = gradient_of_b(xa, dy, experts.inner, adapters[1], routing)
+    del dy
+    parts = (dx,) if dx_adapter is None else (dx, dx_adapter)
+    dx = sum_choices(parts, routing.rows)
+    if gradients[1] is not None:
+        del parts, dx_adapter
+        gradients[0] = gradient_of_a(du, take_tokens(x, routing), adapters[0], routing)
+    return dx, dweights[routing.rows].to(weights.dtype), None, None, *gradients
 
 
 def _factors(

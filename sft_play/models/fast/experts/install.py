@@ -22,6 +22,8 @@ from sft_play.models.fast.experts.routing import sort_by_expert, without_sentine
 from sft_play.models.fast.linears.lora import to_compute_dtype, why_hooked
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.partitioned import is_missing
+from sft_play.plan.fast import ZERO_3
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 MOST_EXPERTS = 1023  # of torch's grouped product on a GPU
@@ -131,8 +133,8 @@ def _why_adapter_not_fusable(wrapper: ParamWrapper) -> str | None:
     if wrapper.num_experts == 1:
         return "a single expert, which PEFT adapts as one linear"
     for name in active:
-        if hasattr(wrapper.lora_A[name].weight, "ds_id"):
-            return "weights partitioned by ZeRO-3"
+        if is_missing(wrapper.lora_A[name].weight):
+            return ZERO_3
     return None
 
 
@@ -140,8 +142,8 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
     for parameter in experts.parameters(recurse=False):
         if parameter.requires_grad:
             return "base weights that are trained"
-        if hasattr(parameter, "ds_id"):
-            return "weights partitioned by ZeRO-3"
+        if is_missing(parameter):
+            return ZERO_3
     for name in (inner_name(experts), "down_proj"):
         weight = weight_of(experts, name)
         if isinstance(weight, Params4bit) and weight.quant_state is None:
