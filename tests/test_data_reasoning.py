@@ -1,7 +1,11 @@
 """Reasoning under templates that open a think block in the prompt, close it, or leave it out."""
 
+import copy
+import json
+
 import pytest
 from families import LLAMA3_WORDS, family, tokenizer
+from tokenizers import Tokenizer
 
 from sft_play.data.bad_rows import BadRows
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
@@ -123,3 +127,40 @@ def test_a_cause_of_the_template_that_most_rows_have_is_one_message_with_what_to
         bad.refuse()
     first, second = str(refused.value).splitlines()
     assert "DATA_REASONING=empty" in first and second.startswith("so it is with 600 of 1,000 rows")
+
+
+# Answers that begin with line breaks, where the tokenizer has a token for two of them
+
+
+@pytest.fixture(scope="module")
+def joining():
+    """A tokenizer that reads the prompt's last line break and the answer's first as one token."""
+    tok = copy.deepcopy(family("chatml"))
+    state = json.loads(tok.backend_tokenizer.to_str())
+    state["model"]["vocab"]["ĊĊ"] = len(tok)
+    state["model"]["merges"].insert(0, ["Ċ", "Ċ"])
+    tok._tokenizer = Tokenizer.from_str(json.dumps(state))
+    assert len(tok("\n\n", add_special_tokens=False)["input_ids"]) == 1
+    return tok
+
+
+def test_an_answer_that_begins_with_a_line_break_follows_the_prompt_of_use(joining):
+    row = Row((QUESTION, Message("assistant", "\nA rose.")), "rows.jsonl:1")
+    ((sample,),) = Renderer(joining).render([row])
+    prompt = render_prompt([QUESTION], joining)
+    assert sample.ids[: len(prompt)] == prompt and sample.answer_start == len(prompt)
+    answer = joining("\nA rose.<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert sample.ids[len(prompt) :] == sample.labels[len(prompt) :] == answer
+
+
+def test_of_a_conversation_such_an_answer_is_a_sample_of_its_own(joining):
+    first, second = Message("assistant", "\nA rose."), Message("assistant", "The sea.")
+    again = Message("user", "What is blue?")
+    (samples,) = Renderer(joining).render([Row((QUESTION, first, again, second), "rows.jsonl:1")])
+    shown = [joining.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples]
+    assert shown == ["\nA rose.<|im_end|>", "The sea.<|im_end|>"]
+    prompt = render_prompt([QUESTION, first, again], joining)
+    assert samples[1].ids[: len(prompt)] == prompt, "as use reads the history, in joined tokens"
+    (samples,) = Renderer(joining).render([Row((QUESTION, second, again, first), "rows.jsonl:1")])
+    shown = [joining.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples]
+    assert sorted(shown) == ["\nA rose.<|im_end|>", "The sea.<|im_end|>"]

@@ -17,6 +17,7 @@ from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import merging
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.seal import find_damage
 
 pytestmark = pytest.mark.usefixtures("opens_here")
 
@@ -62,7 +63,7 @@ def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(fini
     assert own.chat_template == tokenizer.chat_template and own.get_vocab() == tokenizer.get_vocab()
     stamp = json.loads((target / "stamp.json").read_text())
     assert stamp["merged"] is True and stamp["mode"] == "lora" and stamp["global_step"] == 3
-    assert not list(target.glob("adapter*"))
+    assert not list(target.glob("adapter*")) and find_damage(target) is None, "it is sealed"
     weights = load_file(target / "model.safetensors")
     assert (
         weights.keys()

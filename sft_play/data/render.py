@@ -70,6 +70,10 @@ class _TokenizedText:
     tails: list[PromptTail]
 
 
+class _JoinedLineBreaks(RenderError):
+    """A token of line breaks belongs to both the prompt and the answer, as under Qwen."""
+
+
 class Renderer:
     """Renders rows to samples, a batch at a time, with one tokenizer."""
 
@@ -193,7 +197,7 @@ class Renderer:
                 if row.text is not None:
                     samples.append(self._label_plain_text(text.ids))
                 else:
-                    samples.append(self._label_answers(text, tail_ids))
+                    samples += self._label_answers(text, tail_ids)
         except RenderError as error:
             return RenderError(f"{row.origin}: {error}")
         return tuple(samples)
@@ -223,14 +227,29 @@ class Renderer:
 
     def _label_answers(
         self, tokenized: _TokenizedText, tail_ids: dict[str, list[int]]
-    ) -> RenderedSample:
+    ) -> list[RenderedSample]:
+        """Return the sample of a text, and one of each answer whose line breaks join its prompt's.
+
+        Such an answer is tokenized apart, as it follows the prompt's tokens at use.
+        """
         ids = tokenized.ids
         text = tokenized.text
         self._refuse_second_bos(ids)
-        spans = [
-            self._token_span(tokenized, answer, tail.first_token, tail_ids[tail.text])
-            for answer, tail in zip(text.answers, tokenized.tails, strict=True)
-        ]
+        spans: list[TokenSpan] = []
+        apart: list[RenderedSample] = []
+        for answer, tail in zip(text.answers, tokenized.tails, strict=True):
+            try:
+                spans.append(
+                    self._token_span(tokenized, answer, tail.first_token, tail_ids[tail.text])
+                )
+            except _JoinedLineBreaks:
+                if text.generated is not None and not marks_equal_answers(text):
+                    raise
+                apart.append(self._label_apart(text.text, answer))
+        if not spans:
+            return apart
+        if apart:
+            ids = ids[: spans[-1].end]
         labels = [IGNORE_INDEX] * len(ids)
         for start, end in spans:
             labels[start:end] = ids[start:end]
@@ -238,7 +257,18 @@ class Renderer:
             encoding = self._tokenizer.encode(text.text, add_special_tokens=False)
             check_generation_marks(text, spans, encoding)
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
-        return RenderedSample(ids, labels, spans[-1].start)
+        return [*apart, RenderedSample(ids, labels, spans[-1].start)]
+
+    def _label_apart(self, text: str, answer: AnswerSpan) -> RenderedSample:
+        """Return the sample of one answer, its tokens behind those of the prompt."""
+        written = text[answer.start : answer.end]
+        prompt, ids = self._tokenize([text[: answer.start], written])
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+        if decoded != written or ids[-1] not in self._stop_ids:
+            raise RenderError(
+                f"the tokenizer does not read messages[{answer.message}] by itself as the answer"
+            )
+        return RenderedSample([*prompt, *ids], [*[IGNORE_INDEX] * len(prompt), *ids], len(prompt))
 
     def _token_span(
         self, tokenized: _TokenizedText, answer: AnswerSpan, tail_start: int, tail_ids: list[int]
@@ -251,9 +281,11 @@ class Renderer:
         text = tokenized.text.text
         start = tail_start + len(tail_ids)
         if ids[tail_start:start] != tail_ids:
-            raise RenderError(
-                f"the token {self._first_difference(ids[tail_start:], tail_ids)!r} "
-                f"straddles the end of the prompt of messages[{answer.message}]"
+            token = self._first_difference(ids[tail_start:], tail_ids)
+            is_line_breaks = "\n" in token and not token.strip()
+            kind = _JoinedLineBreaks if is_line_breaks else RenderError
+            raise kind(
+                f"the token {token!r} straddles the end of the prompt of messages[{answer.message}]"
             )
         following = ids[start:]
         stops = [following.index(stop) for stop in self._stop_ids if stop in following]

@@ -32,6 +32,7 @@ from sft_play.runs import stamp
 from sft_play.runs.files import share, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_card import card_text
+from sft_play.runs.seal import seal
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
         write_json(folder.path / REPORT, report_of(folder, candidates, best))
         refuse_beyond_bound(folder, best)
         stamp.write(best.folder, {**run_stamp, "merged": True})
+        seal(best.folder)
         publish(best.folder, folder.path / "merged")
     finally:
         for number in range(len(merges)):

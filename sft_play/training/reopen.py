@@ -51,13 +51,14 @@ def reopen_saved(
     reference = Reference.read(context.folder.evaluation)
     if reference is None:
         return  # the run was stopped before its last scores
+    name = context.folder.weights(context.config.tuning.mode).name
     reason = why_not(weights, context, trainer)
     if reason is not None:
-        logger.info("%s was not opened again by plain transformers: %s", weights.name, reason)
+        logger.info("%s was not opened again by plain transformers: %s", name, reason)
         return
     with recorder.check("plain transformers opens the saved weights and says the same"):
         found = reopen(saved_folder(weights, context), reference)
-        logger.info("%s", found.line(weights.name))
+        logger.info("%s", found.line(name))
         if found.faults():
             raise CheckpointError(
                 f"{weights}: opened by plain transformers it is not what was evaluated: "
