@@ -280,6 +280,25 @@ def test_a_step_that_does_not_fit_is_cut_anew_and_trains_the_same(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_a_step_that_is_tried_as_planned_corrects_the_plan(plan_run, strategy: str) -> None:
+    """The ranks divide the weights: rank 1 takes 2 GiB more beside its step, which both count."""
+    settings = {**FREE, "train.strategy": strategy, "train.batch_size": 2, "tuning.mode": "lora"}
+    folder = plan_run(settings, num_gpus=2)
+    layout = read_plan(folder).layout
+    memory = {"allocatable": [100.0, 100.0], "fixed": [0.5, 2.5]}
+    exits = run_two_workers(folder, use_fake_memory, memory)
+    assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+    report = run_json(folder)
+    after = report["probe"]["predicted_after"]
+    assert not report["probe"]["changed"] and read_plan(folder).layout == layout
+    assert max(after.values()) == report["probe"]["verified_bytes"]
+    assert max(after.values()) > 2.5 * 2**30 > max(report["probe"]["predicted_before"].values())
+    assert report["peak_bytes"]["predicted"] == max(after.values())
+    assert read_plan(folder).memory.predicted_peak == max(after.values())
+
+
 def step_of_plan(folder: RunFolder) -> tuple[int, int, int]:
     layout = read_plan(folder).layout
     return layout.batch_size, layout.grad_accum, layout.checkpointed_layers
