@@ -8,14 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from rank_processes import start_rank, wait_for, work
 from run_files import run_json
 
-from sft_play.errors import ExitClass
+from sft_play.errors import DivergedError, ExitClass
 from sft_play.monitor.runs import run_table
 from sft_play.plan.launch import free_port
 from sft_play.runs import checkpoints, seal
 from sft_play.runs.folder import RunFolder
+from sft_play.training.sealed_save import check_finite_optimizer
 
 EVERY_STEP = {"train.save_strategy": "steps", "train.save_steps": 1}
 
@@ -98,8 +101,9 @@ def kill_inside_a_save(folder: RunFolder, after_step: int) -> Path:
     staging = folder.checkpoints / checkpoints.STAGING
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and rank.is_alive():
-        for staged in staging.glob("checkpoint-*"):
-            if (checkpoints.step_of(staged) or 0) > after_step and any(staged.iterdir()):
+        for step in range(after_step + 1, after_step + 4):
+            staged = staging / f"checkpoint-{step}"
+            if (staged / "trainer_state.json").exists():
                 os.kill(rank.pid, signal.SIGKILL)
                 assert wait_for(rank) == -signal.SIGKILL
                 return staged
@@ -124,6 +128,29 @@ def test_a_run_that_is_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     whole = plan_run(steps)
     assert run_worker(whole) == 0
     assert losses_of(again) == losses_of(whole)
+
+
+def test_no_checkpoint_is_published_with_an_optimizer_that_is_not_finite():
+    """Adam's moments, under the wrappers that accelerate and DeepSpeed put around it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    adam = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    adam.step()
+    wrapped = AcceleratedOptimizer(adam)
+    check_finite_optimizer(wrapped, 1)
+    adam.state[weight]["exp_avg_sq"][1] = torch.inf
+    with pytest.raises(DivergedError, match="the optimizer's exp_avg_sq holds NaN or infinity"):
+        check_finite_optimizer(wrapped, 1)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", range(20))
+def test_every_kill_inside_a_save_leaves_a_run_that_goes_on(plan_run, number):
+    folder = plan_run(EVERY_STEP | {"train.max_steps": 30, "train.predict_with_generate": False})
+    staged = kill_inside_a_save(folder, after_step=number % 5 + 1)
+    said: list[str] = []
+    chosen = checkpoints.choose(folder.path, said.append)
+    assert checkpoints.step_of(chosen) == (checkpoints.step_of(staged) or 0) - 1 and not said
 
 
 def test_a_run_that_fails_says_its_step_and_where_to_go_on(plan_run, run_worker):

@@ -54,6 +54,7 @@ class HashesWhileWritten:
     def __init__(self, folder: Path):
         self.folder = folder
         self._files: dict[Path, Hashed] = {}
+        self._lock = threading.Lock()  # of one reader at a time
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="hashes", daemon=True)
 
@@ -66,9 +67,9 @@ class HashesWhileWritten:
         self._thread.join()
 
     def digests(self) -> Mapping[Path, str]:
-        """Return the digests of files that are as they were when they were hashed. Call it last."""
+        """Return the digests of files that are as they were when they were hashed."""
         found = {}
-        for path, hashed in self._files.items():
+        for path, hashed in list(self._files.items()):
             if not path.exists():  # a temporary one, which was renamed
                 continue
             now = Identity.of(path)
@@ -102,7 +103,7 @@ class HashesWhileWritten:
     def _read_on(self, path: Path, hashed: Hashed) -> None:
         block = bytearray(READ_BYTES)
         view = memoryview(block)
-        with path.open("rb", buffering=0) as file:
+        with self._lock, path.open("rb", buffering=0) as file:
             file.seek(hashed.offset)
             while count := file.readinto(block):
                 hashed.total.update(view[:count])  # without the GIL
