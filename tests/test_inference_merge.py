@@ -178,6 +178,24 @@ def test_an_adapter_that_is_merged_twice_is_found(copied, tiny_base, tmp_path):
         merge_run(copied)
 
 
+def test_a_4_bit_adapter_is_not_merged_into_another_base(
+    finished, tiny_base, tmp_path, monkeypatch
+):
+    run = RunFolder(shutil.copytree(finished("qlora").path, tmp_path / "run"))
+    other = shutil.copytree(tiny_base, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    config = (run.path / "config.yaml").read_text()
+    (run.path / "config.yaml").write_text(config.replace(str(tiny_base), str(other)))
+    with pytest.raises(CheckpointError, match="base_digest"):
+        merge_run(run)
+    # and where no digest tells, as for a base of the hub, the scores do
+    change(run.weights("qlora") / "stamp.json", base_digest=None, base_model=str(other))
+    monkeypatch.setattr("sft_play.runs.stamp.digest_of_model", lambda _: None)
+    assert why_not(run)[0].startswith("KL=")
+
+
 def test_a_tied_head_that_is_lost_is_found(copied, monkeypatch):
     really = merging._write_config
 
