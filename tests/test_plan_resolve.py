@@ -152,9 +152,10 @@ def test_a_resolved_config_holds_numbers_and_absolute_paths() -> None:
     config = planned.config
     settings = {**config.train.model_dump(), **config.data.model_dump()}
     # the model itself is asked for the loss of its routers and, part by part, for the fast path,
-    # and the tokenized rows for the longest answer
-    unresolved = [name for name, value in settings.items() if value == "auto"]
-    assert unresolved == ["router_aux_loss_coef", "fast_path", "generation_max_new_tokens"]
+    # the tokenized rows for the longest answer, and what was saved for whether it is opened again
+    unresolved = {name for name, value in settings.items() if value == "auto"}
+    expected = {"router_aux_loss_coef", "fast_path", "generation_max_new_tokens", "reopen_saved"}
+    assert unresolved == expected
     data = config.data
     for path in (data.train_path, data.val_path, data.test_path):
         assert Path(path).is_absolute()
