@@ -13,7 +13,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from rank_processes import start_rank, wait_for, work
 from run_files import run_json
 
-from sft_play.errors import DivergedError, ExitClass
+from sft_play.errors import CheckpointError, DivergedError, ExitClass
+from sft_play.inference.load import checked_weights
 from sft_play.monitor.runs import run_table
 from sft_play.plan.launch import free_port
 from sft_play.runs import checkpoints, seal
@@ -62,6 +63,16 @@ def test_the_weights_of_a_run_are_sealed(finished):
         weights = finished(mode).weights(mode)
         assert seal.is_sealed(weights) and seal.find_damage(weights) is None
         assert not (finished(mode).path / checkpoints.STAGING).exists()
+
+
+def test_trained_weights_with_a_flipped_bit_are_not_used(finished, tmp_path):
+    folder = RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
+    config = folder.read_config()
+    (folder.weights("lora") / "notes.txt").write_text("mine")
+    assert checked_weights(folder, config) == folder.weights("lora")
+    flip(folder.weights("lora") / "adapter_model.safetensors", 5000, 1)
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors has SHA-256 "):
+        checked_weights(folder, config)
 
 
 def test_a_worker_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_before(

@@ -238,7 +238,7 @@ def test_an_adapter_that_lacks_a_file_is_class_12(copied, name):
 def test_an_adapter_that_is_cut_short_is_class_12(copied):
     file = copied.weights("lora") / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match="the adapter cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"has .* bytes, and was sealed"):
         load_run(copied, "cpu")
 
 

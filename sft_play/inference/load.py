@@ -21,7 +21,7 @@ from sft_play.models.placement import move_inputs
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
-from sft_play.runs import stamp
+from sft_play.runs import seal, stamp
 from sft_play.runs.folder import RunFolder
 
 
@@ -68,6 +68,11 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
         raise CheckpointError(
             f"{folder.path} has no {weights.name}/: the run's status is {status}; choose a "
             "finished one with RUN=, make runs lists them"
+        )
+    damage = seal.find_damage(weights, allows_more=True)
+    if damage is not None:
+        raise CheckpointError(
+            f"{weights}: {damage}; the run's checkpoints/ have its weights, too, or train it anew"
         )
     stamp.refuse_mismatch(weights, stamp.wanted(config))
     return weights
