@@ -4,14 +4,12 @@ import json
 import os
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
 from sft_play.errors import CheckpointError, ExitClass
-from sft_play.runs import checkpoints, hashing, seal
-from sft_play.runs.hashing import digest_of_file
+from sft_play.runs import checkpoints, seal
 
 FILES = {
     "adapter_model.safetensors": b"weights" * 500,
@@ -215,33 +213,6 @@ def test_leftovers_of_a_killed_save_are_removed_with_a_line(two):
     assert names_in(folder) == ["checkpoint-20", "checkpoint-40"]
     checkpoints.remove_leftovers(folder, said.append)
     assert len(said) == 1
-
-
-# Hashing while files are written
-
-
-def test_files_are_hashed_while_they_are_written_and_again_where_they_changed(tmp_path):
-    import torch
-
-    large = torch.arange(hashing.LARGE_BYTES // 4, dtype=torch.float32)
-    with hashing.HashesWhileWritten(tmp_path) as hashes:
-        torch.save([large, large + 1, large + 2], tmp_path / "optimizer.pt")
-        for name in ("model.safetensors", "changed.safetensors", "gone.safetensors"):
-            (tmp_path / name).write_bytes(large.numpy().tobytes())
-        deadline = time.monotonic() + 20
-        while len(hashes.digests()) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(hashes.digests()) == 4
-        with (tmp_path / "changed.safetensors").open("r+b") as file:
-            file.write(b"x")
-        (tmp_path / "gone.safetensors").unlink()
-        assert len(hashes.digests()) == 2
-    (tmp_path / "gone.safetensors").write_bytes(b"another")
-    found = hashes.digests()
-    assert {path.name for path in found} >= {"optimizer.pt", "model.safetensors"}
-    assert all(digest == digest_of_file(path) for path, digest in found.items())
-    seal.seal(tmp_path, found)
-    assert seal.find_damage(tmp_path) is None
 
 
 # Rotation

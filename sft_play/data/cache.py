@@ -20,7 +20,6 @@ from typing import Any
 
 from sft_play.data.rows import Json
 from sft_play.runs import seal
-from sft_play.runs.hashing import sync
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
             seal.seal(unfinished)
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
-            sync(root)
+            seal.sync(root)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder

@@ -7,12 +7,11 @@ has that name was whole when it got it. Age is the step in the name: clocks go b
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from sft_play.errors import CheckpointError
 from sft_play.runs import seal
-from sft_play.runs.hashing import sync
 
 STAGING = ".staging"  # folder beside what is published
 ASIDE = ".corrupt"  # ending of a checkpoint that was found damaged
@@ -44,18 +43,15 @@ def has_checkpoint(path: Path) -> bool:
     return any(map(seal.is_sealed, listing(folder_of(path))))
 
 
-def publish(staged: Path, target: Path, known: Mapping[Path, str] | None = None) -> None:
-    """Seal a staged folder and give it its name, in place of an older folder of that name.
-
-    `known` is as in `seal.seal`.
-    """
-    seal.seal(staged, known)
+def publish(staged: Path, target: Path) -> None:
+    """Seal a staged folder and give it its name, in place of an older folder of that name."""
+    seal.seal(staged)
     if target.exists():
         older = staged.with_name(f"{staged.name}.older")
         shutil.rmtree(older, ignore_errors=True)
         os.rename(target, older)
     os.rename(staged, target)
-    sync(target.parent)
+    seal.sync(target.parent)
     shutil.rmtree(staged.parent, ignore_errors=True)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.runs.files import as_text, write_text
-from sft_play.runs.hashing import digest_of_file, sync
 
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
 SMALL_BYTES = 1 << 20  # files that are read even where larger ones are only measured
+READ_BYTES = 1 << 20
 SHOWN_DIGITS = 12  # of a digest in a message
 
 
@@ -28,21 +28,16 @@ class Entry(NamedTuple):
     sha256: str
 
 
-def seal(folder: Path, known: Mapping[Path, str] | None = None) -> None:
-    """Bring a folder's files to the disk and write its manifest, last. Raises OSError.
-
-    `known` are digests of files that were hashed while they were written.
-    """
-    known = known or {}
+def seal(folder: Path) -> None:
+    """Bring a folder's files to the disk and write its manifest, last. Raises OSError."""
     paths = sorted(_files(folder))
-    hashed = [path for path in paths if path not in known]
-    with _threads(len(hashed)) as hashing, ThreadPoolExecutor(1) as syncing:
+    with _threads(len(paths)) as hashing, ThreadPoolExecutor(1) as syncing:
         synced = syncing.submit(lambda: list(map(sync, paths)))
-        digests = {**known, **dict(zip(hashed, hashing.map(digest_of_file, hashed), strict=True))}
+        digests = list(hashing.map(digest_of_file, paths))
         synced.result()
     files = {}
-    for path in paths:
-        entry = Entry(path.stat().st_size, digests[path])
+    for path, digest in zip(paths, digests, strict=True):
+        entry = Entry(path.stat().st_size, digest)
         files[path.relative_to(folder).as_posix()] = entry._asdict()
     write_text(folder / NAME, _manifest_text(files))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
@@ -75,6 +70,26 @@ def find_damage(folder: Path, reads_all: bool = True, allows_more: bool = False)
         return _first_difference(folder, pairs, reads_all)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{NAME} cannot be used ({error})"
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    total = hashlib.sha256()
+    block = bytearray(READ_BYTES)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            total.update(view[:count])  # without the GIL, so threads hash at the same time
+    return total.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _first_difference(

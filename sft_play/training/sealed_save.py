@@ -8,9 +8,8 @@ import logging
 import math
 import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from sft_play.process import Process
 from sft_play.runs import checkpoints, stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.files import share
-from sft_play.runs.hashing import HashesWhileWritten
 from sft_play.training.checks import check_finite
 
 if TYPE_CHECKING:
@@ -69,21 +67,18 @@ def published(
         staged.mkdir(parents=True, exist_ok=True)
         if process.is_main:
             mark.touch()
-        hashes = HashesWhileWritten(staged)
-        with hashes if process.is_main else nullcontext():
-            yield staged
-            places = process.gather((mark, socket.gethostname()))  # every rank has written
+        yield staged
+        places = process.gather(mark)  # every rank has written
         is_publisher = process.is_main
-        if process.local_rank == 0 and not places[0][0].exists():
+        if process.local_rank == 0 and not places[0].exists():
             is_publisher = True
-        is_one_machine = len({host for _, host in places}) == 1
         process.gather(None)  # every rank has looked
         if process.is_main:
             mark.unlink()
         if is_publisher:
             share(staged)
             stamp.write(staged, facts)
-            checkpoints.publish(staged, target, hashes.digests() if is_one_machine else None)
+            checkpoints.publish(staged, target)
     except SftPlayError:  # of a check, which the user may judge otherwise
         if process.is_main and keeps_refused:
             refused = target.with_name(f"{target.name}.refused")
