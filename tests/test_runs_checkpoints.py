@@ -98,7 +98,7 @@ def test_a_digest_is_said_with_the_one_that_was_sealed(two):
     path.write_bytes(b"M" + path.read_bytes()[1:])
     damage = seal.find_damage(two[1])
     sealed = json.loads((two[1] / "MANIFEST.json").read_text())["files"]["optimizer.pt"]["sha256"]
-    found = digest_of_file(path)
+    found = seal.digest_of_file(path)
     assert damage == f"optimizer.pt has SHA-256 {found[:12]}, and was sealed with {sealed[:12]}"
 
 
@@ -131,9 +131,9 @@ def edit_the_list(newest: Path, older: Path) -> str:
     """Change a file and its digest in the manifest."""
     path = newest / "scheduler.pt"
     manifest = newest / seal.NAME
-    before = digest_of_file(path)
+    before = seal.digest_of_file(path)
     path.write_bytes(b"Schedule")
-    manifest.write_text(manifest.read_text().replace(before, digest_of_file(path)))
+    manifest.write_text(manifest.read_text().replace(before, seal.digest_of_file(path)))
     return "MANIFEST.json cannot be used (it is not as it was written)"
 
 
