@@ -44,7 +44,7 @@ def write(path: Path, *records: Any) -> Path:
 
 def tokenize(path: Path, tok: Any, **changes: Any) -> TokenizedChunk:
     """The samples of a file, as a process of `tokenize` makes them."""
-    policy = replace(TokenizePolicy(512, "drop", "all", None, False, "fail"), **changes)
+    policy = replace(TokenizePolicy(512, "drop", "all", "keep", None, False, "fail"), **changes)
     (chunk,) = read_chunks(path)
     return ChunkTokenizer(policy, tok)(ChunkTask(0, chunk, detect_format(path, {})))
 

@@ -41,16 +41,26 @@ def random(*shape: int, trained: bool = True) -> Tensor:
     return torch.randn(*shape, requires_grad=trained)
 
 
+def test_real_tensors_are_attended_to_among_fakes() -> None:
+    inputs = (random(2, 4, 32, 16), random(2, 4, 32, 16), random(2, 4, 32, 16))
+    real = functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    with fake_kernels.fake_kernels(is_gpu=True):
+        assert torch.equal(functional.scaled_dot_product_attention(*inputs, is_causal=True), real)
+
+
 @pytest.mark.parametrize("keys", [4, 2])
 def test_flash_attention_keeps_what_torchs_does(keys: int) -> None:
+    def attend(*tensors: Tensor) -> Tensor:
+        return fake_kernels.FakeFlashAttention.apply(*tensors, None)
+
     inputs = (random(2, 4, 32, 16), random(2, keys, 32, 16), random(2, keys, 32, 16))
     if keys == 4:  # torch's on a CPU repeats grouped keys; a GPU's does not
         real = kept_and_made(
             lambda *tensors: functional.scaled_dot_product_attention(*tensors, is_causal=True),
             *inputs,
         )
-        assert kept_and_made(fake_kernels.scaled_dot_product_attention, *inputs) == real
-    kept, made = kept_and_made(fake_kernels.scaled_dot_product_attention, *inputs)
+        assert kept_and_made(attend, *inputs) == real
+    kept, made = kept_and_made(attend, *inputs)
     assert kept == 4 * 2 * 4 * 32 * (16 + 1)
     assert [shape for shape, _ in made[1:]] == [tensor.shape for tensor in inputs]
 
