@@ -50,6 +50,7 @@ def test_weights_that_changed_are_found(copied, opens_here):
     save_file(scaled, file, metadata={"format": "pt"})
     found = opened(weights, reference)
     assert found.kl > 1e-4 and found.faults()[0].startswith("KL=")
+    assert found.faults() == found.differences()
 
 
 def test_the_eos_of_the_base_left_in_place_is_found(copied, opens_here):
@@ -58,6 +59,7 @@ def test_the_eos_of_the_base_left_in_place_is_found(copied, opens_here):
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 3}))
     found = opened(weights, reference)
     assert found.faults() == ["generation runs on behind the trained stop of 6 rows"]
+    assert found.differences() == []
 
 
 def test_a_template_that_changed_is_found(copied, opens_here):

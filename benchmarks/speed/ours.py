@@ -39,7 +39,7 @@ def make_command(
     on_cpu: bool,
     launch: Launch = ALONE,
 ) -> list[str]:
-    """Return the make command: the workload, how it is logged, no checkpoints and no answers."""
+    """Return the make command: the workload, how it is logged, and nothing beside training."""
     settings = {
         "CONFIG": "configs/base.yaml",
         "RUN": "run",
@@ -62,6 +62,7 @@ def make_command(
         "TRAIN_LOGGING_STEPS": WARM_UP,
         "TRAIN_SAVE_STRATEGY": "no",
         "TRAIN_PREDICT_WITH_GENERATE": "false",
+        "TRAIN_REOPEN_SAVED": "false",
     }
     if arm.follows_recipe:
         settings |= {setting.variable: setting.value for setting in workload.recipe}

@@ -74,8 +74,8 @@ class Reopened:
             f"stops={self.stops}/{self.all_stops}"
         )
 
-    def faults(self) -> list[str]:
-        """Return what is beyond the bound."""
+    def differences(self) -> list[str]:
+        """Return the scores that are beyond the bound."""
         found = []
         if not self.kl <= self.bound.kl:
             found.append(f"KL={self.kl:.2e} is above {self.bound.kl:g}")
@@ -84,6 +84,11 @@ class Reopened:
                 f"eval_loss={self.eval_loss:.4f} is not the run's {self.run_loss:.4f} within "
                 f"{self.bound.loss:g}"
             )
+        return found
+
+    def faults(self) -> list[str]:
+        """Return all that is not as in the evaluated model."""
+        found = self.differences()
         if self.stops < self.all_stops:
             missed = self.all_stops - self.stops
             found.append(f"generation runs on behind the trained stop of {missed} rows")

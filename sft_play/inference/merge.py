@@ -188,7 +188,8 @@ def refuse_beyond_bound(folder: RunFolder, best: Candidate) -> None:
     if faults:
         raise CheckpointError(
             f"{folder.path}: the merged weights are not the model that was evaluated: "
-            f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures"
+            f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures; "
+            "where rounding to 16 bits is the cause, MODEL_DTYPE=float32 merges without it"
         )
 
 

@@ -59,10 +59,14 @@ def reopen_saved(
     with recorder.check("plain transformers opens the saved weights and says the same"):
         found = reopen(saved_folder(weights, context), reference)
         logger.info("%s", found.line(name))
-        if found.faults():
+        faults = found.faults()
+        # the bound of 16 bits is that of small models: larger ones have not been measured on a GPU
+        if faults and faults == found.differences() and context.process.device.type == "cuda":
+            logger.warning("warning: %s, opened by plain transformers: %s", name, "; ".join(faults))
+        elif faults:
             raise CheckpointError(
                 f"{weights}: opened by plain transformers it is not what was evaluated: "
-                f"{'; '.join(found.faults())}; set TRAIN_REOPEN_SAVED=false to save it all the same"
+                f"{'; '.join(faults)}; set TRAIN_REOPEN_SAVED=false to save it all the same"
             )
 
 
