@@ -189,7 +189,9 @@ def test_a_resumed_run_is_the_one_that_never_stopped(
     torch.testing.assert_close(saved(again, mode), saved(whole, mode), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize(
+    "mode", ["lora", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("qlora", "full"))]
+)
 def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
     finished: Finished, mode: str
 ) -> None:

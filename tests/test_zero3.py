@@ -79,7 +79,7 @@ def check_alike(one: RunFolder, two: RunFolder, mode: str, tolerance: float) -> 
     torch.testing.assert_close(saved(two, mode), saved(one, mode), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_fused_adapters_train_as_under_ddp(finished: Finished, checkpointing: bool) -> None:
     changes = {"gradient_checkpointing": checkpointing}
     ddp, zero = (finished(engine, "lora", **changes) for engine in ("ddp", "zero3"))
@@ -88,6 +88,7 @@ def test_fused_adapters_train_as_under_ddp(finished: Finished, checkpointing: bo
     check_alike(ddp, zero, "lora", 5e-5)
 
 
+@pytest.mark.long
 def test_fused_adapters_train_as_with_the_plain_code(finished: Finished) -> None:
     fused, plain = (
         finished("zero3", "lora", gradient_checkpointing=False, fast_path=on)
@@ -97,6 +98,7 @@ def test_fused_adapters_train_as_with_the_plain_code(finished: Finished) -> None
     check_alike(plain, fused, "lora", 5e-5)
 
 
+@pytest.mark.long
 def test_fused_experts_train_as_under_ddp(finished: Finished, base_of) -> None:
     base = base_of("qwen3_moe")
     ddp, zero = (finished(engine, "lora", base) for engine in ("ddp", "zero3"))
@@ -105,13 +107,14 @@ def test_fused_experts_train_as_under_ddp(finished: Finished, base_of) -> None:
     check_alike(ddp, zero, "lora", 5e-5)
 
 
+@pytest.mark.long
 def test_the_loss_of_a_trained_head_is_fused(finished: Finished) -> None:
     ddp, zero = (finished(engine, "full") for engine in ("ddp", "zero3"))
     assert run_json(zero)["fast_path"] == run_json(ddp)["fast_path"]
     check_alike(ddp, zero, "full", 5e-5)
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_a_resumed_run_is_the_one_that_never_stopped(finished: Finished, mode: str) -> None:
     changes = {"gradient_checkpointing": False} if mode == "lora" else {}
     whole = finished("zero3", mode, **changes)
