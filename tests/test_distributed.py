@@ -286,6 +286,7 @@ def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pa
     assert has_communication == (engine == "ddp")
 
 
+@pytest.mark.long
 def test_two_processes_of_a_bare_torchrun_train_as_one(settings_of, taught_base, alone, tmp_path):
     """`torchrun scripts/train.py`, without make; the settings are variables of the shell."""
     settings = settings_of({**STEPS, "model.name": taught_base, "train.grad_accum": 2})

@@ -86,7 +86,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("mode", ["lora", pytest.param("qlora", marks=pytest.mark.long), "full"])
 def test_a_divided_model_trains_as_under_ddp(finished: Finished, mode: str) -> None:
     ddp, fsdp = finished("ddp", mode), finished("fsdp", mode)
     one, two = run_json(ddp), run_json(fsdp)

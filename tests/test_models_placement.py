@@ -190,7 +190,14 @@ def test_documents_go_along_with_the_mask_that_carries_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "lora",
+        pytest.param("qlora", marks=pytest.mark.long),
+        pytest.param("full", marks=pytest.mark.long),
+    ],
+)
 def test_a_placed_model_trains_and_resumes_as_a_whole_one(
     plan_run, run_worker, taught_base, mode: str
 ) -> None:

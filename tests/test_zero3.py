@@ -114,7 +114,8 @@ def test_the_loss_of_a_trained_head_is_fused(finished: Finished) -> None:
     check_alike(ddp, zero, "full", 5e-5)
 
 
-@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_resumed_run_is_the_one_that_never_stopped(finished: Finished, mode: str) -> None:
     changes = {"gradient_checkpointing": False} if mode == "lora" else {}
     whole = finished("zero3", mode, **changes)
