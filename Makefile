@@ -49,7 +49,7 @@ override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
 	@printf '\nVariables: CONFIG RUN NUM_GPUS DEEPSPEED_CONFIG TB_PORT DEVICE=cpu|cuda NNODES '
-	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT PROMPT,\nand every setting as SECTION_KEY: '
+	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT PROMPT RESUME,\nand every setting as SECTION_KEY: '
 	@printf 'make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
 
 ## Setup
