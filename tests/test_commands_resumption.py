@@ -179,3 +179,5 @@ def test_ranks_that_outlive_their_launcher_keep_the_folder(folder):
 def test_a_lock_that_was_cut_off_is_nobodys(folder):
     (folder.path / lock.NAME).write_text('{"pid": 1')
     lock.take(folder, print)
+    text = (folder.path / lock.NAME).read_text()
+    assert lock.Holder.from_text(text) == lock.Holder.this_process()

@@ -36,7 +36,10 @@ def test_a_pickled_base_is_refused_and_loaded_where_it_is_allowed(pickled, plan_
 
 def test_safetensors_beside_a_pickle_are_what_is_loaded(pickled, tiny_base):
     shutil.copy(tiny_base / "model.safetensors", pickled)
-    refuse_unsafe_base(Config.model_validate({"model": {"name": str(pickled)}}))
+    assert refuse_unsafe_base(Config.model_validate({"model": {"name": str(pickled)}})) is None
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="set MODEL_ALLOW_PICKLED_WEIGHTS=true"):
+        refuse_unsafe_base(Config.model_validate({"model": {"name": str(pickled)}}))
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "a" * 39])
