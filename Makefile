@@ -38,18 +38,18 @@ override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist works
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
-.PHONY: help install install-unsloth setup-accelerate gpu-info memory-check doctor config plan \
-  data-check init preview convert-notebook check-notebook \
+.PHONY: help install install-unsloth install-gguf setup-accelerate gpu-info memory-check doctor \
+  config plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop slurm sweep runs watch compare report eval infer chat merge embedded bench bench-data \
-  bench-plan bench-scaling test test-fast test-faults test-long test-architectures test-gpu lint \
-  docs clean
+  tb-stop slurm sweep runs watch compare report eval infer chat merge export serve check-server \
+  push embedded bench bench-data bench-plan bench-scaling test test-fast test-faults test-long \
+  test-architectures test-gguf test-gpu lint docs clean
 
 help: ## list the targets and variables
 	@awk -F':.*## ' '/^## /{print "\n" substr($$0,4)} /^[a-z][a-z-]*:.*## /{printf "  %-22s %s\n",$$1,$$2}' Makefile
 	@printf '\nVariables: CONFIG RUN NUM_GPUS DEEPSPEED_CONFIG TB_PORT DEVICE=cpu|cuda NNODES '
-	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT PROMPT RESUME,\nand every setting as SECTION_KEY: '
+	@printf 'NODE_RANK MASTER_ADDR MASTER_PORT GPUS EXACT PROMPT RESUME ELASTIC,\nand every setting as SECTION_KEY: '
 	@printf 'make train TRAIN_BATCH_SIZE=4 TUNING_LORA_R=32 (make config lists them).\n'
 
 ## Setup
@@ -58,6 +58,10 @@ install: $(ENV) ## make or mend .venv with the pinned packages; TORCH=cpu|cu126|
 install-unsloth: $(ENV) ## add the Unsloth backend to .venv, on a GPU host
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-unsloth.txt
+install-gguf: $(ENV) ## add llama.cpp to .venv for make export FORMAT=gguf; builds tens of minutes
+	@$(CHECK)
+	@$(PY) -m tools.install add requirements-gguf.txt
+	@$(PY) -m tools.install.llama_cpp
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
 gpu-info: $(ENV) ## list GPUs, their memory and links, and what this machine can run
@@ -123,14 +127,22 @@ compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; 
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
 	@$(SFT) report
-eval: $(ENV) ## score RUN, by default the latest, on its test rows or on DATA_TEST_PATH
+eval: $(ENV) ## score RUN on its test rows or on DATA_TEST_PATH, beside its base with COMPARE=1
 	@$(SFT) eval
-infer: $(ENV) ## answer PROMPT, or each line of standard input, with RUN
+infer: $(ENV) ## answer PROMPT, each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer
-chat: $(ENV) ## chat with RUN; /help lists the commands of a chat
+chat: $(ENV) ## chat with RUN, beside its base with COMPARE=1; /help lists the commands of a chat
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
+export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter (vLLM) or gguf (QUANT=Q8_0)
+	@$(SFT) export
+serve: $(ENV) ## serve RUN's export by vLLM or transformers' server, on 127.0.0.1:8000 (BIND, PORT)
+	@$(SFT) serve
+check-server: $(ENV) ## hold the server at URL to RUN's export: prompt tokens, stops, answers
+	@$(SFT) check-server
+push: $(ENV) ## upload RUN's export to REPO=owner/name on the hub, private unless PUBLIC=1
+	@$(SFT) push
 
 ## Work on SFT-Play
 embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes with a GPU, a day without)
@@ -153,19 +165,22 @@ bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write doc
 	$(PY) -m benchmarks.planner --docs docs
 test: $(ENV) ## run the tests that need no GPU, but for those of test-faults and test-long
 	@$(CHECK)
-	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long and not architectures"
+	@$(PARALLEL_TESTS) -m "not gpu and not faults and not long and not architectures and not gguf"
 test-fast: $(ENV) ## run the fast tests
 	@$(CHECK)
-	@$(PARALLEL_TESTS) -m "not gpu and not slow and not faults and not long and not architectures"
-test-faults: $(ENV) ## kill and interrupt launched runs (minutes; one at a time)
+	@$(PARALLEL_TESTS) -m "not gpu and not slow and not faults and not long and not architectures and not gguf"
+test-faults: $(ENV) ## inject every fault, or ROWS=kill,flip COUNT=5; writes docs/reliability.md
 	@$(CHECK)
-	@$(PY) -m pytest -m faults
+	@$(PY) tests/run_faults.py
 test-long: $(ENV) ## run the tests with long counts (minutes)
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m long
 test-architectures: $(ENV) ## train every model type that was tried; write docs/architectures.md
 	@$(CHECK)
 	@$(PARALLEL_TESTS) -m architectures
+test-gguf: $(ENV) ## run the tests that need llama.cpp; LLAMA_CPP, or make install-gguf first
+	@$(CHECK)
+	@$(PY) -m pytest -m gguf
 test-gpu: $(ENV) ## run the tests that need a GPU
 	@$(CHECK)
 	@$(PY) -m pytest -m gpu

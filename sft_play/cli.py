@@ -11,12 +11,13 @@ from typing import Annotated
 
 import typer
 
+from sft_play import cli_use
 from sft_play.commands import call as calls
 from sft_play.commands import data_check as checking
 from sft_play.commands import launched as launching
 from sft_play.commands import plan as planning
 from sft_play.commands import preview as previews
-from sft_play.commands import setup, use
+from sft_play.commands import setup
 from sft_play.commands import train as training
 from sft_play.commands.launched import Launched
 from sft_play.commands.options import (
@@ -28,7 +29,8 @@ from sft_play.commands.options import (
     SetOption,
 )
 from sft_play.config import loader, targets
-from sft_play.errors import ExitClass, SftPlayError
+from sft_play.errors import ExitClass, SftPlayError, disk_errors_in_words
+from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr, visible
 
 app = typer.Typer(
@@ -311,51 +313,7 @@ def report() -> None:
     typer.echo(comparing.write_report_again(_call()))
 
 
-@app.command("eval")
-def evaluate(set_: SetOption = None) -> None:
-    """Score the weights of a run (RUN, default the latest) on its test rows or DATA_TEST_PATH."""
-    run = use.chosen_run()
-    asked = use.settings_of(run, "eval", set_)
-    from sft_play.inference.evaluate import evaluate_run
-
-    _echo_lines(evaluate_run(run, use.inference_device(), asked))
-
-
-@app.command()
-def infer(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help="The question; default PROMPT, else one a line of standard input."),
-    ] = None,
-    set_: SetOption = None,
-) -> None:
-    """Answer questions with the weights of a run."""
-    run = use.chosen_run()
-    config = use.settings_of(run, "infer", set_).config
-    from sft_play.inference.chat import answer_all
-
-    for answer in answer_all(run, use.inference_device(), use.prompts(prompt), config):
-        typer.echo(answer)  # flushes: a program that reads line by line need not wait
-
-
-@app.command()
-def chat(set_: SetOption = None) -> None:
-    """Talk to the weights of a run; /help lists the commands, /exit leaves."""
-    run = use.chosen_run()
-    config = use.settings_of(run, "chat", set_).config
-    from sft_play.inference.chat import chat_with
-
-    chat_with(run, use.inference_device(), config, is_terminal=sys.stdin.isatty())
-
-
-@app.command()
-def merge(set_: SetOption = None) -> None:
-    """Merge a run's adapter into its base, in MODEL_DTYPE: a model folder that needs no PEFT."""
-    run = use.chosen_run(("adapter",))
-    dtype = use.asked_dtype(run, set_)
-    from sft_play.inference.merge import merge_run
-
-    _echo_lines(merge_run(run, dtype))
+app.add_typer(cli_use.app)
 
 
 def main(words: Sequence[str] | None = None, launched: Launched | None = None) -> None:
@@ -389,10 +347,12 @@ def main_of_rank(words: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _errors_as_messages() -> Iterator[None]:
     try:
-        yield
+        with disk_errors_in_words():
+            yield
     except SftPlayError as error:
         code = int(error.exit_class)
-        sys.stderr.write(visible(f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n"))
+        text = f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n"
+        sys.stderr.write(visible(mask_secrets(text)))
         sys.exit(code)
 
 

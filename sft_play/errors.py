@@ -1,6 +1,10 @@
 """The exit classes of a run and the errors that carry them. Imports nothing of the project."""
 
+import contextlib
+import errno
+from collections.abc import Iterator
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitClass(IntEnum):
@@ -50,7 +54,7 @@ class EnvironmentFault(SftPlayError):
 
 
 class DivergedError(SftPlayError):
-    """The loss or the gradient norm became NaN or infinite."""
+    """The loss is not finite or as bad as a guess, or an adapter does not learn."""
 
     exit_class = ExitClass.DIVERGED
 
@@ -74,6 +78,36 @@ def of_class(exit_class: int | None, text: str) -> SftPlayError:
     if exit_class is not None:
         error.exit_class = ExitClass(exit_class)
     return error
+
+
+def of_os_error(error: OSError) -> SftPlayError | None:
+    """Return what a disk has refused, in words; None for an error of another kind."""
+    place = error.filename or "a file of the run"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text = f"{error.strerror}: {place}; free some space, then resume"
+        return of_class(ExitClass.DISK_FULL, text)
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return EnvironmentFault(
+            f"{error.strerror}: {place}; set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders that "
+            "can be read and written"
+        )
+    if error.errno == errno.ENOENT and not Path(place).parent.exists():
+        return EnvironmentFault(
+            f"{error.strerror}: {place}; its folder was removed meanwhile: start the run anew"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def disk_errors_in_words() -> Iterator[None]:
+    """Raise what a disk refuses inside this context as an error with its class."""
+    try:
+        yield
+    except OSError as error:
+        known = of_os_error(error)
+        if known is None:
+            raise
+        raise known from error
 
 
 def first_line(error: BaseException) -> str:

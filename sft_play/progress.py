@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from sft_play.masking import mask_secrets
+
 logger = logging.getLogger(__name__)
 
 # What a terminal obeys instead of showing it, and what turns the direction of the text around it
@@ -79,10 +81,10 @@ def visible(text: str) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats lines without the control characters that names in them may have."""
+    """Formats lines without control characters, which names may have, and without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return visible(mask_secrets(super().format(record)))
 
 
 def log_to_stderr() -> None:
@@ -121,6 +123,19 @@ def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
         _open_stages.remove(stage)
         ended.set()
         speaker.join()
+
+
+@contextlib.contextmanager
+def counted(title: str, total: int, unit: str, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, else lines; yield what counts how many more are done."""
+    if not sys.stderr.isatty():
+        with watched(Stage(title, total, unit, done=done)) as stage:
+            yield stage.advance
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=done, desc=title, unit=f" {unit}", dynamic_ncols=True) as bar:
+        yield bar.update
 
 
 class Pace:

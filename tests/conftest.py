@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one test process a core
 ROOT = Path(__file__).resolve().parents[1]
 # With it the settings are the built-in ones, whatever the configs that ship say.
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than cores: some always wait, for a process or a timeout."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -223,11 +227,7 @@ def run_worker() -> Callable:
 
     def run(folder) -> int:
         root = logging.getLogger()
-        handlers, level, actions = (
-            root.handlers[:],
-            root.level,
-            {number: signal.getsignal(number) for number in STOPPING},
-        )
+        handlers, level = root.handlers[:], root.level
         freeze()  # a run collects garbage, and brings imports of its own
         try:
             return main(folder.path)
@@ -237,8 +237,6 @@ def run_worker() -> Callable:
             root.handlers[:] = handlers
             root.setLevel(level)
             logging.captureWarnings(False)
-            for number, action in actions.items():
-                signal.signal(number, action)
 
     return run
 
@@ -296,6 +294,21 @@ def build_trainer() -> Callable:
         return build_trainer(context, arguments, tokenizer, data, model, run_stamp), data
 
     return build
+
+
+@pytest.fixture(scope="session")
+def counting_run(plan_run, run_worker, taught_base):
+    """A lora run of one step on a base that answers: `Count to 6.` and its like. Not to change."""
+    folder = plan_run(
+        {
+            "model.name": taught_base,
+            "train.learning_rate": 1e-5,
+            "train.max_steps": 1,
+            "train.generation_max_new_tokens": "auto",
+        }
+    )
+    assert run_worker(folder) == 0
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -76,13 +76,13 @@ def run_two(target: Target, *arguments: Any, output: Path | None = None) -> list
     return [wait_for(rank) for rank in ranks]
 
 
-def wait_for(rank: BaseProcess) -> int:
+def wait_for(rank: BaseProcess, seconds: float = SECONDS) -> int:
     """Return the exit code of a rank; one that does not end is killed."""
-    rank.join(SECONDS)
+    rank.join(seconds)
     if rank.is_alive():
         rank.kill()
         rank.join()
-        raise AssertionError(f"a rank did not end within {SECONDS} s")
+        raise AssertionError(f"a rank did not end within {seconds} s")
     return rank.exitcode
 
 

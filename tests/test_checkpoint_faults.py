@@ -3,24 +3,23 @@
 import os
 import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from rank_processes import start_rank, wait_for, work
+from faults.files import flip
+from faults.processes import kill_inside_a_save
 from run_files import run_json
 
 from sft_play.errors import CheckpointError, DivergedError, ExitClass
 from sft_play.inference.load import checked_weights
 from sft_play.monitor.runs import run_table
-from sft_play.plan.launch import free_port
 from sft_play.runs import checkpoints, seal
 from sft_play.runs.folder import RunFolder
 from sft_play.training.sealed_save import check_finite_optimizer
 
+FLIPS = 3  # of each file; make test-faults makes more
 EVERY_STEP = {"train.save_strategy": "steps", "train.save_steps": 1}
 
 
@@ -28,8 +27,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("flips", [3, pytest.param(40, marks=pytest.mark.faults)])
-def test_every_flip_in_every_file_of_a_real_checkpoint_is_found(finished, tmp_path, flips):
+def test_every_flip_in_every_file_of_a_real_checkpoint_is_found(finished, tmp_path):
     checkpoint = finished("lora").checkpoints / "checkpoint-2"
     copy = shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
     bits, found = random.Random(0), 0
@@ -39,23 +37,14 @@ def test_every_flip_in_every_file_of_a_real_checkpoint_is_found(finished, tmp_pa
     assert names >= {"trainer_state.json", "stamp.json", "MANIFEST.json"}
     assert seal.find_damage(copy) is None
     for path in paths:
-        for _ in range(flips):
+        for _ in range(FLIPS):
             position, mask = bits.randrange(path.stat().st_size), 1 << bits.randrange(8)
             flip(path, position, mask)
             damage = seal.find_damage(copy)
             found += damage is not None and damage.startswith(path.name)
             flip(path, position, mask)
-    assert found == flips * len(paths)
+    assert found == FLIPS * len(paths)
     assert seal.find_damage(copy) is None
-
-
-def flip(path: Path, position: int, mask: int) -> None:
-    """Flip the bits of a mask in one byte of a file."""
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ mask]))
 
 
 def test_the_weights_of_a_run_are_sealed(finished):
@@ -94,33 +83,7 @@ def test_a_worker_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_befor
     assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-3.corrupt", "checkpoint-4.corrupt"]
 
 
-def on_a_slow_disk() -> None:
-    """Make a rank wait for each file that is brought to the disk."""
-    sync = os.fsync
-
-    def slowly(descriptor: int) -> None:
-        time.sleep(0.05)
-        sync(descriptor)
-
-    os.fsync = slowly
-
-
-def kill_inside_a_save(folder: RunFolder, after_step: int) -> Path:
-    """Start a run, kill it with SIGKILL while it saves a later step, and return what it staged."""
-    output = folder.path / "output.txt"
-    rank = start_rank(work, (folder.path, on_a_slow_disk), 0, free_port(), output, world_size=1)
-    staging = folder.checkpoints / checkpoints.STAGING
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and rank.is_alive():
-        for step in range(after_step + 1, after_step + 4):
-            staged = staging / f"checkpoint-{step}"
-            if (staged / "trainer_state.json").exists():
-                os.kill(rank.pid, signal.SIGKILL)
-                assert wait_for(rank) == -signal.SIGKILL
-                return staged
-    raise AssertionError(output.read_text()[-3000:])
-
-
+@pytest.mark.long
 def test_a_run_that_is_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     plan_run, run_worker, losses_of
 ):
@@ -152,16 +115,6 @@ def test_no_checkpoint_is_published_with_an_optimizer_that_is_not_finite():
     adam.state[weight]["exp_avg_sq"][1] = torch.inf
     with pytest.raises(DivergedError, match="the optimizer's exp_avg_sq holds NaN or infinity"):
         check_finite_optimizer(wrapped, 1)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("number", range(20))
-def test_every_kill_inside_a_save_leaves_a_run_that_goes_on(plan_run, number):
-    folder = plan_run(EVERY_STEP | {"train.max_steps": 30, "train.predict_with_generate": False})
-    staged = kill_inside_a_save(folder, after_step=number % 5 + 1)
-    said: list[str] = []
-    chosen = checkpoints.choose(folder.path, said.append)
-    assert checkpoints.step_of(chosen) == (checkpoints.step_of(staged) or 0) - 1 and not said
 
 
 def test_a_run_that_fails_says_its_step_and_where_to_go_on(plan_run, run_worker):

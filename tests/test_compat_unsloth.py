@@ -178,6 +178,7 @@ def test_the_guides_trainer_trains_alone(unsloth, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_guides_trainer_trains_on_two_ranks(unsloth, tmp_path):
     output = tmp_path / "output.txt"
     assert run_two(train, tmp_path, output=output) == [0, 0], output.read_text()

@@ -56,6 +56,10 @@ def random_value(
         return dice.choice([None, "auto", "sequential", names])
     if path == "model.template_kwargs":
         return {text(dice): dice.choice([True, 0.5, text(dice)]) for _ in range(dice.randrange(3))}
+    if path == "train.metric_for_best_model":
+        return dice.choice(["eval_loss", "eval_rougeL"])
+    if path == "train.metrics":
+        return dice.sample(["rouge1", "exact_match", "json_valid"], dice.randint(1, 3))
     kind = dice.choice(sorted(kinds(settings()[path].annotation), key=str))
     if typing.get_args(kind):
         return dice.choice(typing.get_args(kind))
@@ -111,6 +115,13 @@ def random_config(seed: int, text: typing.Callable[[random.Random], str]) -> Con
         }
         if values["data.val_size"] == 5e-324:
             values["data.val_size"] = 0.25
+        if values["train.eval_strategy"] == "no":  # then nothing compares checkpoints
+            values["train.load_best_model_at_end"] = False
+            values["train.early_stopping_patience"] = None
+            values["train.metric_for_best_model"] = "eval_loss"
+        elif values["train.load_best_model_at_end"]:
+            values["train.save_strategy"] = values["train.eval_strategy"]
+            values["train.save_steps"] = values["train.eval_steps"]
         config = Config.model_validate(nested(values))
         if not rules.broken(config, str):
             return config

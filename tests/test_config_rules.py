@@ -22,6 +22,7 @@ OPTIONS = [
     "tuning.lora.use_dora=true",
 ]
 ROPE = "model.rope_scaling.rope_type={}"
+BEST = "train.load_best_model_at_end=true"
 FACTOR = "model.rope_scaling.factor=2"
 # Each setting of a rope, a type that has it, and one that has not
 ROPE_OPTIONS = [
@@ -53,6 +54,14 @@ CASES = [
     (
         ["train.generation_max_new_tokens=64", "model.max_seq_len=64"],
         ["train.generation_max_new_tokens=64", "model.max_seq_len=65"],
+    ),
+    (
+        ["train.load_best_model_at_end=true"],
+        ["train.load_best_model_at_end=true", "train.eval_strategy=epoch"],
+    ),
+    (
+        [BEST, "train.eval_strategy=steps", "train.save_strategy=steps", "train.eval_steps=150"],
+        [BEST, "train.eval_strategy=steps", "train.save_strategy=steps", "train.eval_steps=400"],
     ),
     *((["tuning.mode=full", option], ["tuning.mode=qlora", option]) for option in OPTIONS),
     *(
@@ -121,3 +130,36 @@ def test_generation_may_be_longer_than_rows_when_nothing_is_generated() -> None:
     ]
     config = load(EMPTY, None, words).config
     assert config.train.generation_max_new_tokens == config.model.max_seq_len == 64
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.metrics=rouge1,blue"], "blue is no metric; did you mean bleu?"),
+        (["train.metrics=missing.py:score"], "missing.py: cannot be read"),
+        (["train.metrics=setup.json:x"], "setup.json:x is no metric; metrics are rouge1, rouge2"),
+        (["train.metrics=json_schema:none.json"], "none.json: the schema cannot be read"),
+        (["train.metrics=rouge1,rouge1"], "rouge1 is there twice"),
+        (
+            ["train.metric_for_best_model=accuracy", "train.metrics=exact_match"],
+            "evaluations produce eval_loss, eval_rougeL, eval_exact_match; write one of them",
+        ),
+        (
+            ["train.metric_for_best_model=eval_rougeL", "train.predict_with_generate=false"],
+            "evaluations produce eval_loss; write one of them",
+        ),
+    ],
+)
+def test_a_score_that_is_never_produced_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(EMPTY, None, words)
+    assert said in str(error.value)
+
+
+def test_a_function_of_the_users_is_found_in_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def near(answer, expected):\n    return 1.0\n")
+    words = [f"train.metrics={file}:near", "train.metric_for_best_model=near"]
+    assert load(EMPTY, None, words).config.train.metrics == [f"{file}:near"]
+    with pytest.raises(ConfigError, match="has no function far; it has near"):
+        load(EMPTY, None, [f"train.metrics={file}:far"])

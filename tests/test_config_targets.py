@@ -66,7 +66,7 @@ def test_all_unknown_variables_come_at_once_and_one_without_a_like_says_where_to
             "TRAIN_LEARNING_RATE",
             "make eval does not read it, but make train, sweep, config",
         ),
-        ("infer", "NUM_GPUS", "make infer does not read it, but make train, sweep"),
+        ("chat", "NUM_GPUS", "make chat does not read it, but make train, sweep"),
         ("runs", "CONFIG", "make runs does not read it, but make train"),
         ("train", "DEEPSPEED_CONFIG", "but make train-deepspeed, train-deepspeed-tb, config"),
         ("train", "GPUS", "did you mean NUM_GPUS?"),

@@ -14,6 +14,7 @@ import pytest
 from sft_play.config.schema import Config
 from sft_play.data import cache
 from sft_play.data.pipeline import build_run_data
+from sft_play.errors import EnvironmentFault
 from sft_play.runs import seal
 
 KEY = "k"
@@ -167,3 +168,10 @@ def test_the_tokenizer_its_template_and_the_policy_are_in_the_key(tokenizer) -> 
         cache.entry_key("other", plain, {"max_seq_len": 8}),
     }
     assert len(keys) == 3
+
+
+def test_a_cache_folder_that_cannot_be_made_is_said_with_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFault, match=r"Not a directory; set DATA_CACHE_DIR") as error:
+        cache.get_or_build(tmp_path / "file" / "cache", "key", lambda folder: folder.mkdir())
+    assert error.value.exit_class == 13

@@ -127,7 +127,9 @@ def test_long_rows_make_chunks_of_fewer_rows(
         assert max(lengths) <= 10
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", pytest.param("a.csv", marks=pytest.mark.long)]
+)
 def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(

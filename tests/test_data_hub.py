@@ -154,6 +154,7 @@ def questions(path: str) -> list[str]:
     return [row.messages[0].content for row in read_rows(Path(path))]
 
 
+@pytest.mark.long
 def test_a_hub_id_is_its_rows_and_without_a_network_the_cache_answers_or_the_machine_is_at_fault(
     hub: str, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_hub_id_is_its_rows_and_without_a_network_the_cache_answers_or_the_mac
     assert "Check the network and HF_HUB_OFFLINE" in message
 
 
+@pytest.mark.long
 def test_what_the_hub_does_not_give_is_named_with_what_to_type(hub: str, tmp_path: Path) -> None:
     (tmp_path / "ownr").mkdir()
     expected = [

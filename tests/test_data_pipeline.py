@@ -110,6 +110,7 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
             train,
             val=[*numbered(5, 100), qa("Evaluated, too?")],
             on_bad_row="quarantine",
+            special_tokens_in_text="allow",
             on_overlap="drop",
             max_lost=0.9,
         ),
@@ -139,10 +140,11 @@ def test_a_set_with_every_defect_is_accounted_for_by_reason(config_of, tokenizer
 
 def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer) -> None:
     train = [*numbered(20), qa("q", "a<|end|>b")]
+    allow = {"special_tokens_in_text": "allow"}
     with pytest.raises(
         DataError, match=r"(?s)train.jsonl:21: .*DATA_ON_BAD_ROW=quarantine"
     ) as error:
-        build_run_data(config_of(train), tokenizer)
+        build_run_data(config_of(train, **allow), tokenizer)
     assert error.value.exit_class == 11
     assert not [
         path
@@ -150,9 +152,9 @@ def test_one_bad_row_stops_the_run_unless_it_is_quarantined(config_of, tokenizer
         if not path.name.endswith(".lock")
     ], "nothing half-written"
     assert (
-        build_run_data(config_of(train, on_bad_row="quarantine"), tokenizer).ledger.train.dropped[
-            "unproven"
-        ]
+        build_run_data(
+            config_of(train, on_bad_row="quarantine", **allow), tokenizer
+        ).ledger.train.dropped["unproven"]
         == 1
     )
 
@@ -382,7 +384,11 @@ def folders(data: RunData) -> list[str]:
 def test_a_moved_file_finds_its_samples_and_names_its_new_place(
     config_of, tokenizer, tmp_path, monkeypatch
 ) -> None:
-    config = config_of([*numbered(9), qa("q", "a<|end|>b")], on_bad_row="quarantine")
+    config = config_of(
+        [*numbered(9), qa("q", "a<|end|>b")],
+        on_bad_row="quarantine",
+        special_tokens_in_text="allow",
+    )
     first = build_run_data(config, tokenizer)
     moved = shutil.move(config.data.train_path, tmp_path / "moved.jsonl")
     monkeypatch.setattr(tokenize, "build_store", lambda *_: pytest.fail("tokenised again"))
@@ -449,7 +455,11 @@ def test_data_json_brings_every_rank_to_the_same_samples(config_of, tokenizer, m
 def test_several_processes_make_the_same_store_as_one(
     config_of, tokenizer, tmp_path, monkeypatch
 ) -> None:
-    config = config_of([*numbered(5000), qa("q", "a<|end|>b")], on_bad_row="quarantine")
+    config = config_of(
+        [*numbered(5000), qa("q", "a<|end|>b")],
+        on_bad_row="quarantine",
+        special_tokens_in_text="allow",
+    )
     (source,) = find_sources(config)["train"]
     made = {}
     for processes in (1, 3):

@@ -136,7 +136,7 @@ def test_a_random_conversation_is_proven_or_refused_by_name(
 ) -> None:
     tok, rng = family(name, marked), random.Random(f"{name} {marked}")
     rows = [random_row(name, rng) for _ in range(count)]
-    results = Renderer(tok).render(rows)
+    results = Renderer(tok, tokens_in_text="allow").render(rows)
     for row, result in zip(rows, results, strict=True):
         if isinstance(result, RenderError):
             assert str(result).startswith("rows.jsonl:7: ")

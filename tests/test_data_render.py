@@ -1,6 +1,7 @@
 """sft_play.data.render: what is trained of a row, to the token; the tokenizers are built here."""
 
 import copy
+import re
 
 import pytest
 from families import LLAMA3_WORDS, family, tokenizer
@@ -139,10 +140,9 @@ def test_blanks_at_the_end_of_an_answer_are_trained_where_offsets_leave_blanks_o
 def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not() -> None:
     tok = tokenizer(CHATML)
     for stop in ("<|im_end|>", "<eos>"):
-        with pytest.raises(
-            RenderError, match=r"rows.jsonl:7: messages\[1\] holds .* which ends an answer"
-        ):
-            render(row("q", f"before {stop} after"), tok)
+        (error,) = Renderer(tok, tokens_in_text="allow").render([row("q", f"before {stop} after")])
+        assert isinstance(error, RenderError)
+        assert re.search(r"rows.jsonl:7: messages\[1\] holds .* which ends an answer", str(error))
     assert trained(render(row("What is <|im_end|>?", "a mark"), tok), tok) == ["a mark<|im_end|>"]
 
 
@@ -223,10 +223,11 @@ def test_a_row_that_brings_the_beginning_of_a_text_itself_is_refused() -> None:
         "{% if m['role'] == 'user' %}{{ '|' }}{% endif %}{% endfor %}",
         bos="<bos>",
     )
-    with pytest.raises(
-        RenderError, match=r"rows.jsonl:7: the text begins with the beginning-of-text token twice"
-    ):
-        render(row("<bos>q", "a"), tok)
+    (error,) = Renderer(tok, tokens_in_text="allow").render([row("<bos>q", "a")])
+    assert isinstance(error, RenderError)
+    assert str(error).startswith(
+        "rows.jsonl:7: the text begins with the beginning-of-text token twice"
+    )
 
 
 def test_a_template_of_two_is_taken_by_whether_there_are_tools() -> None:

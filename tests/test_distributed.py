@@ -193,7 +193,7 @@ def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> N
 
 CASES = [
     pytest.param("ddp", "qlora", marks=pytest.mark.long),
-    (2, "full"),
+    pytest.param(2, "full", marks=pytest.mark.long),
     (3, "full"),
     pytest.param("ddp", "full", marks=pytest.mark.long),
     pytest.param(3, "lora", marks=pytest.mark.long),
@@ -219,7 +219,7 @@ def test_two_processes_that_make_launches_train_as_one(pair, alone, engine):
     check_parity(alone("lora"), pair(engine).folder, engine, "lora")
 
 
-@pytest.mark.parametrize("engine", ["ddp", 2])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
 def test_two_processes_are_two_and_say_so_once(pair, engine):
     launched = pair(engine)
     report = run_json(launched.folder)
@@ -227,10 +227,8 @@ def test_two_processes_are_two_and_say_so_once(pair, engine):
     assert (report["engine"], report["strategy"]) == (
         ("DistributedDataParallel", "ddp") if engine == "ddp" else ("DeepSpeedEngine", "deepspeed")
     )
-    assert sorted(path.name for path in launched.folder.logs.iterdir()) == [
-        "rank-0.log",
-        "rank-1.log",
-    ]
+    logs = sorted(path.name for path in launched.folder.logs.glob("*.log"))
+    assert logs == ["rank-0.log", "rank-1.log"]
     samples = ("prompt ", "expected ", "before  ", "after  ")  # two answers may be alike
     lines = [
         line
@@ -394,7 +392,7 @@ def test_a_signal_to_a_launched_rank_stops_all_of_them_with_a_checkpoint(launch)
 
 @pytest.mark.faults
 def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_resumes(launch):
-    """Its launcher answers the interrupt that all processes get with a SIGTERM to each."""
+    """Its launcher passes the interrupt on, which all processes get, too."""
     launched = launch("train-deepspeed", LONG)
     launched.wait_for("step 2/")
     os.killpg(launched.make.pid, signal.SIGINT)
@@ -418,7 +416,7 @@ def test_a_killed_launched_rank_takes_the_others_with_it(launch):
     check_gone(launched)
     report = run_json(launched.folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
-    assert report["cause"].startswith("another rank is gone or hangs: ")
+    assert report["cause"].startswith("rank 1 ended without a word: ")
 
 
 @pytest.mark.faults
@@ -462,7 +460,27 @@ def test_the_rank_that_is_left_of_two_says_that_the_other_is_gone(plan_run):
     assert [wait_for(rank) for rank in ranks] == [17, -signal.SIGKILL]
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
-    assert report["cause"].startswith("another rank is gone or hangs: ")
+    assert report["cause"].startswith("rank 1 ended without a word: ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [None, 2])
+def test_a_rank_that_is_stopped_ends_the_run_and_every_rank_says_where_it_was(plan_run, stage):
+    folder = plan_run(
+        {**LONG, "train.hang_timeout": 4}, num_gpus=2, deepspeed_config=STAGE.get(stage)
+    )
+    ranks = start_two(folder)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    assert wait_for(ranks[0]) == 17
+    assert time.monotonic() - stopped_at < 12
+    wait_for(ranks[1])
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"]) == ("failed", 17)
+    assert report["cause"].startswith(f"rank 1 (process {ranks[1].pid} on ")
+    assert report["global_step"] >= 2
+    stacks = [(folder.logs / f"rank-{rank}.stacks").read_text() for rank in (0, 1)]
+    assert "in _run_epoch" in stacks[0] and "most recent call first" in stacks[1]
 
 
 def test_a_deepspeed_run_that_was_stopped_resumes_where_it_was(plan_run):

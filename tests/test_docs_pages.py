@@ -19,6 +19,7 @@ from tools.docs.__main__ import DOCS, PAGES, PICTURE, page
 
 EVERY_PAGE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SPEED = re.compile(r"\b\d{1,3},\d{3}\b")  # tokens a second
 PARSERS = {"python": ast.parse, "json": json.loads, "yaml": yaml.safe_load}
 
 
@@ -100,3 +101,13 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "index.html").exists()
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", DOCS / "concepts.md"], ids=lambda p: p.name)
+def test_a_speed_in_a_table_is_one_of_the_tables_that_benchmarks_print(path):
+    tables = [DOCS / f"{name}-h200.md" for name in ("speed", "scaling")]
+    printed = {speed for table in tables for speed in SPEED.findall(table.read_text("utf-8"))}
+    rows = [line for line in path.read_text("utf-8").splitlines() if line.startswith("|")]
+    written = {speed for row in rows for speed in SPEED.findall(row)}
+    assert len(written) > 5
+    assert written - printed == set()

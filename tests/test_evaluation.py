@@ -5,6 +5,7 @@ import math
 import random
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.rows import Message
 from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
-from sft_play.evaluation.evaluator import Evaluator
+from sft_play.evaluation.batches import Room, batches_of, share_of_rank
+from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator
 from sft_play.evaluation.generate import Answer
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
@@ -135,12 +137,12 @@ def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base,
 def test_answers_come_in_the_order_of_the_rows_whatever_the_batch_size(
     model, split, tokenizer, records
 ):
-    alone = texts(evaluator(split, tokenizer, eval_batch_size=1).answers(model))
+    alone = texts(evaluator(split, tokenizer, generation_batch_size=1).answers(model))
     assert len(alone) == len(split) and len(set(alone)) > 1, (
         "a model that always says one thing proves nothing"
     )
-    for batch_size in (2, 3, 5, 6):
-        batched = evaluator(split, tokenizer, eval_batch_size=batch_size)
+    for batch_size in (2, 3, 5, None):
+        batched = evaluator(split, tokenizer, generation_batch_size=batch_size)
         assert texts(batched.answers(model)) == alone
     by_hand = []
     for record in records:
@@ -198,7 +200,10 @@ def test_a_model_that_answers_as_it_should_scores_1(model, split, tokenizer, rec
     ],
 )
 def test_how_answers_are_held_changes_no_score(model, split, tokenizer, changes):
-    short = {"eval_batch_size": 2, "generation_max_new_tokens": 5}  # too short for most answers
+    short = {
+        "generation_batch_size": 2,
+        "generation_max_new_tokens": 5,
+    }  # too short for most answers
     plain = evaluator(split, tokenizer, **short).score(model)
     held = evaluator(split, tokenizer, **short, **changes).score(model)
     assert held.eval_loss == plain.eval_loss
@@ -219,6 +224,50 @@ def test_answers_without_a_stop_token_are_counted_as_cut(model, split, tokenizer
     assert generation.as_metrics()["cut_answers"] == generation.cut_answers
     expected = f"answers={len(split)} cut={generation.cut_answers} at {limit} tokens"
     assert generation.as_text().endswith(expected)
+
+
+# Batches of prompts
+
+
+def test_prompts_are_answered_longest_first_as_many_at_once_as_the_memory_holds():
+    # half of 4,000 bytes: 20 for a prompt's scores, 2 a token of its cache, 3 a token that is read
+    room = Room(4000, cached_token_bytes=2, read_token_bytes=3, prompt_bytes=20, most=8)
+    assert room.prompts(prompt_tokens=100, new_tokens=90) == 2000 // (2 * 190 + 300 + 20) == 2
+    assert room.prompts(10, 10) == 8 and room.prompts(10_000, 1) == 1
+    lengths = [10, 100, 10, 99, 98, 10]
+    assert batches_of(lengths, lambda tokens: room.prompts(tokens, 90)) == [[1, 3], [4, 0], [2, 5]]
+    assert batches_of(lengths, lambda _: 99, world_size=4) == [[1, 3], [4, 0], [2, 5]]
+
+
+def test_prompts_that_do_not_fit_are_answered_in_halves(model, split, tokenizer, monkeypatch):
+    whole = evaluator(split, tokenizer)
+    expected = whole.answers(model)
+    really = model.generate
+
+    def generate(**options):
+        if len(options["input_ids"]) > 2:
+            raise torch.OutOfMemoryError
+        return really(**options)
+
+    monkeypatch.setattr(model, "generate", generate)
+    assert whole.answers(model) == expected
+    whole.generator = replace(whole.generator, synced_gpus=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        whole.answers(model)
+
+
+def test_a_stop_ends_a_batch_of_answers_at_the_next_token(model, split, tokenizer, monkeypatch):
+    stopped = evaluator(split, tokenizer, generation_max_new_tokens=24)
+    widths = []
+    really = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda **options: (ids := really(**options), widths.append(ids.shape))[0]
+    )
+    stopped.is_stopping = lambda: True
+    with pytest.raises(EvaluationStopped):
+        stopped.answers(model)
+    ((_, width),) = widths
+    assert width == max(len(split[index].prompt) for index in range(len(split))) + 1
 
 
 # How long generated answers may become
@@ -266,17 +315,11 @@ def test_the_answer_limit_follows_the_scored_rows(tmp_path, answers, max_seq_len
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 9])
-def test_ranks_share_each_row_once_in_equally_many_batches(
-    split, tokenizer, world_size, batch_size
-):
+def test_ranks_share_each_row_once_in_equally_many_batches(world_size, batch_size):
     order = [4, 2, 0, 1, 5, 3]
+    batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
     shares = [
-        evaluator(
-            split,
-            tokenizer,
-            Process(rank, rank, world_size, HERE.device),
-            eval_batch_size=batch_size,
-        )._share_of_rank(order)
+        share_of_rank(batches, Process(rank, rank, world_size, HERE.device))
         for rank in range(world_size)
     ]
     assert len({len(share) for share in shares}) == 1

@@ -455,6 +455,7 @@ def test_chunks_are_alike_and_within_their_bytes(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_the_gpus_kernel_computes_what_the_cpu_does(dtype: str) -> None:
     """Run the kernel in Triton's interpreter, which must be set when a process starts."""
     run = subprocess.run(

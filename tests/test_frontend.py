@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faults.front import PAYLOADS
 from front_end import Done, FrontEnd
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,16 +104,6 @@ def test_plan_as_json_is_json_alone(sft_play) -> None:
 
 # Values of variables are text
 
-PAYLOADS = [
-    "a; touch {}",
-    "$(shell touch {})",
-    "`touch {}`",
-    "$$(touch {})",
-    "$(touch {})",
-    "' ; touch {} ; '",
-    '" ; touch {} ; "',
-    "x\ntouch {}\n",
-]
 NAMES = (
     "CONFIG",
     "TRAIN_RUN_NAME",

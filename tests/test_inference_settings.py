@@ -14,27 +14,12 @@ from sft_play.inference.load import load_run
 TESTED = [("Say one.", "1"), ("Count to 9.", "1 2 3 4 5 6 7 8 9"), ("Count to 3.", "1 2 3")]
 
 
-@pytest.fixture(scope="module")
-def answering(plan_run, run_worker, taught_base):
-    """A lora run on a base that answers; how long answers may become follows from its rows."""
-    folder = plan_run(
-        {
-            "model.name": taught_base,
-            "train.learning_rate": 1e-5,
-            "train.max_steps": 1,
-            "train.generation_max_new_tokens": "auto",
-        }
-    )
-    assert run_worker(folder) == 0
-    return folder
-
-
 @pytest.fixture
-def call(answering, monkeypatch):
+def call(counting_run, monkeypatch):
     """A function that runs a command on the run, in this process."""
 
     def run(*words: str, typed: str = "", **variables: str):
-        variables = {"RUN": str(answering.path), "DEVICE": "cpu", **variables}
+        variables = {"RUN": str(counting_run.path), "DEVICE": "cpu", **variables}
         return CliRunner().invoke(cli.app, list(words), input=typed, env=variables)
 
     return run
@@ -52,7 +37,7 @@ def other_rows(tmp_path):
 # eval
 
 
-def test_eval_scores_the_rows_of_data_test_path(call, answering, other_rows):
+def test_eval_scores_the_rows_of_data_test_path(call, counting_run, other_rows):
     result = call(
         "eval", DATA_TEST_PATH=str(other_rows), DATA_COLUMNS="{prompt: ask, completion: say}"
     )
@@ -61,10 +46,10 @@ def test_eval_scores_the_rows_of_data_test_path(call, answering, other_rows):
     assert first.startswith(f"test {other_rows} rows=3 used=3 dropped=0 tokens=")
     assert warning.startswith("warning: 1 of these rows were trained on")
     assert scores.endswith("rows=3") and answers.endswith("eval/held.jsonl")
-    facts = json.loads((answering.evaluation / "held.json").read_text())
+    facts = json.loads((counting_run.evaluation / "held.json").read_text())
     assert facts["test_path"] == str(other_rows) and facts["answers"] == facts["rows"] == 3
     assert facts["settings"]["data.columns"] == {"prompt": "ask", "completion": "say"}
-    lines = (answering.evaluation / "held.jsonl").read_text().splitlines()
+    lines = (counting_run.evaluation / "held.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["expected"] for row in rows] == [answer for _, answer in TESTED]
     assert rows[0]["origin"].startswith(str(other_rows))
@@ -79,20 +64,23 @@ def test_a_bad_row_of_the_test_file_is_named(call, tmp_path):
     assert isinstance(result.exception, DataError) and f"{path}:2" in str(result.exception)
 
 
-def test_eval_takes_the_generation_settings(call, answering):
+def test_eval_takes_the_generation_settings(call, counting_run):
     result = call(
         *("eval", "--set", "train.generation_max_rows=2"),
         TRAIN_GENERATION_MAX_NEW_TOKENS="3",
         TRAIN_GENERATION_NUM_BEAMS="2",
         TRAIN_EVAL_BATCH_SIZE="1",
+        TRAIN_METRICS="exact_match",
     )
+    assert "exact_match=0.000" in result.stdout
     assert "answers=2 cut=2 at 3 tokens" in result.stdout
-    facts = json.loads((answering.evaluation / "again.json").read_text())
+    facts = json.loads((counting_run.evaluation / "again.json").read_text())
     assert facts["settings"] == {
         "train.predict_with_generate": True,
         "train.generation_max_new_tokens": 3,
         "train.generation_num_beams": 2,
         "train.generation_max_rows": 2,
+        "train.metrics": ["exact_match"],
         "train.eval_batch_size": 1,
     }
     assert (facts["cut_answers"], facts["test_path"]) == (2, None)
@@ -125,7 +113,7 @@ def test_infer_takes_the_generation_settings_and_says_what_was_cut(call):
 
 
 def test_the_limit_of_infer_and_chat_is_generous_unless_the_run_named_one(
-    call, answering, monkeypatch
+    call, counting_run, monkeypatch
 ):
     limits = []
     really = chat.Generator.generate
@@ -140,7 +128,7 @@ def test_the_limit_of_infer_and_chat_is_generous_unless_the_run_named_one(
     call("infer", PROMPT="Count to 3.", TRAIN_GENERATION_MAX_NEW_TOKENS="30")
     assert limits[0] == limits[1] > 400  # of 512 positions, less the prompt
     assert limits[2] == 30
-    assert answering.read_config().train.generation_max_new_tokens == 64
+    assert counting_run.read_config().train.generation_max_new_tokens == 64
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_an_error(call):
@@ -159,38 +147,39 @@ def test_infer_takes_a_system_prompt(call, monkeypatch):
 
 
 @pytest.fixture
-def terminal(answering, monkeypatch, capsys):
+def terminal(counting_run, monkeypatch, capsys):
     """A function that types lines into a chat on a terminal; returns stdout and stderr."""
 
     def chat_on_terminal(*lines: str):
         left = iter(lines)
         monkeypatch.setattr("builtins.input", lambda sign: next(left))
-        chat.chat_with(answering, "cpu", is_terminal=True)
+        chat.chat_with(counting_run, "cpu", is_terminal=True)
         return capsys.readouterr()
 
     return chat_on_terminal
 
 
-def test_a_chat_on_a_terminal_begins_with_what_it_talks_to(terminal, answering, taught_base):
+def test_a_chat_on_a_terminal_begins_with_what_it_talks_to(terminal, counting_run, taught_base):
     shown = terminal("/exit").out
-    assert f"run     {answering.path} (lora, 1 steps)" in shown
+    assert f"run     {counting_run.path} (lora, 1 steps)" in shown
     assert f"base    {taught_base}" in shown and "device  cpu, float32" in shown
     assert "limits  64 tokens an answer, 512 for the conversation" in shown
     assert "Ctrl-C stops an answer; /help lists the commands; /exit leaves" in shown
 
 
 def test_a_chat_obeys_its_commands(terminal):
-    lines = terminal("/help", "/bogus", "/system Be brief.", "/reset", "/exit").out.splitlines()[5:]
-    assert [line.split()[0] for line in lines[:4]] == ["/help", "/reset", "/system", "/exit"]
-    assert lines[4:] == [
+    lines = terminal("/help", "/bogus", "/system Be brief.", "/reset", "/exit").out.splitlines()[6:]
+    names = ["/help", "/reset", "/system", "/save", "/exit"]
+    assert [line.split()[0] for line in lines[:5]] == names
+    assert lines[5:] == [
         "/bogus is no command; /help lists them",
         "the conversation is empty, with your system message",
         "the conversation is empty",
     ]
 
 
-def test_commands_change_what_the_model_is_asked(answering, monkeypatch):
-    trained = load_run(answering, "cpu")
+def test_commands_change_what_the_model_is_asked(counting_run, monkeypatch):
+    trained = load_run(counting_run, "cpu")
     talk = chat.Chat(trained, [], "")
     asked = []
     said = chat.Answer("Yes.", was_cut=False)
@@ -210,8 +199,8 @@ def test_commands_change_what_the_model_is_asked(answering, monkeypatch):
     ]
 
 
-def test_an_answer_is_shown_while_it_is_generated(answering, monkeypatch, capsys):
-    trained = load_run(answering, "cpu")
+def test_an_answer_is_shown_while_it_is_generated(counting_run, monkeypatch, capsys):
+    trained = load_run(counting_run, "cpu")
     shown = []
     printer = chat.AnswerPrinter(trained.tokenizer)
     really = printer.put
@@ -224,8 +213,8 @@ def test_an_answer_is_shown_while_it_is_generated(answering, monkeypatch, capsys
     assert printer.text == found.text
 
 
-def test_ctrl_c_stops_an_answer_and_the_next_one_leaves(answering, monkeypatch, capsys):
-    trained = load_run(answering, "cpu")
+def test_ctrl_c_stops_an_answer_and_the_next_one_leaves(counting_run, monkeypatch, capsys):
+    trained = load_run(counting_run, "cpu")
     monkeypatch.setattr(trained.model.get_base_model(), "forward", interrupted(trained))
     lines = iter(["Count to 6.", KeyboardInterrupt])
 

@@ -114,7 +114,7 @@ def test_what_has_no_setting_here_is_named_with_its_value(tmp_path: Path) -> Non
     report = Exported(FOLDER / "pretraining.ipynb", tmp_path).report
     assert "cell 2: embedding_learning_rate = 1e-05 has no setting here" in report
     report = exported(tmp_path, "load_best_model_at_end=True").report
-    assert "load_best_model_at_end = True has no setting here: train.save_total_limit" in report
+    assert "train.load_best_model_at_end is left out: nothing is evaluated" in report
 
 
 @pytest.mark.parametrize(

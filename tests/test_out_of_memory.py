@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from faults.processes import fail_in_step_3, find_no_row, run_out
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 
 from sft_play.commands import call as calls
 from sft_play.config import invocation
-from sft_play.errors import DataError, ExitClass, OutOfMemory
+from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.plan import launch
 from sft_play.plan.launch import Ranks, free_port
 from sft_play.plan.memory import StepBytes
@@ -335,7 +336,7 @@ FAULTY = """
 import sys
 from pathlib import Path
 sys.path.append({tests!r})
-from test_out_of_memory import fail_in_step_3
+from faults.processes import fail_in_step_3
 from {module} import {fault}
 from sft_play.training import entry
 
@@ -353,28 +354,6 @@ def write_faulty(folder: Path, rank: int, fault: Callable[[], None]) -> Path:
         )
     )
     return script
-
-
-def run_out() -> None:
-    """Ask for more memory than any host has."""
-    torch.empty(TOO_MUCH, dtype=torch.uint8)
-
-
-def find_no_row() -> None:
-    """Fail otherwise."""
-    raise DataError("row 7 is no row")
-
-
-def fail_in_step_3(rank: int, fault: Callable[[], None]) -> None:
-    """Make the forward pass of step 3 fail on one rank."""
-    compute_loss = SftTrainer.compute_loss
-
-    def fail(self, *arguments, **options):
-        if self.state.global_step == 2 and self.args.process_index == rank:
-            fault()
-        return compute_loss(self, *arguments, **options)
-
-    SftTrainer.compute_loss = fail
 
 
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": PYTHONPATH}
@@ -470,7 +449,7 @@ def test_one_rank_without_memory_ends_both_under_every_launcher(plan_run, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_both_ranks_end_with_the_class_of_the_first(plan_run, rank):
     """Run without a launcher, whose signals end ranks too. Rank 0 hosts the store and ends last."""
     folder = plan_run(LONG, num_gpus=2)

@@ -25,8 +25,8 @@ EXPLICIT_8B = ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpo
 SHORT = [
     ("1x4090", LLAMA_8B, ("tuning.mode=full",)),
     ("1xT4", LLAMA_8B, ("tuning.mode=lora",)),
-    ("4x4090", QWEN_32B, ("tuning.mode=lora",)),
-    ("8xH200", LLAMA_70B, ("tuning.mode=full",)),
+    pytest.param("4x4090", QWEN_32B, ("tuning.mode=lora",), marks=pytest.mark.long),
+    pytest.param("8xH200", LLAMA_70B, ("tuning.mode=full",), marks=pytest.mark.long),
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
     ("4xH200", LLAMA_70B, EXPLICIT_70B),
     ("1x4090", LLAMA_8B, EXPLICIT_8B),

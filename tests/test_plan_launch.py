@@ -55,14 +55,6 @@ def two_gpus(visible: str) -> Ranks:
     return plan_for("2xH200", environ=environ, use_deepspeed=True).plan.ranks
 
 
-@pytest.fixture(scope="module")
-def deepspeed_parser() -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.launcher.runner import parse_args
-
-    return parse_args
-
-
 # Commands
 
 
@@ -112,22 +104,20 @@ def test_the_accelerate_file_names_everything_that_accelerate_would_guess(tmp_pa
     assert expected.items() <= yaml.safe_load(text).items()
 
 
-def test_deepspeed_on_a_cpu_counts_its_processes(deepspeed_parser: Any) -> None:
+def test_deepspeed_on_a_cpu_counts_its_processes() -> None:
+    from torch.distributed.run import parse_args
+
     started = command(ranks_of("deepspeed", "cpu", 2))
-    arguments = deepspeed_parser(list(started.argv[3:]))
-    assert (arguments.num_gpus, arguments.include) == (2, "")
-    assert (arguments.user_script, arguments.user_args) == (str(WORKER), [str(RUN)])
+    arguments = parse_args(started.argv[3:])
+    assert (arguments.nnodes, arguments.nproc_per_node) == ("1", "2")
+    assert (arguments.training_script, arguments.training_script_args) == (str(WORKER), [str(RUN)])
     assert started.env["DS_ACCELERATOR"] == "cpu"
     assert started.env["ACCELERATE_USE_CPU"] == "false"
     assert started.env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_deepspeed_includes_the_gpus_that_are_visible(deepspeed_parser: Any) -> None:
+def test_deepspeed_sees_the_gpus_that_are_visible() -> None:
     started = command(two_gpus("2, 3"), CUDA_VISIBLE_DEVICES="2, 3")
-    arguments = deepspeed_parser(list(started.argv[3:]))
-    assert (arguments.include, arguments.num_gpus) == ("localhost:2,3", -1)
-    assert arguments.no_local_rank is True
-    assert arguments.hostfile == os.devnull
     assert started.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "DS_ACCELERATOR" not in started.env
 
@@ -163,7 +153,7 @@ LAUNCHERS = {
     ("single", 1): (),
     ("ddp", 1): ("-m", "accelerate.commands.launch", "--config_file"),
     ("fsdp", 1): ("-m", "accelerate.commands.launch", "--config_file"),
-    ("deepspeed", 1): ("-m", "deepspeed.launcher.runner", "--hostfile"),
+    ("deepspeed", 1): ("-m", "torch.distributed.run", "--nnodes"),
     ("ddp", 2): ("-m", "accelerate.commands.launch", "--config_file"),
     ("fsdp", 2): ("-m", "accelerate.commands.launch", "--config_file"),
     ("deepspeed", 2): ("-m", "torch.distributed.run", "--nnodes"),
@@ -188,6 +178,13 @@ def test_fsdp_is_started_as_ddp_whose_worker_divides_the_model() -> None:
     ddp = replace(ranks, strategy="ddp")
     assert command(ranks) == command(ddp)
     assert accelerate_config(ranks, "bf16") == accelerate_config(ddp, "bf16")
+
+
+def test_a_launcher_that_still_starts_records_signals_and_runs_the_same_words() -> None:
+    started = command(ranks_of("deepspeed", "cpu", 2))
+    watched = launch.recorded(started, RUN)
+    assert watched.argv[1:3] == (str(launch.LAUNCHER), str(RUN))
+    assert watched.argv[3:] == started.argv[2:] and watched.env == started.env
 
 
 # Environment

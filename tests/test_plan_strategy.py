@@ -100,6 +100,7 @@ def test_what_cannot_run_is_refused_with_what_can(
         plan_for(hardware.pop("gpus"), f"train.strategy={strategy}", *settings, **hardware)
 
 
+@pytest.mark.long
 def test_what_fsdp_cannot_divide_is_ddp_where_nothing_is_asked() -> None:
     in_float16 = planned(
         "2xT4", "auto", "tuning.mode=full", "model.name=Qwen/Qwen2.5-1.5B-Instruct"

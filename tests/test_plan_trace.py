@@ -107,13 +107,13 @@ def loaded(step: StepSetup) -> Any:
 MODES_AND_NAMES = [
     *(("lora", name) for name in ARCHITECTURES),
     ("qlora", "llama"),
-    ("qlora", "qwen2"),
     ("full", "gemma3"),
     *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
     *(pytest.param("full", name, marks=pytest.mark.long) for name in ARCHITECTURES),
 ]
 
 
+@pytest.mark.long
 def test_a_trace_does_not_count_what_is_offloaded(
     folder_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +256,7 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
     assert 0 <= traced(name, mode).activations - real <= tokens * width + 4 * tokens * 8
 
 
+@pytest.mark.long
 def test_activations_are_linear_in_the_rows(folder_of, traced) -> None:
     one, four = (trace_step(step_for(folder_of("llama"), batch_size=rows)) for rows in (2, 5))
     two = traced("llama", "lora")  # of three rows

@@ -304,6 +304,7 @@ def step_of_plan(folder: RunFolder) -> tuple[int, int, int]:
     return layout.batch_size, layout.grad_accum, layout.checkpointed_layers
 
 
+@pytest.mark.long
 def test_the_second_run_measures_nothing_and_chooses_the_same(
     plan_run, run_worker, on_fake, tmp_path
 ) -> None:
@@ -439,6 +440,7 @@ def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode) -> Non
     ],
     ids=["unequal", "one-runs-out"],
 )
+@pytest.mark.long
 def test_ranks_of_unlike_memory_choose_alike(
     plan_run, memory: dict[str, list[float]], step: tuple[int, int, int]
 ) -> None:

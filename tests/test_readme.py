@@ -27,7 +27,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
 # The pages whose commands a long test types, in this order
-NAMES = ("install", "index", "first-run", "several-gpus", "backends", "using-a-run")
+NAMES = ("install", "index", "first-run", "several-gpus", "backends", "using-a-run", "export")
 TRIED = (README, *(DOCS / f"{name}.md" for name in NAMES))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", MAKEFILE, re.MULTILINE))
@@ -66,8 +66,12 @@ RUN = (
     "make compare RUNS=a,b",
     "make eval RUN=name DATA_TEST_PATH=held.jsonl",
     "make merge RUN=name",
+    "make export RUN=name",
+    "make export RUN=name FORMAT=adapter",
     "make runs",
     "make eval RUN=name",
+    "make eval RUN=name COMPARE=1",
+    "make eval RUN=name TRAIN_METRICS=exact_match,rouge1",
 )
 # or one that differs in names of files and runs, in the device, and in what is piped into it.
 RUN_CHANGED = {
@@ -88,6 +92,20 @@ RUN_CHANGED = {
     ),
     "make infer RUN=name PROMPT='...'": "make infer RUN=name PROMPT='When does the bank open?'",
     "make chat RUN=name": "printf 'Hello\\n/exit\\n' | make chat RUN=name",
+    "make eval RUN=name TRAIN_METRICS=own.py:near DATA_TEST_PATH=held.jsonl": (
+        "printf 'def near(answer, expected):\\n    return len(answer)\\n' > own.py && "
+        "make eval RUN=name TRAIN_METRICS=own.py:near DATA_TEST_PATH=held.jsonl"
+    ),
+    "make train TRAIN_EVAL_STRATEGY=steps TRAIN_METRIC_FOR_BEST_MODEL=eval_rougeL "
+    "TRAIN_EARLY_STOPPING_PATIENCE=3": (
+        "make train TRAIN_EVAL_STRATEGY=steps TRAIN_METRIC_FOR_BEST_MODEL=eval_rougeL "
+        "TRAIN_EARLY_STOPPING_PATIENCE=3 TRAIN_EVAL_STEPS=1 TRAIN_MAX_STEPS=2"
+    ),
+    "make infer RUN=name IN=asked.jsonl OUT=answers.jsonl": (
+        "echo 'When does the bank open?' > asked.txt && "
+        "make infer RUN=name IN=asked.txt OUT=answers.jsonl"
+    ),
+    "make chat RUN=name COMPARE=1": "printf 'Hello\\n' | make chat RUN=name COMPARE=1",
     "make chat": "printf 'Hello\\n/exit\\n' | make chat",
     "make infer RUN=name": "echo 'When does the bank open?' | make infer RUN=name",
     "make infer PROMPT='...'": "make infer PROMPT='When does the bank open?'",
@@ -101,6 +119,7 @@ NOT_RUN = {
         "make install TORCH=cu126",
         "make install TORCH=cu130",
         "make install-unsloth",
+        "make install-gguf",
     ),
     "needs a GPU": (
         "make train-distributed CONFIG=configs/run_bnb.yaml",
@@ -114,11 +133,21 @@ NOT_RUN = {
         "make bench",
         "make bench-scaling",
     ),
+    "needs llama.cpp, or a server or a hub": (
+        "make export RUN=name FORMAT=gguf QUANT=Q4_K_M",
+        "make serve",
+        "make serve RUN=name",
+        "make check-server",
+        "make check-server RUN=name URL=http://127.0.0.1:8000",
+        "make push",
+        "make push RUN=name REPO=me/model",
+    ),
     "these tests": ("make test",),
     "another test builds the site": ("make docs",),
     "goes on until make tb-stop": ("make tensorboard",),
 }
 
+OWN_METRIC = "def near(answer, expected):\n    return len(answer)\n"
 # So small that each run takes seconds
 SMALL = {
     "TRAIN_MAX_STEPS": "2",
@@ -215,6 +244,7 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a user who has written a config.yaml beside configs/."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "config.yaml").write_text("train:\n  epochs: 1\n")
+    (tmp_path / "own.py").write_text(OWN_METRIC)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sft_play.training.trainer import _visited_once
+from sft_play.training.visits import visited_once
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def modes(model: torch.nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def test_modules_are_visited_once(model, monkeypatch):
+def test_modules_arevisited_once(model, monkeypatch):
     visited = 0
     visit = torch.nn.Module.named_modules
 
@@ -25,7 +25,7 @@ def test_modules_are_visited_once(model, monkeypatch):
         return visit(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
-    with _visited_once(model):
+    with visited_once(model):
         before = visited
         for _ in range(3):
             model.train()
@@ -39,7 +39,7 @@ def test_modules_are_visited_once(model, monkeypatch):
 def test_a_loaded_model_and_one_after_an_evaluation_train(model):
     model.eval()
     model.training = True  # as PEFT's wrapper is, around a model that transformers loaded
-    with _visited_once(model):
+    with visited_once(model):
         assert all(modes(model))
         model.eval()
         assert not any(modes(model))
@@ -48,7 +48,7 @@ def test_a_loaded_model_and_one_after_an_evaluation_train(model):
 
 
 def test_gradients_are_zeroed_and_own_parameters_are_its_own(model):
-    with _visited_once(model):
+    with visited_once(model):
         model(torch.ones(1, 2)).sum().backward()
         model.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -56,6 +56,6 @@ def test_gradients_are_zeroed_and_own_parameters_are_its_own(model):
 
 
 def test_the_model_is_as_before_afterwards(model):
-    with pytest.raises(RuntimeError, match="in a step"), _visited_once(model):
+    with pytest.raises(RuntimeError, match="in a step"), visited_once(model):
         raise RuntimeError("in a step")
     assert not {"train", "parameters"} & set(vars(model))

@@ -16,7 +16,13 @@ from sft_play.errors import EnvironmentFault
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import deepspeed_start
-from sft_play.training.deepspeed_start import compile_cpu_adam, file_system, free_lock, holders
+from sft_play.training.deepspeed_start import (
+    compile_cpu_adam,
+    file_system,
+    free_lock,
+    free_locks,
+    holders,
+)
 
 HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(60)"
 STEPS = {"train.max_steps": 4, "train.batch_size": 2, "train.predict_with_generate": False}
@@ -36,6 +42,15 @@ def test_a_lock_that_nobody_holds_is_removed_with_a_word(lock, caplog):
     caplog.clear()
     free_lock(lock)
     assert not caplog.text, "there is none"
+
+
+def test_locks_of_all_extensions_are_looked_at(tmp_path, caplog):
+    locks = [tmp_path / name / "lock" for name in ("cpu_adam", "fused_adam")]
+    for lock in locks:
+        lock.parent.mkdir()
+        lock.touch()
+    free_locks(tmp_path)
+    assert not any(lock.exists() for lock in locks) and caplog.text.count("was left by") == 2
 
 
 def test_a_lock_that_is_held_stays_and_its_holder_is_named(lock, caplog):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from faults.processes import have_another_peft
 from plan_examples import EXAMPLE
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
@@ -76,15 +77,6 @@ def test_the_same_rows_at_another_place_are_the_same(plan_run, rows, tmp_path):
     copy = shutil.copy(rows["train"], tmp_path / "copy.jsonl")
     folders = [plan_run({**SHORT, "data.train_path": path}, 2) for path in (rows["train"], copy)]
     assert run_pair(folders) == [0, 0]
-
-
-def have_another_peft() -> None:
-    """Let rank 1 have another version of a package."""
-    from sft_play.training import preflight
-
-    if os.environ["RANK"] == "1":
-        versions = preflight.stamp.versions
-        preflight.stamp.versions = lambda: {**versions(), "peft": "0.1.0"}
 
 
 def add_wrongly() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults.processes import spoil_one_weight
 from rank_processes import run_two_workers
 from run_files import run_json
 
@@ -21,21 +22,6 @@ def check_ranks_were_equal(folder: RunFolder) -> None:
     found = {check["name"]: check for check in run_json(folder)["checks"]}
     compared = found["the trained weights are equal on all ranks"]
     assert (compared["passed"], compared["found"]) == (True, f"at step {step}")
-
-
-def spoil_one_weight() -> None:
-    """Make rank 1 change a trained weight of its own after the last step."""
-    from sft_play.training import worker
-
-    compare = worker.compare_ranks
-
-    def spoil(context, trainer, recorder):
-        if context.process.rank == 1:
-            trained = [p for p in trainer.model.parameters() if p.requires_grad]
-            trained[-1].data.flatten()[0] += 1e-6
-        compare(context, trainer, recorder)
-
-    worker.compare_ranks = spoil
 
 
 def test_a_weight_that_is_another_on_one_rank_ends_the_run(plan_run):
@@ -97,7 +83,11 @@ def check_rows_once_an_epoch(folders: list[Path], rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "packing"),
-    [("ddp", True), pytest.param("ddp", False, marks=pytest.mark.long), ("zero2", True)],
+    [
+        ("ddp", True),
+        pytest.param("ddp", False, marks=pytest.mark.long),
+        pytest.param("zero2", True, marks=pytest.mark.long),
+    ],
 )
 def test_two_processes_resume_to_the_bit(plan_run, engine, packing):
     """Parameters and optimizer of both ranks and every loss; inside an epoch, with dropout."""

@@ -19,7 +19,7 @@ def test_a_run_opens_what_it_saved_and_prints_what_was_found(plan_run, run_worke
     assert check["passed"]
     log = (folder.path / "logs" / "rank-0.log").read_text()
     line = next(line for line in log.splitlines() if "adapter eval_loss=" in line)
-    assert line.endswith("top-1 agreement=1.000 KL=0.0e+00 (at most 1e-06) stops=6/6")
+    assert line.endswith("on 6 rows top-1 agreement=1.000 KL=0.0e+00 (at most 1e-06) stops=6/6")
     loss = run_json(folder)["metrics"]["after"]["eval_loss"]
     assert f"eval_loss={loss:.4f} (run {loss:.4f})" in line, "six rows are all of the test rows"
 

@@ -175,10 +175,12 @@ def test_an_optimizer_that_was_split_otherwise_is_refused(whole, was, now, advic
         )
 
 
-def test_one_process_may_go_on_with_a_ddp_run_of_two(whole):
-    check_resumable(
-        whole.checkpoints / "checkpoint-2", {"strategy": "ddp", "world_size": 2}, "single", 1
-    )
+def test_one_process_goes_on_with_a_ddp_run_of_two_where_the_user_says_so(whole):
+    two = {"strategy": "ddp", "world_size": 2}
+    checkpoint = whole.checkpoints / "checkpoint-2"
+    with pytest.raises(CheckpointError, match=r"go on with NUM_GPUS=2, or set ELASTIC=1"):
+        check_resumable(checkpoint, two, "single", 1)
+    check_resumable(checkpoint, two, "single", 1, is_elastic=True)
 
 
 @pytest.fixture

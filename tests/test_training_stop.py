@@ -22,64 +22,108 @@ from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
-from sft_play.training import callbacks
-from sft_play.training.callbacks import GRACE_SECONDS, StopOnSignal
+from sft_play.stops import REPEAT_SECONDS, STOPPING, StopSignals
+from sft_play.training import stop as stopping
+from sft_play.training.callbacks import FirstStep
 from sft_play.training.classify import classify
 from sft_play.training.entry import main
 from sft_play.training.recorder import RunRecorder
+from sft_play.training.stop import StopOnSignal
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = Process(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
-def stop():
-    """StopOnSignal of a single process; the handlers that were there come back."""
-    actions = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    stop = StopOnSignal(ALONE)
-    stop.on_step_begin(None, None, None)
-    yield stop
-    for number, action in actions.items():
-        signal.signal(number, action)
+def stop(plan_run):
+    """StopOnSignal of a single process that has begun its first step."""
+    folder = plan_run({})
+    recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
+    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
+        stop.on_pre_optimizer_step(None, None, None)
+        yield stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_evaluation(
     stop, number
 ):
     control, state = TrainerControl(should_evaluate=True), TrainerState(global_step=3, max_steps=10)
     stop.on_step_end(None, state, control)
-    assert not (stop.requested or stop.stopped or control.should_training_stop)
+    assert not (stop.signals.requested or stop.stopped or control.should_training_stop)
     signal.raise_signal(number)
     stop.on_step_end(None, state, control)
-    assert (
-        stop.stopped and control.should_training_stop and control.should_save and control.should_log
-    )
-    assert not control.should_evaluate
+    assert stop.stopped and control.should_training_stop
+    assert control.should_save and control.should_log and not control.should_evaluate
     control.should_save = control.should_evaluate = True  # as Trainer sets them where an epoch ends
     stop.on_epoch_end(None, state, control)
     assert not control.should_save and not control.should_evaluate
 
 
-def test_a_signal_at_the_last_step_lets_the_run_finish(stop):
-    control = TrainerControl()
+@pytest.mark.parametrize("event", ["on_save", "on_evaluate"])
+def test_a_signal_during_a_save_or_an_evaluation_ends_the_run_without_another_step(stop, event):
+    control, state = TrainerControl(), TrainerState(global_step=3, max_steps=10)
+    getattr(stop, event)(None, state, control)
+    assert not control.should_training_stop
     signal.raise_signal(signal.SIGTERM)
-    stop.on_step_end(None, TrainerState(global_step=10, max_steps=10), control)
-    assert not stop.stopped and not control.should_training_stop
+    getattr(stop, event)(None, state, control)
+    assert control.should_training_stop and control.should_save == (event == "on_evaluate")
 
 
-def test_a_launcher_that_passes_the_signal_on_does_not_end_the_run_at_once_and_a_later_signal_does(
-    stop,
+def test_before_gradients_of_the_first_step_a_signal_interrupts(plan_run):
+    folder = plan_run({})
+    recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
+    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder):  # noqa: SIM117
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.long
+def test_a_run_that_is_stopped_while_it_is_scored_keeps_its_last_step_and_goes_on_with_the_scores(
+    plan_run, run_worker, losses_of
 ):
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGTERM)  # this process would be gone
-    assert stop.requested
-    child = os.fork()
-    if child == 0:
-        stop._requested_at -= GRACE_SECONDS + 1
-        signal.raise_signal(signal.SIGTERM)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    folder = plan_run({"train.max_steps": 3})
+    thread = send_at(folder, "step 3/3", signal.SIGTERM)
+    assert run_worker(folder) == ExitClass.STOPPED
+    thread.join()
+    report = folder.read_report()
+    assert report.global_step == 3 and "after" not in report.metrics
+    assert report.checkpoint == str(folder.checkpoints / "checkpoint-3")
+    again = plan_run({"train.max_steps": 3, "train.resume_from": folder.path})
+    assert run_worker(again) == ExitClass.DONE
+    assert losses_of(again) == losses_of(folder)
+    assert again.read_report().metrics["after"]["eval_loss"] < report.metrics["before"]["eval_loss"]
+
+
+def second_signal(path: Path, number: int, seconds: float) -> None:
+    """Be a rank in its second step that gets a signal and another one `seconds` later."""
+    folder = RunFolder(path)
+    with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
+        recorder.global_step = lambda: 2
+        with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
+            stop.on_pre_optimizer_step(None, None, None)
+            signal.raise_signal(signal.SIGINT)
+            signals._requested_at -= seconds
+            signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "code"),
+    [
+        (signal.SIGTERM, 0, 0),  # a launcher passes the signal on that the terminal sent
+        (signal.SIGINT, REPEAT_SECONDS + 1, 75),
+        (signal.SIGUSR1, REPEAT_SECONDS + 1, 0),  # make was killed while the run saves
+    ],
+)
+def test_a_second_signal_of_the_user_leaves_at_once(plan_run, number, seconds, code):
+    folder = plan_run({})
+    rank = start_rank(second_signal, (folder.path, number, seconds), 0, free_port(), world_size=1)
+    assert wait_for(rank) == code
+    report = run_json(folder)
+    assert report["status"] == ("stopped" if code else "running")
+    if code:
+        assert (report["exit_class"], report["global_step"]) == (75, 2)
+        assert report["cause"].startswith("stopped at once on a second signal, at step 2 and ")
 
 
 def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
@@ -157,22 +201,24 @@ def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_w
     thread.join()
     report = run_json(folder)
     assert (report["status"], report["exit_class"], report["global_step"]) == ("stopped", 75, 0)
-    assert report["cause"] == "stopped on request before the first step; nothing was trained"
+    cause = "stopped on request before a first step; nothing is kept of its training"
+    assert report["cause"] == cause
     assert not list(folder.checkpoints.glob("*"))
 
 
 def wait_for_nobody(path: Path) -> None:
     """Be a rank that is told to stop while it waits in C++, where no signal is handled."""
-    callbacks.STUCK_SECONDS = 0.5
+    stopping.STUCK_SECONDS = 0.5
     folder = RunFolder(path)
     planned = PlannedRun.read(folder)
     ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
     planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
     with RunRecorder(folder, planned, 0) as recorder:
-        StopOnSignal(Process(0, 0, 2, torch.device("cpu")), recorder.abandon)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        store.wait(["a key that no rank sets"], timedelta(seconds=60))
+        two = Process(0, 0, 2, torch.device("cpu"))
+        with StopSignals() as signals, StopOnSignal(two, signals, recorder):
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            store.wait(["a key that no rank sets"], timedelta(seconds=60))
 
 
 @pytest.mark.slow
@@ -184,6 +230,7 @@ def test_a_rank_that_is_told_to_stop_while_it_waits_for_one_that_is_gone_says_so
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_of, tmp_path):
     secret = "hf_thisTokenIsNobodysAndMustNotBeSaved"
     settings = {
@@ -309,7 +356,6 @@ def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys)
             ),
             ExitClass.PEER_LOST,
         ),
-        (KeyboardInterrupt(), ExitClass.STOPPED),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), ExitClass.UNEXPECTED),
         (ValueError("a bug"), ExitClass.UNEXPECTED),
     ],
@@ -365,3 +411,16 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(plan_run, caplo
         raise DivergedError("the loss is no number")
     assert "the loss is no number\nexit class 14 (diverged), rank 0" in caplog.text
     assert "run.json cannot be written" in caplog.text
+
+
+def test_a_first_step_that_takes_long_says_that_it_goes_on(caplog, monkeypatch):
+    monkeypatch.setattr("sft_play.progress.EVERY_SECONDS", 0.05)
+    caplog.set_level("INFO")
+    with FirstStep(ALONE) as first_step:
+        first_step.on_step_begin(None, None, None)
+        time.sleep(0.2)
+        first_step.on_step_end(None, None, None)
+        said = caplog.text.count("computing the first step")
+        first_step.on_step_begin(None, None, None)
+        time.sleep(0.2)
+    assert said >= 2 and caplog.text.count("computing the first step") == said

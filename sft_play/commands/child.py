@@ -5,30 +5,27 @@ What a command prints goes to standard output. Loads no torch at import.
 """
 
 import contextlib
-import ctypes
 import io
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from sft_play import stops
 from sft_play.commands import plan as planning
 from sft_play.commands import preview as previews
 from sft_play.commands.ask import Request
 from sft_play.commands.call import Call, load_config, plan_run, read_call
-from sft_play.commands.train import prepare_run
-from sft_play.errors import SftPlayError
-from sft_play.plan import launch
+from sft_play.commands.train import NOT_BEGUN, hand_over, prepare_run
+from sft_play.errors import SftPlayError, StoppedOnRequest
+from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
 from sft_play.runs.files import write_json
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def main() -> None:
     """Answer the request on the command line; an error of ours is an answer too."""
-    _end_with_parent()
+    stops.end_with_parent(stops.PARENT_GONE)  # else a restarted notebook leaves a GPU occupied
     log_to_stderr()
     answer = Path(sys.argv[2])
     request = Request(**json.loads(sys.argv[3]))
@@ -41,25 +38,22 @@ def main() -> None:
         else:
             _train(call, request, answer)
     except SftPlayError as error:
-        write_json(answer, {"error": str(error), "exit_class": int(error.exit_class)})
+        write_json(answer, {"error": mask_secrets(str(error)), "exit_class": int(error.exit_class)})
         sys.exit(int(error.exit_class))
 
 
-def _end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the program that asked ends: a run then saves a checkpoint.
-
-    It holds for what this process becomes, too. A restarted notebook else leaves a GPU occupied.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _train(call: Call, request: Request, answer: Path) -> None:
-    """Answer with the run's folder, and become its launcher."""
-    folder, planned = prepare_run(call, request.distributed, request.deepspeed, request.backend)
-    write_json(answer, {"folder": str(folder.path)})
-    sys.stdout.flush()
-    launch.execute(planned.plan.launch, call.environ)
+    """Answer with the run's folder, and become its launcher. Raises: StoppedOnRequest."""
+    with stops.StopSignals():
+        try:
+            folder, planned = prepare_run(
+                call, request.distributed, request.deepspeed, request.backend
+            )
+            write_json(answer, {"folder": str(folder.path)})
+            sys.stdout.flush()
+            hand_over(folder, planned, call)
+        except KeyboardInterrupt:
+            raise StoppedOnRequest(NOT_BEGUN) from None
 
 
 def _plan(call: Call, request: Request) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from sft_play import stops
 from sft_play.config import place as places
 from sft_play.config.invocation import is_single_process_forced
 from sft_play.config.place import Place
@@ -95,6 +96,7 @@ def become_worker(launched: Launched, command: Launch) -> NoReturn:
     """Replace this process with a worker at its place."""
     variables = launched.place.variables()
     command = dataclasses.replace(command, env={**command.env, **variables})
+    stops.hold()
     launch.execute(command, launched.environ)
     raise AssertionError("execute does not return")
 

@@ -15,6 +15,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import resumed_run
 
 RESUME_FROM = "train.resume_from"
+ELASTIC = "train.elastic"
 
 
 class Resumption(NamedTuple):
@@ -31,6 +32,8 @@ def resumption(call: Call) -> Resumption:
     not; anything else is what train.resume_from would be.
     Raises: ConfigError for two answers; EnvironmentFault where the run goes on elsewhere.
     """
+    if call.invocation.elastic:
+        call = _with(call, ELASTIC, "true")
     asked = call.invocation.resume
     given = _given(call, RESUME_FROM)
     if asked is not None and given is not None:
@@ -84,8 +87,11 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
 
 
 def _resuming(call: Call, path: Path) -> Call:
-    environ = {**call.environ, env_name(RESUME_FROM): str(path)}
-    return dataclasses.replace(call, environ=environ)
+    return _with(call, RESUME_FROM, str(path))
+
+
+def _with(call: Call, path: str, value: str) -> Call:
+    return dataclasses.replace(call, environ={**call.environ, env_name(path): value})
 
 
 def _given(call: Call, path: str) -> str | None:

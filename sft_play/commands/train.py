@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
+from sft_play import stops
 from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.plan import given_variables, override_variables
@@ -23,7 +25,14 @@ from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import BASE, LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.schema import Config, env_name
-from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, SftPlayError
+from sft_play.errors import (
+    ConfigError,
+    EnvironmentFault,
+    ExitClass,
+    SftPlayError,
+    StoppedOnRequest,
+    disk_errors_in_words,
+)
 from sft_play.monitor.trackers import check_installed
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.devices import GIB
@@ -39,6 +48,7 @@ from sft_play.runs.report import STARTED_AT, RunReport
 from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps, resumed_run
 
 FREE_BYTES_FOR_A_RUN = 1 << 30
+NOT_BEGUN = "stopped on request before training began; nothing was trained"
 
 
 def train(
@@ -52,8 +62,24 @@ def train(
     """Plan a run, write its folder and hand the process over to its launcher.
 
     Where a launcher has started this process already, as one of several, it becomes a worker.
-    Returns only by raising.
+    Returns only by raising. Raises: StoppedOnRequest after a signal.
     """
+    stops.end_with_make()
+    with stops.StopSignals():
+        try:
+            _train(call, distributed, use_deepspeed, with_tensorboard, backend, launched)
+        except KeyboardInterrupt:
+            raise StoppedOnRequest(NOT_BEGUN) from None
+
+
+def _train(
+    call: Call,
+    distributed: bool,
+    use_deepspeed: bool,
+    with_tensorboard: bool,
+    backend: str | None,
+    launched: Launched | None,
+) -> None:
     if call.invocation.gpus:
         raise ConfigError(
             f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
@@ -73,10 +99,20 @@ def train(
     if with_tensorboard:
         print(start_tensorboard(call, folder.path.parent))  # every run under its name
     sys.stdout.flush()
-    if is_rank:
-        with failure_recorded(folder):
+    with failure_recorded(folder):
+        if is_rank:
             start_ranks(launched, folder, planned.plan.launch)
-    launch.execute(planned.plan.launch, call.environ)
+        hand_over(folder, planned, call)
+
+
+def hand_over(folder: RunFolder, planned: PlannedRun, call: Call) -> NoReturn:
+    """Become the launcher of a run, or its only rank."""
+    command = planned.plan.launch
+    if planned.plan.ranks.strategy != "single":
+        command = launch.recorded(command, folder.path)
+    stops.hold()
+    launch.execute(command, call.environ)
+    raise AssertionError("execute does not return")
 
 
 def prepare_run(
@@ -114,15 +150,20 @@ def prepare_run(
     print(f"run {folder.path}")
     print(f"watch it from another terminal: make watch RUN={folder.path}")
     with failure_recorded(folder):
-        from sft_play.data.pipeline import tokenize_run
+        return folder, with_rows(folder, planned)
 
-        planned = tokenize_run(folder, planned)
-        check_resumed_rows(folder, planned)
+
+def with_rows(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
+    """Tokenise the rows of a run, and write into its folder what its ranks read."""
+    from sft_play.data.pipeline import tokenize_run
+
+    planned = tokenize_run(folder, planned)
+    check_resumed_rows(folder, planned)
     planned.write(folder)  # known now: micro-batches of a packed step, the longest answer
     if planned.plan.packing:
         print(report.packing_line(planned.plan))
     write_launcher_files(folder, planned)
-    return folder, planned
+    return planned
 
 
 def planned_report(folder: RunFolder) -> RunReport:
@@ -184,13 +225,13 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
 def failure_recorded(folder: RunFolder) -> Iterator[None]:
     """Note in run.json and report.html why a run ends before its launch."""
     try:
-        yield
+        with disk_errors_in_words():
+            yield
     except SftPlayError as error:
         _record_end(folder, "failed", error.exit_class, str(error))
         raise
     except KeyboardInterrupt:
-        cause = "stopped on request while rows were tokenised; nothing was trained"
-        _record_end(folder, "stopped", ExitClass.STOPPED, cause)
+        _record_end(folder, "stopped", ExitClass.STOPPED, NOT_BEGUN)
         raise
 
 
@@ -236,7 +277,7 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
     now = {**stamp.wanted(planned.config), "precision": precision(planned.config)}
     saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)
     ranks = planned.plan.ranks
-    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
+    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
     run = resumed_run(train.resume_from)
     if run is not None and run.read_report().state not in ("running", "planned"):
         checkpoints.remove_leftovers(run.checkpoints, print)

@@ -4,10 +4,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
+from sft_play.commands.answering import FileCall, answers_path, inputs_of
 from sft_play.commands.call import read_call
 from sft_play.config import layers, loader, targets
+from sft_play.config.invocation import Words
 from sft_play.config.loader import LoadedConfig, RunSettings
 from sft_play.config.messages import refuse
+from sft_play.config.sampling import SamplingRequest, read_sampling
 from sft_play.config.schema import env_name, settings
 from sft_play.config.yaml_source import Located
 from sft_play.plan import devices
@@ -61,9 +64,30 @@ def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) ->
     return loaded.with_values(changes)
 
 
-def asked_dtype(run: RunFolder, overrides: Sequence[str] | None) -> str | None:
+def file_call(
+    run: RunFolder, prompt: str | None, overrides: Sequence[str] | None
+) -> FileCall | None:
+    """Return what `infer` is to do with the file that IN names, None where there is none."""
+    call = read_call(None, overrides or ())
+    inputs = inputs_of(call, prompt)
+    if inputs is None:
+        return None
+    return FileCall(
+        call,
+        run,
+        settings_of(run, "infer", overrides),
+        read_sampling(call.environ),
+        inputs,
+        answers_path(call, run, inputs),
+        inference_device(),
+    )
+
+
+def asked_dtype(
+    run: RunFolder, overrides: Sequence[str] | None, target: str = "merge"
+) -> str | None:
     """Return the type in which merged weights are to be stored, None for the base's own."""
-    asked = settings_of(run, "merge", overrides)
+    asked = settings_of(run, target, overrides)
     dtype = asked.config.model.dtype
     return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
 
@@ -77,6 +101,19 @@ def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
         if path in settings() and path not in read:
             problems.append(f"--set {path}: {target} does not read it; it reads {', '.join(read)}")
     refuse(problems)
+
+
+def sampling() -> SamplingRequest:
+    """Return what TEMPERATURE, TOP_P, TOP_K and SEED ask for."""
+    return read_sampling(read_call(None, ()).environ)
+
+
+def compares() -> bool:
+    """Return whether COMPARE asks for the base beside the trained model."""
+    words = Words(loader.environment())
+    answer = words.choice("COMPARE", ("0", "1")) == "1"
+    refuse(words.problems)
+    return answer
 
 
 def inference_device() -> str:

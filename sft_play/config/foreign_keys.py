@@ -208,7 +208,7 @@ NOT_8_BIT = "an 8-bit base cannot be trained here; write tuning.mode: qlora for 
 DEEPSPEED = "name the JSON with DEEPSPEED_CONFIG=, as in make train-deepspeed DEEPSPEED_CONFIG=..."
 FSDP = "write train.strategy: fsdp, which chooses the rest itself"
 PROCESSES = "the number of processes that tokenize follows from the machine; nothing to set"
-EARLY_STOP = "there is no early stopping; train.eval_strategy shows the loss on validation rows"
+EARLY_STOP = "write train.early_stopping_patience, in evaluations"
 
 # What to write where no single setting takes the same value
 ADVICE = {
@@ -225,7 +225,7 @@ ADVICE = {
     "quantization_config": QLORA,
     "quantize": QLORA,
     "bnb_4bit_compute_dtype": "it is the compute type of train.bf16 and train.fp16",
-    "bnb_4bit_quant_storage": "it is chosen with the ZeRO stage; nothing to set",
+    "bnb_4bit_quant_storage": "it is chosen with train.strategy; nothing to set",
     "peft_type": "write tuning.mode: lora, qlora or full",
     "qlora": QLORA,
     "stage": "this program does supervised fine-tuning alone; delete the line",
@@ -276,10 +276,7 @@ ADVICE = {
     "hub_model_id": "upload the folder of a finished run",
     "push_to_hub": "upload the folder of a finished run",
     "early_stopping": EARLY_STOP,
-    "early_stopping_patience": EARLY_STOP,
     "logging_dir": TENSORBOARD,
-    "load_best_model_at_end": "train.save_total_limit keeps checkpoints",
-    "metric_for_best_model": NO_MEASURE,
     "compute_metrics": NO_MEASURE,
     "overwrite_output_dir": "every run has a folder of its own; train.run_name names it",
     "tensorboard": TENSORBOARD,

@@ -34,6 +34,9 @@ class Invocation:
         "Training: auto goes on with the run of the name in RUN, never does not, and a run or a "
         "checkpoint is where a new run goes on from; unset is auto where RUN is set.",
     )
+    elastic: bool = _variable(
+        False, "1: a run that goes on may have another number of processes (train.elastic)."
+    )
     num_gpus: int | None = _variable(
         None,
         "Processes on this machine, one a GPU; unset is every GPU, or one process on a CPU. "
@@ -72,6 +75,7 @@ def read(environ: Mapping[str, str]) -> Invocation:
         config=words.text("CONFIG"),
         run=words.text("RUN"),
         resume=words.text("RESUME"),
+        elastic=words.choice("ELASTIC", ("0", "1")) == "1",
         num_gpus=words.whole_number("NUM_GPUS", 1),
         deepspeed_config=words.text("DEEPSPEED_CONFIG"),
         tb_port=words.whole_number("TB_PORT", 1, PORTS) or Invocation.tb_port,

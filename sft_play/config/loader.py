@@ -20,6 +20,7 @@ from sft_play.config.messages import invalid, is_switch, refuse, word
 from sft_play.config.schema import Config, settings
 from sft_play.config.yaml_source import YamlValue
 from sft_play.errors import ConfigError
+from sft_play.masking import holds_credential
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = PROJECT_ROOT / "configs"
@@ -28,6 +29,7 @@ DEFAULT = CONFIGS / "tiny.yaml"  # of the model that ships, and of no other
 SHIPPED_MODEL = PROJECT_ROOT / "data" / "tiny_llama"
 
 # Settings whose values in configs/ may be files of the project
+FREE_TEXTS = ("data.system_prompt",)  # what they say is for the model
 SHIPPED_PATHS = ("model.name", "data.train_path", "data.val_path", "data.test_path")
 
 CHOSEN = "auto: "  # begins the origin of a value that was chosen for the user, and why
@@ -120,6 +122,7 @@ def load(
         files = [resumed.layer]
         source = resumed.source
     merged = _with_shipped_files(_merged([layers.defaults(), *files, *given]))
+    problems += _credentials(merged)
     origin = {path: located.origin for path, located in merged.items()}
     unset = frozenset()
     if resumed is not None:  # what is still as the run has it
@@ -237,6 +240,17 @@ def _validate(merged: Layer, problems: list[str]) -> Config:
     refuse(problems + [invalid(path, merged[path]) for path in merged if path in wrong])
     assert config is not None, "a config that pydantic refused has a problem"
     return config
+
+
+def _credentials(merged: Layer) -> list[str]:
+    """Return a sentence for every setting that would write a token or a password to the disk."""
+    return [
+        f"{path} ({located.origin}): it holds a token or a password, and settings are written to "
+        "the run's folder; give it to the service by its own variable, such as HF_TOKEN, or fetch "
+        "the files and name their folder"
+        for path, located in merged.items()
+        if path not in FREE_TEXTS and holds_credential(str(located.value))
+    ]
 
 
 def _is_stray_switch(path: str, value: SettingValue) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
+from sft_play.config.metrics import problems_of, produced
 from sft_play.config.schema import Config, LoraSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 
@@ -35,6 +36,37 @@ def _computes_in_float32(config: Config) -> bool:
 def _is_set(config: Config, option: str) -> bool:
     """Return whether an option of tuning.lora has another value than its default."""
     return getattr(config.tuning.lora, option) != LoraSection.model_fields[option].default
+
+
+def _needs_evaluations(config: Config) -> bool:
+    """Return whether something follows from scores that training would not produce."""
+    train = config.train
+    follows = train.load_best_model_at_end or train.early_stopping_patience is not None
+    return follows and train.eval_strategy == "no"
+
+
+def _saves_apart(config: Config) -> bool:
+    """Return whether the best weights may be scored at a step that has no checkpoint."""
+    train = config.train
+    if not train.load_best_model_at_end or train.eval_strategy == "no":
+        return False
+    if train.save_strategy != train.eval_strategy:
+        return True
+    return train.save_strategy == "steps" and train.eval_steps % train.save_steps != 0
+
+
+def _metric_problems(config: Config, described: Callable[[str], str]) -> list[str]:
+    """Return a sentence for every metric that is never produced."""
+    train = config.train
+    problems = [f"{described('train.metrics')}: {why}" for why in problems_of(train.metrics)]
+    names = produced(train.metrics, train.predict_with_generate)
+    wanted = train.metric_for_best_model
+    if not {wanted, f"eval_{wanted}"} & set(names):
+        problems.append(
+            f"{described('train.metric_for_best_model')}: evaluations produce {', '.join(names)}; "
+            "write one of them"
+        )
+    return problems
 
 
 def _rule_of_mode(option: str) -> Rule:
@@ -139,6 +171,23 @@ RULES = (
         "no room is left for a prompt; lower train.generation_max_new_tokens or raise "
         "model.max_seq_len",
     ),
+    Rule(
+        ("train.load_best_model_at_end", "train.early_stopping_patience", "train.eval_strategy"),
+        _needs_evaluations,
+        "nothing is evaluated during training; set TRAIN_EVAL_STRATEGY=steps, or epoch",
+    ),
+    Rule(
+        (
+            "train.load_best_model_at_end",
+            "train.eval_strategy",
+            "train.save_strategy",
+            "train.eval_steps",
+            "train.save_steps",
+        ),
+        _saves_apart,
+        "what is scored must be saved, too: set TRAIN_SAVE_STRATEGY to TRAIN_EVAL_STRATEGY, and "
+        "under steps TRAIN_EVAL_STEPS to TRAIN_SAVE_STEPS or a multiple",
+    ),
     *map(_rule_of_mode, sorted(LORA_OPTIONS)),
     *map(_rule_of_backend, sorted(LORA_OPTIONS - UNSLOTH.lora_options)),
     Rule(
@@ -193,8 +242,9 @@ def broken(config: Config, described: Callable[[str], str]) -> list[str]:
 
     `described` shows a setting with its value and origin.
     """
-    return [
+    found = [
         f"{', '.join(map(described, rule.names))}: {rule.advice}"
         for rule in RULES
         if rule.when(config)
     ]
+    return [*found, *_metric_problems(config, described)]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from sft_play.config.layers import PREFIXES
 from sft_play.config.messages import refuse
+from sft_play.config.sampling import VARIABLES as SAMPLING
 from sft_play.config.schema import env_name, settings
 from sft_play.config.unknown import Suggestion, suggest
 
@@ -17,7 +18,7 @@ GOALS = "SFT_PLAY_TARGETS"  # targets of the same call
 
 SETTINGS = frozenset(map(env_name, settings()))
 MACHINE = frozenset({"DEVICE", "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"})
-RUN = SETTINGS | MACHINE | {"CONFIG", "RUN", "RESUME"}
+RUN = SETTINGS | MACHINE | {"CONFIG", "RUN", "RESUME", "ELASTIC"}
 # What looks at a run before it is started takes the words that will start it
 LOOK = RUN | {"DEEPSPEED_CONFIG", "TB_PORT", "GPUS"}
 ANSWERS = frozenset(
@@ -27,6 +28,7 @@ ANSWERS = frozenset(
         "TRAIN_OUTPUT_DIR",
         "TRAIN_GENERATION_MAX_NEW_TOKENS",
         "TRAIN_GENERATION_NUM_BEAMS",
+        "TRAIN_GENERATION_BATCH_SIZE",
     }
 )
 SCORES = ANSWERS | {
@@ -35,8 +37,15 @@ SCORES = ANSWERS | {
     "TRAIN_EVAL_BATCH_SIZE",
     "TRAIN_GENERATION_MAX_ROWS",
     "TRAIN_PREDICT_WITH_GENERATE",
+    "TRAIN_METRICS",
+    "NUM_GPUS",
+    "COMPARE",
 }
+DRAWN = ANSWERS | SAMPLING | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
+EXPORT = frozenset(
+    {"RUN", "FORMAT", "OUT", "MODEL_DTYPE", "DEVICE", "QUANT", "LLAMA_CPP", "PRE_TOKENIZER"}
+)
 NOTHING: frozenset[str] = frozenset()
 INSTALL = frozenset({"TORCH", "TORCH_INDEX", "INSTALLER"})  # every target installs what is missing
 
@@ -59,6 +68,7 @@ READS: dict[str, frozenset[str]] = {
     "slurm": LOOK | {"OUT"},
     "install": INSTALL,
     "install-unsloth": NOTHING,
+    "install-gguf": NOTHING,
     "setup-accelerate": RUN | {"GPUS"},
     "gpu-info": NOTHING,
     "memory-check": OUTPUTS,
@@ -73,9 +83,13 @@ READS: dict[str, frozenset[str]] = {
     "compare": OUTPUTS | {"RUNS", "OUT"},
     "report": OUTPUTS | {"RUN"},
     "eval": SCORES,
-    "infer": ANSWERS | {"PROMPT", "DATA_SYSTEM_PROMPT"},
-    "chat": ANSWERS | {"DATA_SYSTEM_PROMPT"},
+    "infer": DRAWN | {"PROMPT", "IN", "OUT", "NUM_GPUS", "DATA_COLUMNS"},
+    "chat": DRAWN | {"COMPARE"},
     "merge": OUTPUTS | {"RUN", "MODEL_DTYPE"},
+    "export": OUTPUTS | EXPORT,
+    "serve": OUTPUTS | {"RUN", "FORMAT", "BIND", "PORT", "DEVICE"},
+    "check-server": OUTPUTS | {"RUN", "URL", "SERVED_NAME", "PARITY", "FORMAT"},
+    "push": OUTPUTS | {"RUN", "FORMAT", "REPO", "PUBLIC"},
     "embedded": NOTHING,
     "bench": frozenset({"WORKS", "ARMS", "STEPS", "SECONDS"}),
     "bench-data": NOTHING,
@@ -83,9 +97,10 @@ READS: dict[str, frozenset[str]] = {
     "bench-scaling": frozenset({"WORKS", "GPUS", "STRATEGIES", "STEPS", "SECONDS"}),
     "test": NOTHING,
     "test-fast": NOTHING,
-    "test-faults": NOTHING,
+    "test-faults": frozenset({"ROWS", "COUNT"}),
     "test-long": NOTHING,
     "test-architectures": NOTHING,
+    "test-gguf": frozenset({"LLAMA_CPP"}),
     "test-gpu": NOTHING,
     "lint": NOTHING,
     "docs": NOTHING,
@@ -120,7 +135,9 @@ SYNONYMS = {
     "EXPERIMENT_NAME": "RUN",
     "GPU": "NUM_GPUS",
     "GPUS": "NUM_GPUS",
-    "INPUT": "PROMPT",
+    "INPUT": "IN",
+    "INPUTS": "IN",
+    "PROMPTS": "IN",
     "MAX_LEN": "MODEL_MAX_SEQ_LEN",
     "MAX_TOKENS": "TRAIN_GENERATION_MAX_NEW_TOKENS",
     "MODEL": "MODEL_NAME",

@@ -11,6 +11,7 @@ import yaml
 from sft_play.errors import ConfigError
 
 TAG = "tag:yaml.org,2002:"
+MOST_DEPTH = 30  # a config has three levels
 # A value of a config file. Inside a mapping each value is a Located.
 YamlValue = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -61,7 +62,17 @@ class Located:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars above."""
+    """SafeLoader with the scalars above, for values that lie MOST_DEPTH deep at most."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        self.depth += 1
+        if self.depth > MOST_DEPTH:  # a scanner takes ever longer, the deeper it is
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.data.rows import Json
+from sft_play.errors import EnvironmentFault
 from sft_play.runs import seal
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,12 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     """Return the folder of an entry; `build` fills it where it does not exist yet or is damaged.
 
     If two processes want the same entry at once, the second waits for the first. An entry is built
-    under another name, sealed and then renamed, so it is whole or absent.
+    under another name, sealed and then renamed, so it is whole or absent. Raises EnvironmentFault.
     """
     folder = root / key
     if folder.is_dir() and seal.find_damage(folder) is None:
         return folder
-    root.mkdir(parents=True, exist_ok=True)
+    _make(root)
     with _locked(root / f".{key}.lock"):
         if folder.is_dir():
             damage = seal.find_damage(folder)
@@ -76,6 +77,17 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _make(root: Path) -> None:
+    """Make the folder of the cache. Raises EnvironmentFault."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{root}, for tokenised rows: {error.strerror}; "
+            "set DATA_CACHE_DIR to a folder that can be written"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from sft_play.data.render import RenderedSample, Renderer, RenderError
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_LISTED_ROWS, BadRow, Message, Row
+from sft_play.data.special_text import TokensInText
 from sft_play.data.store import RowIdentity, SampleArrays, StoredSample, to_arrays
 from sft_play.data.tally import Tally
 from sft_play.data.tokenized import LongRow, StoredBadRow
@@ -32,6 +33,7 @@ class TokenizePolicy:
     system_prompt: str | None
     replaces_system: bool
     on_bad_row: Literal["fail", "quarantine"]
+    special_tokens_in_text: TokensInText = "as_text"
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -45,6 +47,7 @@ class TokenizePolicy:
             system_prompt=data.system_prompt,
             replaces_system=data.system_prompt_mode == "replace",
             on_bad_row=data.on_bad_row,
+            special_tokens_in_text=data.special_tokens_in_text,
         )
 
 
@@ -104,7 +107,9 @@ class ChunkTokenizer:
 
     def __init__(self, policy: TokenizePolicy, tokenizer: Any):
         self.policy = policy
-        self.renderer = Renderer(tokenizer, policy.train_on, policy.reasoning)
+        self.renderer = Renderer(
+            tokenizer, policy.train_on, policy.reasoning, policy.special_tokens_in_text
+        )
         self.greetings = GreetingPolicy(tokenizer)
         self.bos_id = tokenizer.bos_token_id
         self.system_prompt = SystemPrompt(policy.system_prompt, policy.replaces_system)
@@ -127,6 +132,7 @@ class ChunkTokenizer:
             if refused is not None:
                 progress.drop(_unproven(record, refused), "unproven")
                 continue
+            progress.tally.as_text.update({name for sample in samples for name in sample.as_text})
             tokens = max((len(sample.ids) for sample in samples), default=0)
             if tokens > self.policy.max_seq_len:
                 progress.long_rows.append(LongRow(task.file, record.number, tokens))

@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from sft_play.data.rows import Json
+from sft_play.data.special_text import special_notes
 from sft_play.data.tally import Tally
 from sft_play.data.unused_keys import unused_notes
 
@@ -58,8 +59,9 @@ class SourceLedger:
 
     @property
     def notes(self) -> list[str]:
-        """What becomes of the keys of rows that are not used."""
-        return unused_notes(self.tally.unused, self.name)
+        """What becomes of unused keys, and of special tokens in the text of messages."""
+        tally = self.tally
+        return [*unused_notes(tally.unused, self.name), *special_notes(tally.as_text, self.name)]
 
     def as_json(self) -> Json:
         return {"name": self.name, "weight": self.weight, **self.tally.as_json()}

@@ -4,6 +4,7 @@ A step holds the same samples for any batch size and any number of ranks, packed
 change only its speed.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -55,6 +56,16 @@ class StepSampler(Sampler[MicroBatch]):
                 yield from self._packed(samples)
             else:
                 yield from self._unpacked(samples)
+
+    def samples_of(self, step: int, micro_batch: int, rank: int) -> list[int]:
+        """Return the samples of a rank's micro-batch of a step, without fillers; steps from 1."""
+        per_step = self.layout.micro_batches * self.layout.world_size
+        epoch, number = divmod(step - 1, len(self) // per_step)
+        sampler = StepSampler(self.lengths, self.layout, self.seed)
+        sampler.set_epoch(epoch)
+        at = number * per_step + micro_batch * self.layout.world_size + rank
+        batch = next(itertools.islice(sampler, at, None))
+        return [index for sequence in batch for index in sequence if index >= 0]
 
     def _unpacked(self, samples: list[int]) -> Iterator[MicroBatch]:
         """Yield micro-batches of samples of similar length."""

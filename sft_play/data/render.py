@@ -8,12 +8,13 @@ Legend: T tokens of one sample.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from sft_play.data.generation_marks import TokenSpan, check_generation_marks, marks_equal_answers
 from sft_play.data.rows import Json, Message, Row, Segment
+from sft_play.data.special_text import TokensInText, special_text
 from sft_play.data.templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
@@ -47,6 +48,7 @@ class RenderedSample:
     ids: list[int]
     labels: list[int]
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
+    as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
 
     @property
     def trained_tokens(self) -> int:
@@ -82,11 +84,13 @@ class Renderer:
         tokenizer: Any,
         train_on: Literal["all", "last"] = "all",
         reasoning: Literal["keep", "drop", "empty"] = "keep",
+        tokens_in_text: TokensInText = "as_text",
     ):
         self._texts = TrainingTextBuilder(tokenizer, train_on, reasoning)
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()  # earlier code may have set these two
         self._tokenizer.no_padding()
+        self._special = special_text(tokenizer, tokens_in_text)
         self._stop_ids = stop_ids(tokenizer)
         self._bos = tokenizer.bos_token_id
         self._eos = tokenizer.eos_token_id
@@ -109,7 +113,7 @@ class Renderer:
         tokenized one by one, and bring their special tokens. A row that trains nothing has no
         sample.
         """
-        texts_of_rows = [self._training_texts(row) for row in rows]
+        escaped, texts_of_rows = self._build_texts(rows)
         texts: list[TrainingText] = []
         for found in texts_of_rows:
             if not isinstance(found, RenderError):
@@ -122,11 +126,13 @@ class Renderer:
         tail_ids = dict(zip(tails, self._tokenize(tails), strict=True))
         remaining = iter(tokenized)
         results: list[tuple[RenderedSample, ...] | RenderError] = []
-        for row, found in zip(rows, texts_of_rows, strict=True):
+        for given, row, found in zip(rows, escaped, texts_of_rows, strict=True):
             if isinstance(found, RenderError):
                 results.append(found)
-            else:
-                results.append(self._label(row, list(islice(remaining, len(found))), tail_ids))
+                continue
+            samples = self._label(row, list(islice(remaining, len(found))), tail_ids)
+            is_escaped = row is not given
+            results.append(self._name_tokens(row, samples) if is_escaped else samples)
         return results
 
     def _beginning_of_text(self) -> list[int]:
@@ -136,19 +142,30 @@ class Renderer:
         adds_bos = with_special[:1] == [self._bos] != without[:1]
         return [self._bos] if adds_bos else []
 
-    def _training_texts(self, row: Row) -> list[TrainingText] | RenderError:
+    def _build_texts(
+        self, rows: Sequence[Row]
+    ) -> tuple[list[Row], list[list[TrainingText] | RenderError]]:
+        """Return the rows as they are rendered, and the texts of each or why it has none."""
+        escaped: list[Row] = []
+        texts: list[list[TrainingText] | RenderError] = []
+        for row in rows:
+            try:
+                row = self._special.escaped(row)
+                texts.append(self._training_texts(row))
+            except RenderError as error:
+                texts.append(RenderError(self._special.plain(f"{row.origin}: {error}")))
+            escaped.append(row)
+        return escaped, texts
+
+    def _training_texts(self, row: Row) -> list[TrainingText]:
         if row.text is not None:
             return [TrainingText(row.text)]
         if row.segments:
             return [TrainingText(segment.text) for segment in row.segments]
-        try:
-            return self._texts.build(row)
-        except RenderError as error:
-            return RenderError(f"{row.origin}: {error}")
+        return self._texts.build(row)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [encoding.ids for encoding in self._special.encode(texts)]
 
     def _tokenize_texts(self, texts: list[TrainingText]) -> list[_TokenizedText]:
         tokenized = []
@@ -199,8 +216,17 @@ class Renderer:
                 else:
                     samples += self._label_answers(text, tail_ids)
         except RenderError as error:
-            return RenderError(f"{row.origin}: {error}")
+            return RenderError(self._special.plain(f"{row.origin}: {error}"))
         return tuple(samples)
+
+    def _name_tokens(
+        self, row: Row, samples: tuple[RenderedSample, ...] | RenderError
+    ) -> tuple[RenderedSample, ...] | RenderError:
+        """Return the samples of an escaped row with the special tokens in its text."""
+        if isinstance(samples, RenderError):
+            return samples
+        as_text = self._special.tokens_in(row)
+        return tuple(replace(sample, as_text=as_text) for sample in samples)
 
     def _join_segments(
         self, segments: Sequence[Segment], ids_of: Sequence[list[int]]
@@ -254,7 +280,7 @@ class Renderer:
         for start, end in spans:
             labels[start:end] = ids[start:end]
         if text.generated is not None and not marks_equal_answers(text):
-            encoding = self._tokenizer.encode(text.text, add_special_tokens=False)
+            (encoding,) = self._special.encode([text.text], with_offsets=True)
             check_generation_marks(text, spans, encoding)
         labels[0] = IGNORE_INDEX  # nothing predicts the first token
         return [*apart, RenderedSample(ids, labels, spans[-1].start)]
@@ -264,7 +290,7 @@ class Renderer:
         written = text[answer.start : answer.end]
         prompt, ids = self._tokenize([text[: answer.start], written])
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
-        if decoded != written or ids[-1] not in self._stop_ids:
+        if decoded != self._special.plain(written) or ids[-1] not in self._stop_ids:
             raise RenderError(
                 f"the tokenizer does not read messages[{answer.message}] by itself as the answer"
             )
@@ -307,6 +333,7 @@ class Renderer:
 
     def _check_decoded(self, ids: list[int], text: str, message: int) -> None:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text = self._special.plain(text)
         if decoded != text and self._normalize(decoded) != self._normalize(text):
             raise RenderError(
                 f"the tokens of messages[{message}] read {decoded[:MAX_DECODED_CHARACTERS]!r}, "
@@ -331,8 +358,17 @@ class Renderer:
 
 
 def render_prompt(
-    messages: Sequence[Message], tokenizer: Any, tools: Sequence[Json] = ()
+    messages: Sequence[Message],
+    tokenizer: Any,
+    tools: Sequence[Json] = (),
+    tokens_in_text: TokensInText = "as_text",
 ) -> list[int]:
     """Return the ids of a prompt that the model is to answer. Raises RenderError."""
-    text = ChatTemplate(tokenizer).render_prompt(template_messages(messages), tools)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    special = special_text(tokenizer, tokens_in_text)
+    asked = Row(tuple(messages), "the prompt", tools=tuple(tools))
+    row = special.escaped(asked)
+    template = ChatTemplate(tokenizer)
+    text = template.render_prompt(template_messages(row.messages), row.tools)
+    if row is asked:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return special.encode([text])[0].ids

@@ -6,7 +6,7 @@ from typing import Self
 
 from sft_play.data.rows import Json
 
-COUNTERS = ("dropped", "shortened", "untrained", "unused")  # of a tally
+COUNTERS = ("dropped", "shortened", "untrained", "unused", "as_text")  # of a tally
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Tally:
     shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
     untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
     unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
+    as_text: Counter[str] = field(default_factory=Counter)  # rows with a special token in a message
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another chunk or source."""
@@ -36,6 +37,7 @@ class Tally:
         self.shortened.update(other.shortened)
         self.untrained.update(other.untrained)
         self.unused.update(other.unused)
+        self.as_text.update(other.as_text)
 
     def check(self) -> None:
         """Assert the identity of rows."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.data.rows import Json, Message
+from sft_play.data.template_limits import limited
 from sft_play.errors import ConfigError, DataError
 
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
@@ -81,6 +82,11 @@ class ChatTemplate:
         self._with_tools = _Source.of(tokenizer.get_chat_template(default, tools=[{}]))
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": CLOCK.strftime}
 
+    @property
+    def jinja(self) -> str:
+        """The text of the template for conversations without tools."""
+        return self._plain.jinja
+
     def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""
         return self._render(messages, tools, add_generation_prompt=True).text
@@ -96,14 +102,16 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> TemplateText:
         try:
-            return self._run(messages, tools, add_generation_prompt)
+            with limited():
+                return self._run(messages, tools, add_generation_prompt)
         except RenderError as error:
             has_calls = any("tool_calls" in message for message in messages)
             if not (has_calls and isinstance(error.__cause__, TypeError)):
                 raise
         # DeepSeek's template concatenates the arguments of calls with text
         messages = [_with_json_arguments(message) for message in messages]
-        return self._run(messages, tools, add_generation_prompt)
+        with limited():
+            return self._run(messages, tools, add_generation_prompt)
 
     def _run(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config
 from sft_play.data.rows import Row
+from sft_play.data.template_limits import limited
 from sft_play.data.template_variables import with_variables
 from sft_play.data.templates import CLOCK, DEFAULT_TEMPLATE, read_template, template_messages
 from sft_play.errors import EnvironmentFault
@@ -71,7 +72,10 @@ class TokenCounter:
 
     def count(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the tokens of each row, None for one that the template does not take."""
-        texts = [self._text(row) for row in rows]
+        texts: list[str | None] = []
+        for row in rows:
+            with limited():
+                texts.append(self._text(row))
         given = [text for text in texts if text is not None]
         encodings = self.tokenizer.encode_batch_fast(given, add_special_tokens=False)
         lengths = iter([len(encoding.ids) for encoding in encodings])

@@ -7,7 +7,6 @@ parse, render and tokenize. Memory does not grow with the rows. Loads no torch.
 import gc
 import multiprocessing
 import os
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sft_play import stops
 from sft_play.config.schema import Config
 from sft_play.data import cache
 from sft_play.data.account import DataAccount
@@ -174,7 +174,8 @@ def _begin_worker(chunk_tokenizer: ChunkTokenizer) -> None:
     _tokenize_chunk = chunk_tokenizer
     # the garbage collector neither scans nor copies what the parent had loaded: a tenth of the time
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    stops.ignore()  # the parent ends its processes
+    stops.end_with_parent()
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
 
 
@@ -195,7 +196,8 @@ def _tokenize_tasks(
         in_flight: deque[Future[TokenizedChunk]] = deque()
         try:
             for task in tasks:
-                in_flight.append(pool.submit(_run_task, task))
+                with stops.held():  # the first one starts the processes
+                    in_flight.append(pool.submit(_run_task, task))
                 if len(in_flight) > CHUNKS_IN_FLIGHT * processes:
                     yield in_flight.popleft().result()
             while in_flight:
@@ -205,5 +207,9 @@ def _tokenize_tasks(
                 "a process that tokenised rows was killed, most likely for memory; "
                 "free some, or split the file"
             ) from None
+        except BaseException:  # a task may take long, and the user does not wait for it
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)

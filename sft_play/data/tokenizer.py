@@ -10,6 +10,7 @@ from sft_play.config.schema import Config
 from sft_play.data.template_variables import with_variables
 from sft_play.data.templates import read_template, template_of
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.progress import Stage, watched
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -19,9 +20,12 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """
     name = config.model.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
+        with watched(Stage(f"loading the tokenizer of {name}")):
+            tokenizer = AutoTokenizer.from_pretrained(
+                name,
+                revision=config.model.revision,
+                trust_remote_code=config.model.trust_remote_code,
+            )
     except (OSError, ValueError, ImportError) as error:
         # ImportError: a package that the tokenizer's file format needs
         raise EnvironmentFault(

@@ -6,12 +6,13 @@ Rows are sorted and collated once and reused by every evaluation.
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
@@ -19,13 +20,18 @@ from sft_play.data.questions import question_indices
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
-from sft_play.evaluation.generate import Answer, Generator
-from sft_play.evaluation.metrics import rouge_l
+from sft_play.evaluation.batches import batches_of, room_for, share_of_rank
+from sft_play.evaluation.generate import Answer, Generator, StopWhen
+from sft_play.evaluation.metrics import Answered, MetricScore, rouge_l, score_answers
 from sft_play.evaluation.scores import GenerationScores, Question, RowLoss, Scores
 from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
+
+
+class EvaluationStopped(KeyboardInterrupt):
+    """Raised on every rank where one of them was told to stop."""
 
 
 class PromptBatch(NamedTuple):
@@ -61,6 +67,7 @@ class Evaluator:
         process: Process,
         synced_gpus: bool = False,  # see Generator, and the next
         saved_stops: tuple[int, ...] = (),
+        memory_limit: Callable[[], int | None] = lambda: None,  # bytes of its GPU for this process
     ):
         assert isinstance(train.eval_batch_size, int), "the plan resolves eval_batch_size"
         self.split = split
@@ -68,7 +75,9 @@ class Evaluator:
         self.train = train
         self.process = process
         self.batch_size = train.eval_batch_size
+        self.memory_limit = memory_limit
         self.generator = Generator(tokenizer, train, process, synced_gpus, saved_stops)
+        self.is_stopping: Callable[[], bool] | None = None  # whether this rank was told to stop
 
     @cached_property
     def question_indices(self) -> list[int]:
@@ -81,7 +90,10 @@ class Evaluator:
         return [self._question(index) for index in self.question_indices]
 
     def score(self, model: torch.nn.Module) -> Scores:
-        """Return the scores of `model`, which must be in evaluation mode."""
+        """Return the scores of `model`, which must be in evaluation mode.
+
+        Raises: EvaluationStopped, on every rank, once `is_stopping` is true on one.
+        """
         started = time.perf_counter()
         row_losses = self.row_losses(model)
         loss = mean_loss(row_losses)
@@ -95,10 +107,20 @@ class Evaluator:
         generation = GenerationScores(
             rouge_l=rouge_l(texts, references, batch_rows),
             answers=tuple(answers),
+            others=self._other_scores(texts),
             max_new_tokens=self.train.generation_max_new_tokens,
             seconds=time.perf_counter() - started - loss_seconds,
         )
         return Scores(loss, loss_seconds, generation, row_losses)
+
+    def _other_scores(self, texts: Sequence[str]) -> tuple[MetricScore, ...]:
+        """Return the scores of train.metrics, those of rank 0: a function may be slow, or draw."""
+        found: tuple[MetricScore, ...] = ()
+        if self.train.metrics and self.process.is_main:
+            rows = zip(self.questions, texts, strict=True)
+            answered = [Answered(row.plain_prompt, text, row.expected) for row, text in rows]
+            found = score_answers(self.train.metrics, answered)
+        return self.process.broadcast(found) if self.train.metrics else found
 
     def loss(self, model: torch.nn.Module) -> float:
         """Return the mean negative log-likelihood in nats per labelled token, over all ranks.
@@ -115,7 +137,7 @@ class Evaluator:
         with self.process.autocast(), watched(stage, self.process.is_main):
             for batch in self._loss_batches:
                 nats_of_batches.append(self._nats_of_rows(model, batch))
-                self._advance(stage)
+                self._advance(stage, self.batch_size)
         own: dict[int, RowLoss] = {}
         # moved to the CPU at the end: each move waits for the GPU
         for batch, nats in zip(self._loss_batches, nats_of_batches, strict=True):
@@ -152,24 +174,29 @@ class Evaluator:
         accumulation_steps = self.train.eval_accumulation_steps or 1
         own: dict[int, Answer] = {}
         pending: list[GeneratedBatch] = []
+        stopping = None
+        if self.is_stopping is not None:  # a batch may take minutes
+            stopping = StoppingCriteriaList([StopWhen(self.is_stopping)])
         stage = Stage("generating answers", len(self.question_indices), "answers")
         with watched(stage, self.process.is_main):
-            for numbers, prompts in self._prompt_batches:
-                ids = self.generator.generate(model, prompts)
-                pending.append(GeneratedBatch(numbers, ids))
+            for numbers, prompts in self._prompt_batches(model):
+                for part, ids in self.generator.generate_or_halve(model, prompts, stopping):
+                    pending.append(GeneratedBatch(numbers[part], ids))
                 if len(pending) >= accumulation_steps:
                     own |= self._decode(pending)
                     pending = []
-                self._advance(stage)
+                self._advance(stage, len(numbers))
         own |= self._decode(pending)
         answers: dict[int, Answer] = {}
         for answers_of_rank in self.process.gather(own):
             answers |= answers_of_rank
         return [answers[number] for number in range(len(self.question_indices))]
 
-    def _advance(self, stage: Stage) -> None:
+    def _advance(self, stage: Stage, rows: int) -> None:
         """Count a batch of each rank: the ranks share the rows batch by batch."""
-        stage.advance(min(self.batch_size * self.process.world_size, stage.total - stage.done))
+        if self.is_stopping is not None and self.process.max(int(self.is_stopping())):
+            raise EvaluationStopped
+        stage.advance(min(rows * self.process.world_size, stage.total - stage.done))
 
     def _decode(self, batches: Sequence[GeneratedBatch]) -> dict[int, Answer]:
         """Return the generated answers by the number of their question, without fillers."""
@@ -212,36 +239,36 @@ class Evaluator:
         rows = TrainRows(self.split)
         collate = PadCollator(self.tokenizer.pad_token_id)
         batches = []
-        order = _longest_first(self.split.lengths)
-        for indices in self._share_of_rank(order):
+        every = batches_of(self.split.lengths, lambda _: self.batch_size)
+        for indices in share_of_rank(every, self.process):
             tensors = collate([rows[index] for index in indices])
             tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
             tensors["positions"], tensors["targets"] = labelled(tensors["labels"])
             batches.append(LossBatch(indices, tokens, tensors))
         return batches
 
-    @cached_property
-    def _prompt_batches(self) -> list[PromptBatch]:
+    def _prompt_batches(self, model: torch.nn.Module) -> list[PromptBatch]:
         """Return this rank's batches of prompts, longest first. Every rank has the same number."""
         prompts = [self.split[index].prompt for index in self.question_indices]
-        order = _longest_first([len(prompt) for prompt in prompts])
+        lengths = [len(prompt) for prompt in prompts]
+        every = batches_of(lengths, self._rows_at(model), self.process.world_size)
         batches = []
-        for numbers in self._share_of_rank(order):
+        for numbers in share_of_rank(every, self.process):
             # ~number is negative for a question, and the question's number for a filler
             prompts_of_batch = [prompts[max(number, ~number)] for number in numbers]
             batches.append(PromptBatch(numbers, prompts_of_batch))
         return batches
 
-    def _share_of_rank(self, order: list[int]) -> list[list[int]]:
-        """Split `order` into batches and return those of this rank.
-
-        A rank with one batch too few gets a batch of one filler, `~index` of the last row.
-        """
-        starts = range(0, len(order), self.batch_size)
-        batches = [order[start : start + self.batch_size] for start in starts]
-        missing = -len(batches) % self.process.world_size
-        batches += [[~order[-1]]] * missing
-        return batches[self.process.rank :: self.process.world_size]
+    def _rows_at(self, model: torch.nn.Module) -> Callable[[int], int]:
+        """Return how many prompts of a number of tokens are answered at once, on every rank."""
+        train = self.train
+        if train.generation_batch_size is not None:
+            return lambda _: train.generation_batch_size
+        limit = self.memory_limit()
+        room = room_for(model, self.process, train.generation_num_beams, limit)
+        free_bytes = self.process.min(room.free_bytes)  # the ranks share the same batches
+        room = replace(room, free_bytes=free_bytes)
+        return lambda tokens: room.prompts(tokens, train.generation_max_new_tokens)
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
@@ -257,8 +284,3 @@ def mean_loss(rows: Sequence[RowLoss]) -> float:
             "train anew with a lower TRAIN_LEARNING_RATE"
         )
     return nats / tokens
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of `lengths` from the longest to the shortest; equal ones in order."""
-    return sorted(range(len(lengths)), key=lambda index: -lengths[index])

@@ -3,17 +3,20 @@
 Legend: B prompts of a batch, T tokens of the longest one, N generated tokens.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.render import stop_ids
 from sft_play.process import Process
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
@@ -24,14 +27,32 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; None leaves the filter out."""
+
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+    def words(self) -> str:
+        """Return `temperature=0.7 top_p=0.8`."""
+        return " ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
+
+
+@dataclass(frozen=True)
 class Generator:
-    """Greedy or beam search with the settings of a run's evaluation, in its compute dtype."""
+    """Greedy or beam search with the settings of a run's evaluation, in its compute dtype.
+
+    With `sampling` tokens are drawn, from torch's own generator.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: TrainSection
     process: Process
     synced_gpus: bool = False  # divided weights: every rank takes part in every forward pass
     saved_stops: tuple[int, ...] = ()  # ids that end an answer; () is the tokenizer's `stop_ids`
+    sampling: Sampling | None = None  # None: the most likely token, or the best of the beams
 
     @property
     def stops(self) -> list[int]:
@@ -62,10 +83,8 @@ class Generator:
                 attention_mask=attention_mask.to(device),
                 max_new_tokens=limit,
                 num_beams=self.train.generation_num_beams,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
+                do_sample=self.sampling is not None,
+                **vars(self.sampling or NO_SAMPLING),
                 use_cache=True,
                 eos_token_id=self.stops,
                 pad_token_id=self.tokenizer.pad_token_id,
@@ -74,6 +93,36 @@ class Generator:
                 stopping_criteria=stopping,
             )
         return ids[:, input_ids.shape[1] :]
+
+    def generate_or_halve(
+        self,
+        model: torch.nn.Module,
+        prompts: Sequence[Sequence[int]],
+        stopping: StoppingCriteriaList | None = None,
+    ) -> list[tuple[slice, torch.Tensor]]:
+        """Return the generated ids of parts of the prompts: of all at once where memory allows.
+
+        Otherwise the prompts are halved, with a warning.
+
+        Raises: torch.OutOfMemoryError for one prompt, and where every rank must take part.
+        """
+        try:
+            ids = self.generate(model, prompts, stopping=stopping)
+            return [(slice(0, len(prompts)), ids)]
+        except torch.OutOfMemoryError:
+            if len(prompts) == 1 or self.synced_gpus:
+                raise
+        torch.cuda.empty_cache()
+        half = len(prompts) // 2
+        logger.warning(
+            "generation of %d answers at once is out of memory: %d at once; "
+            "TRAIN_GENERATION_BATCH_SIZE=%d begins with fewer",
+            *(len(prompts), len(prompts) - half, half),
+        )
+        first = self.generate_or_halve(model, prompts[:half], stopping)
+        second = self.generate_or_halve(model, prompts[half:], stopping)
+        later = [(slice(part.start + half, part.stop + half), ids) for part, ids in second]
+        return [*first, *later]
 
     def decode(self, ids: torch.Tensor) -> list[Answer]:
         """Return the answers of generated ids (B, N). Synchronizes with the GPU."""
@@ -84,6 +133,21 @@ class Generator:
             Answer(text.strip(), was_cut=not ended)
             for text, ended in zip(texts, has_ended, strict=True)
         ]
+
+
+class StopWhen(StoppingCriteria):
+    """Ends all answers of a batch once `is_stopping` is true."""
+
+    def __init__(self, is_stopping: Callable[[], bool]) -> None:
+        self._is_stopping = is_stopping
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
+    ) -> torch.BoolTensor:
+        return torch.full((len(input_ids),), self._is_stopping(), device=input_ids.device)
+
+
+NO_SAMPLING = Sampling(temperature=None)  # what transformers warns of where nothing is drawn
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

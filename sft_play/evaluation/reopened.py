@@ -57,7 +57,8 @@ class Folder:
 class Reopened:
     """What the opened folder says, beside what the evaluated model said."""
 
-    eval_loss: float  # nats a token, on the rows of the reference
+    rows: int  # of the reference: a few of the scored ones
+    eval_loss: float  # nats a token, on these rows
     run_loss: float
     agreement: float  # share of positions with the same most likely token
     kl: float  # nats, of the evaluated model's probabilities against these
@@ -69,7 +70,7 @@ class Reopened:
     def line(self, name: str) -> str:
         """Return the line that is printed."""
         return (
-            f"{name} eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}) "
+            f"{name} eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}) on {self.rows} rows "
             f"top-1 agreement={self.agreement:.3f} KL={self.kl:.1e} (at most {self.bound.kl:g}) "
             f"stops={self.stops}/{self.all_stops}"
         )
@@ -99,6 +100,7 @@ class Reopened:
     def as_json(self) -> dict[str, Any]:
         """Return the facts for a report."""
         return {
+            "rows": self.rows,
             "eval_loss": self.eval_loss,
             "run_eval_loss": self.run_loss,
             "top1_agreement": self.agreement,
@@ -123,6 +125,7 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
     by_stop = dict(zip(_distinct_stops(reference), facts["stops"], strict=True))
     expected = [ids for _, ids in reference.prompts]
     return Reopened(
+        rows=len(reference.rows["ends"]),
         eval_loss=float(tensors["nats"].mean()),
         run_loss=reference.loss,
         agreement=float((tensors["best"] == reference.said["best"]).double().mean()),
@@ -190,7 +193,13 @@ def _run_script(asked: Path, answered: Path, folder: Path) -> None:
     # -P: the folder of the script holds modules of ours
     words = [sys.executable, "-P", plain.__file__, str(asked), str(answered)]
     done = subprocess.run(
-        words, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
+        words,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        start_new_session=True,  # Ctrl-C stops the run, whose weights are checked all the same
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines()

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from sft_play.config.metrics import ALWAYS
 from sft_play.evaluation.generate import Answer
-from sft_play.evaluation.metrics import RougeL
+from sft_play.evaluation.metrics import MetricScore, RougeL
+from sft_play.reporting.bootstrap import estimate
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,14 @@ class GenerationScores:
     answers: tuple[Answer, ...]
     max_new_tokens: int
     seconds: float
+    others: tuple[MetricScore, ...] = ()  # of train.metrics
+
+    @cached_property
+    def scores(self) -> tuple[MetricScore, ...]:
+        """ROUGE-L and the others, with intervals."""
+        of_answers = self.rouge_l.of_answers
+        rouge_l = MetricScore(ALWAYS, estimate(of_answers), of_answers)
+        return (rouge_l, *(score for score in self.others if score.name != ALWAYS))
 
     @property
     def cut_answers(self) -> int:
@@ -42,8 +53,14 @@ class GenerationScores:
 
     def as_metrics(self) -> dict[str, float]:
         """Return the scalars under the names of run.json."""
+        values: dict[str, float] = {}
+        for score in self.scores:
+            found = score.estimate
+            values[score.name] = found.mean
+            if found.low is not None and found.high is not None:
+                values |= {f"{score.name}_low": found.low, f"{score.name}_high": found.high}
         return {
-            "rougeL": self.rouge_l.mean,
+            **values,
             "answers": len(self.answers),
             "cut_answers": self.cut_answers,
             "max_new_tokens": self.max_new_tokens,
@@ -52,10 +69,9 @@ class GenerationScores:
 
     def as_text(self) -> str:
         """Return the scores as they stand in the log."""
-        return (
-            f"rougeL={self.rouge_l.mean:.3f} answers={len(self.answers)} "
-            f"cut={self.cut_answers} at {self.max_new_tokens} tokens"
-        )
+        scores = " ".join(f"{score.name}={score.estimate.words(3)}" for score in self.scores)
+        cut = f"cut={self.cut_answers} at {self.max_new_tokens} tokens"
+        return f"{scores} answers={len(self.answers)} {cut}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class Scores:
         """Return the scores under the names that trackers show as test/loss and test/rougeL."""
         metrics = {"test_loss": self.eval_loss}
         if self.generation is not None:
-            metrics["test_rougeL"] = self.generation.rouge_l.mean
+            for score in self.generation.scores:
+                metrics[f"test_{score.name}"] = score.estimate.mean
         return metrics
 
     def as_text(self) -> str:
@@ -92,15 +109,17 @@ def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
     if scores.generation is None:
         return ""
     answers = scores.generation.answers
-    of_answers = scores.generation.rouge_l.of_answers
     lines = []
-    for question, answer, rouge_l in zip(questions, answers, of_answers, strict=True):
+    for index, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        found = {
+            score.name: round(score.of_answers[index], 4) for score in scores.generation.scores
+        }
         values = {
             "origin": question.origin,
             "prompt": question.prompt,
             "expected": question.expected,
             "answer": answer.text,
-            "rougeL": round(rouge_l, 4),
+            **found,
             "was_cut": answer.was_cut,
         }
         lines.append(json.dumps(values, ensure_ascii=False) + "\n")

@@ -30,3 +30,15 @@ def refuse_other_adapter(weights: Path, config: Config) -> None:
                 f"{weights / 'adapter_config.json'}: {name}={found}, and the run trained with "
                 f"{value}; put back the file that the run saved"
             )
+
+
+def what_vllm_does_not_serve(weights: Path) -> list[str]:
+    """Return the parts of an adapter that vLLM refuses to load."""
+    saved = read_json(weights / "adapter_config.json")
+    names = ("use_dora", "modules_to_save", "trainable_token_indices")
+    problems = [name for name in names if saved.get(name)]
+    if saved.get("bias", "none") != "none":
+        problems.append(f"bias={saved['bias']}")
+    if saved.get("rank_pattern") or saved.get("alpha_pattern"):
+        problems.append("several ranks")
+    return problems

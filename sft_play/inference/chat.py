@@ -1,19 +1,27 @@
-"""Answer prompts and chat with the weights of a run."""
+"""Answer prompts with the weights of a run, and chat with them."""
 
+import contextlib
+import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from sft_play.config.sampling import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.render import RenderError, render_prompt
 from sft_play.data.rows import Message
+from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
 from sft_play.evaluation.generate import Answer, Generator
-from sft_play.inference.load import TrainedModel, load_run
+from sft_play.inference.load import TrainedModel, base_of, load_to_answer
 from sft_play.plan.model_shape import positions_of
+from sft_play.progress import visible
+from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 
 MAX_ANSWER_TOKENS = 2048  # of an answer where generation_max_new_tokens is auto
@@ -21,9 +29,11 @@ COMMANDS = {
     "/help": "list these commands",
     "/reset": "forget the conversation, keep the system message",
     "/system TEXT": "forget the conversation and set the system message, or none",
+    "/save FILE": "save the conversation as a row to train on; without a name in the run's folder",
     "/exit": "leave; so do an empty line and Ctrl-D",
 }
 COMMAND = re.compile(r"/[a-z]+")
+NOTHING_ASKED = SamplingRequest()
 
 
 class AnswerPrinter(TextStreamer):
@@ -42,7 +52,7 @@ class AnswerPrinter(TextStreamer):
         shown = text.rstrip()
         self._whitespace = text[len(shown) :]
         self.text += shown
-        print(shown, end="\n" if stream_end else "", flush=True)
+        print(visible(shown), end="\n" if stream_end else "", flush=True)
 
 
 def answer(
@@ -52,12 +62,19 @@ def answer(
 
     Raises: DataError for a prompt that the model or its template does not take.
     """
-    prompt = render_prompt(messages, trained.tokenizer)
+    in_text = trained.config.data.special_tokens_in_text
+    prompt = render_prompt(messages, trained.tokenizer, tokens_in_text=in_text)
     train = trained.config.train
     if train.generation_max_new_tokens == "auto":
         limit = answer_limit(trained, len(prompt))
         train = train.model_copy(update={"generation_max_new_tokens": limit})
-    generator = Generator(trained.tokenizer, train, trained.process, saved_stops=trained.stops)
+    generator = Generator(
+        trained.tokenizer,
+        train,
+        trained.process,
+        saved_stops=trained.stops,
+        sampling=trained.sampling if train.generation_num_beams == 1 else None,
+    )
     ids = generator.generate(trained.model, [prompt], printer)
     return generator.decode(ids)[0]
 
@@ -79,18 +96,22 @@ def answer_limit(trained: TrainedModel, prompt_tokens: int) -> int:
 
 
 def answer_all(
-    folder: RunFolder, device: str, prompts: Iterable[str], config: Config | None = None
+    folder: RunFolder,
+    device: str,
+    prompts: Iterable[str],
+    config: Config | None = None,
+    request: SamplingRequest = NOTHING_ASKED,
 ) -> Iterator[str]:
     """Yield the answer to each prompt; that one was cut goes to standard error.
 
     `config` is the run's with other settings of generation.
     """
-    trained = load_run(folder, device, config)
+    trained = load_to_answer(folder, device, config, request)
     for prompt in prompts:
         found = answer(trained, [*system_messages(trained), Message("user", prompt)])
         yield found.text
         if found.was_cut:
-            print(_cut_note(trained), file=sys.stderr, flush=True)
+            print(cut_note(trained), file=sys.stderr, flush=True)
 
 
 def system_messages(trained: TrainedModel) -> list[Message]:
@@ -99,18 +120,43 @@ def system_messages(trained: TrainedModel) -> list[Message]:
     return [Message("system", prompt)] if prompt else []
 
 
+@dataclass
+class Speaker:
+    """A model that answers, and the conversation as it goes with this one."""
+
+    name: str  # tuned or base
+    trained: TrainedModel
+    is_used: Callable[[], contextlib.AbstractContextManager[None]]  # around its answers
+    messages: list[Message]
+
+
 def chat_with(
-    folder: RunFolder, device: str, config: Config | None = None, is_terminal: bool = False
+    folder: RunFolder,
+    device: str,
+    config: Config | None = None,
+    is_terminal: bool = False,
+    request: SamplingRequest = NOTHING_ASKED,
+    compares: bool = False,
 ) -> None:
     """Chat until /exit, an empty line or the end of the input.
 
     Each prompt is the whole conversation so far. On a terminal there are a banner and a prompt
-    sign; piped input gets the answers alone.
+    sign; piped input gets the answers alone. With `compares` the base answers, too.
     """
-    trained = load_run(folder, device, config)
+    trained = load_to_answer(folder, device, config, request)
     if is_terminal:
+        import readline  # noqa: F401 (editing keys and a history for `input`)
+
         print("\n".join(banner_lines(folder, trained)))
-    Chat(trained, system_messages(trained), "> " if is_terminal else "").run()
+    chat = Chat(trained, system_messages(trained), "> " if is_terminal else "", folder.path)
+    if compares:
+        chat.speakers.insert(0, base_speaker(trained))
+    chat.run()
+
+
+def base_speaker(trained: TrainedModel) -> Speaker:
+    """Return the base of a run, which answers the same prompts."""
+    return Speaker("base", *base_of(trained), system_messages(trained))
 
 
 def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:
@@ -122,26 +168,37 @@ def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:
     if limit == "auto":
         limit = min(MAX_ANSWER_TOKENS, positions or MAX_ANSWER_TOKENS)
     whole = f", {positions} for the conversation" if positions else ""
+    sampling = "the most likely token; TEMPERATURE=0.7 draws"
+    if trained.sampling is not None:
+        sampling = f"{trained.sampling.words()}; TEMPERATURE=0 takes the most likely token"
     return [
         f"run     {folder.path} ({config.tuning.mode}, {folder.read_report().global_step} steps)",
         f"base    {config.model.name}",
         f"device  {trained.process.device.type}, {dtype}",
         f"limits  {limit} tokens an answer{whole}",
+        f"tokens  {sampling}",
         "Ctrl-C stops an answer; /help lists the commands; /exit leaves",
     ]
 
 
 @dataclass
 class Chat:
-    """A conversation on standard input and output."""
+    """A conversation on standard input and output, with one model or with several."""
 
     trained: TrainedModel
-    messages: list[Message]  # the conversation so far
+    system: list[Message]  # what a conversation begins with
     sign: str  # before each question
-    system: list[Message] = field(init=False)
+    folder: Path = Path()  # of the run
+    speakers: list[Speaker] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.system = list(self.messages)
+        tuned = Speaker("tuned", self.trained, contextlib.nullcontext, list(self.system))
+        self.speakers = [tuned]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation with the tuned model."""
+        return self.speakers[-1].messages
 
     def run(self) -> None:
         """Read questions and commands, and answer them."""
@@ -151,8 +208,11 @@ class Chat:
                 return
             if COMMAND.fullmatch(word):
                 print(self._obey(word, question.removeprefix(word).strip()))
-            else:
-                self._reply(question)
+                continue
+            for speaker in self.speakers:
+                if len(self.speakers) > 1:
+                    print(f"{speaker.name}:")
+                self._reply(speaker, question)
 
     def _read(self) -> str:
         try:
@@ -165,30 +225,57 @@ class Chat:
     def _obey(self, command: str, text: str) -> str:
         """Carry out a command and return what it says."""
         if command == "/reset":
-            self.messages = list(self.system)
+            self._begin_anew()
             return "the conversation is empty"
         if command == "/system":
             self.system = [Message("system", text)] if text else []
-            self.messages = list(self.system)
+            self._begin_anew()
             return "the conversation is empty" + (", with your system message" if text else "")
+        if command == "/save":
+            return self._save(text)
         if command == "/help":
             return "\n".join(f"{name:<14}{meaning}" for name, meaning in COMMANDS.items())
         return f"{command} is no command; /help lists them"
 
-    def _reply(self, question: str) -> None:
-        """Print the model's next turn; Ctrl-C ends it there."""
-        turn = [*self.messages, Message("user", question)]
-        is_greedy = self.trained.config.train.generation_num_beams == 1
+    def _begin_anew(self) -> None:
+        for speaker in self.speakers:
+            speaker.messages = list(self.system)
+
+    def _save(self, name: str) -> str:
+        """Write a row for each model that has answered."""
+        if not any(message.role == "assistant" for message in self.messages):
+            return "there is no answer to save yet"
+        path = Path(name).expanduser()
+        if not name:
+            path = self.folder / "chats" / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+        if path.exists():
+            return f"{path} is there already; name another file"
+        lines = []
+        for speaker in self.speakers:
+            row = {"messages": template_messages(speaker.messages), "model": speaker.name}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        try:
+            write_text(path, "".join(lines))
+        except OSError as error:
+            return f"{path} cannot be written: {error.strerror}"
+        return f"saved {path}"
+
+    def _reply(self, speaker: Speaker, question: str) -> None:
+        """Print a model's next turn; Ctrl-C ends it there."""
+        trained = speaker.trained
+        turn = [*speaker.messages, Message("user", question)]
         # transformers cannot stream the best of several beams
-        printer = AnswerPrinter(self.trained.tokenizer) if is_greedy else None
+        is_streamed = trained.config.train.generation_num_beams == 1
+        printer = AnswerPrinter(trained.tokenizer) if is_streamed else None
         note = ""
         try:
-            found = answer(self.trained, turn, printer)
+            with speaker.is_used():
+                found = answer(trained, turn, printer)
             text = found.text
             if printer is None:
-                print(text, flush=True)
+                print(visible(text), flush=True)
             if found.was_cut:
-                note = _cut_note(self.trained)
+                note = cut_note(trained)
         except KeyboardInterrupt:
             text = printer.text if printer else ""
             note = "\nstopped"
@@ -197,10 +284,11 @@ class Chat:
             return
         if note:
             print(note, file=sys.stderr, flush=True)
-        self.messages = [*turn, Message("assistant", text)]
+        speaker.messages = [*turn, Message("assistant", text)]
 
 
-def _cut_note(trained: TrainedModel) -> str:
+def cut_note(trained: TrainedModel) -> str:
+    """Return why an answer was cut, and what lets it go on."""
     limit = trained.config.train.generation_max_new_tokens
     if limit == "auto":
         return "the answer was cut: the model wrote no stop token"

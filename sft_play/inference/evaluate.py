@@ -1,10 +1,11 @@
 """Score the weights of a finished run, on its test rows or on other ones."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.loader import LoadedConfig
@@ -21,16 +22,25 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, DataError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import Scores, answers_jsonl
-from sft_play.inference.load import checked_weights, config_of_weights, load_run
+from sft_play.inference.load import (
+    TrainedModel,
+    base_of,
+    checked_weights,
+    config_of_weights,
+    load_run,
+)
 from sft_play.plan import sources
+from sft_play.process import Process
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.place import Place
 
 SETTINGS = (
     "predict_with_generate",
     "generation_max_new_tokens",
     "generation_num_beams",
     "generation_max_rows",
+    "metrics",
     "eval_batch_size",
 )
 OWN_ROWS = "again"  # the name of the scores of the run's own test rows
@@ -47,41 +57,78 @@ class ScoredRows:
     lines: tuple[str, ...] = ()
 
 
-def evaluate_run(folder: RunFolder, device: str, asked: LoadedConfig | None = None) -> list[str]:
+def evaluate_run(
+    folder: RunFolder,
+    device: str,
+    asked: LoadedConfig | None = None,
+    place: Place | None = None,
+    compares: bool = False,
+) -> list[str]:
     """Score a run's weights and write eval/<name>.json and eval/<name>.jsonl.
 
     `asked` are the run's settings with others on top: with data.test_path the rows of that file
-    are scored, rendered as in training, and otherwise the run's test rows.
+    are scored, rendered as in training, and otherwise the run's test rows. With `compares` the base
+    is scored, too, into eval/<name>.base.json. Processes with a `place` share the rows.
     Returns the lines to print.
     """
     config = asked.config if asked else folder.read_config()
-    weights = checked_weights(folder, config)
-    tokenizer = load_tokenizer(config_of_weights(config, weights))
-    has_other_rows = asked is not None and asked.is_set("data.test_path")
-    if has_other_rows:
-        rows = other_rows(folder, config, tokenizer)
-    elif asked is not None and asked.is_set("data.columns"):
+    rows = chosen_rows(folder, config, asked)
+    config = with_answer_limit(config, rows.split)
+    trained = load_run(folder, device, config)
+    if place is not None:
+        trained = replace(trained, process=joined(trained.process, place))
+    lines = [*rows.lines]
+    scores = _score(trained, rows, folder.evaluation / f"{rows.name}.jsonl")
+    lines += [f"{folder.name} {scores.as_text()} rows={len(rows.split)}"]
+    if compares:
+        base, is_used = base_of(trained)
+        with is_used():
+            found = _score(base, rows, folder.evaluation / f"{rows.name}.base.jsonl")
+        lines.append(f"base {found.as_text()} rows={len(rows.split)}")
+    return [*lines, f"answers {folder.evaluation / f'{rows.name}.jsonl'}"]
+
+
+def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -> ScoredRows:
+    """Return the rows of data.test_path where that is given, else the run's test rows.
+
+    Raises: ConfigError where the columns of no file are named.
+    """
+    tokenizer = load_tokenizer(config_of_weights(config, checked_weights(folder, config)))
+    if asked is not None and asked.is_set("data.test_path"):
+        return other_rows(folder, config, tokenizer)
+    if asked is not None and asked.is_set("data.columns"):
         raise ConfigError(
             f"{asked.described('data.columns')}: names the columns of a file to score; "
             "set DATA_TEST_PATH too"
         )
-    else:
-        rows = ScoredRows(prepared_data(folder, config, tokenizer).test, OWN_ROWS, None)
-    config = with_answer_limit(config, rows.split)
-    trained = load_run(folder, device, config)
+    return ScoredRows(prepared_data(folder, config, tokenizer).test, OWN_ROWS, None)
+
+
+def joined(process: Process, place: Place) -> Process:
+    """Return this process as one of several that share rows, and meet the others."""
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{place.port}",
+        rank=place.number,
+        world_size=place.of,
+    )
+    return replace(process, rank=place.number, local_rank=place.number, world_size=place.of)
+
+
+def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:
+    """Score a model and write what it says; every process of several must call it."""
     evaluator = Evaluator(
         rows.split,
         trained.tokenizer,
-        config.train,
+        trained.config.train,
         trained.process,
         saved_stops=trained.stops,
     )
     scores = evaluator.score(trained.model)
-    answers = folder.evaluation / f"{rows.name}.jsonl"
-    write_text(answers, answers_jsonl(evaluator.questions, scores))
-    write_json(answers.with_suffix(".json"), _facts(config, rows, scores))
-    line = f"{folder.name} {scores.as_text()} rows={len(rows.split)}"
-    return [*rows.lines, line, f"answers {answers}"]
+    if trained.process.is_main:
+        write_text(answers, answers_jsonl(evaluator.questions, scores))
+        write_json(answers.with_suffix(".json"), _facts(trained.config, rows, scores))
+    return scores
 
 
 def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizerBase) -> ScoredRows:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +11,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
+from sft_play.config.sampling import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError
+from sft_play.evaluation.generate import Sampling
+from sft_play.inference.sampling import sampling_of
 from sft_play.models.export import read_stops
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import load_base
@@ -34,6 +37,7 @@ class TrainedModel:
     config: Config
     process: Process
     stops: tuple[int, ...]  # ids that end an answer; () for runs of older versions
+    sampling: Sampling | None = None  # None: the most likely token
 
 
 def load_run(folder: RunFolder, device: str, config: Config | None = None) -> TrainedModel:
@@ -55,6 +59,35 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
     return TrainedModel(model, tokenizer, config, process, read_stops(weights))
+
+
+def load_to_answer(
+    folder: RunFolder, device: str, config: Config | None, request: SamplingRequest
+) -> TrainedModel:
+    """Return the trained model of a run with the sampling that a call asks for, and seed it."""
+    trained = load_run(folder, device, config)
+    torch.manual_seed(request.seed)
+    return replace(trained, sampling=sampling_of(trained.model.generation_config, request))
+
+
+def base_of(
+    trained: TrainedModel,
+) -> tuple[TrainedModel, Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Return the base of a run, and the context in which it answers.
+
+    An adapter is switched off in it; where every weight was trained the base is loaded, too. The
+    base stops where the run does, and at its own stops.
+    """
+    eos = trained.model.generation_config.eos_token_id
+    own_stops = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    stops = tuple({*trained.stops, *own_stops}) if trained.stops else ()
+    base = replace(trained, stops=stops)
+    if trained.config.tuning.mode != "full":
+        return base, trained.model.disable_adapter
+    with quiet_libraries():
+        model = load_base(trained.config, trained.process)
+    move_inputs(model)
+    return replace(base, model=model.eval()), contextlib.nullcontext
 
 
 def checked_weights(folder: RunFolder, config: Config) -> Path:

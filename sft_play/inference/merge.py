@@ -28,10 +28,11 @@ from sft_play.models.merging import CannotStream, Merge, merge_files
 from sft_play.models.merging_whole import merge_whole
 from sft_play.plan.precision import precision
 from sft_play.process import DTYPES
+from sft_play.reporting.card_facts import CardFacts
+from sft_play.reporting.model_card import card_text
 from sft_play.runs import stamp
 from sft_play.runs.files import share, write_json, write_text
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.model_card import card_text
 from sft_play.runs.seal import seal
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
 def with_rounded_base(merge: Merge) -> Merge:
     """Return a merge into the base as a 4-bit run computes with it."""
     compute_dtype = DTYPES[precision(merge.config)]
-    quantization: BitsAndBytesConfig = bnb.quantization_config(merge.config, compute_dtype, 0)
+    quantization: BitsAndBytesConfig = bnb.quantization_config(merge.config, compute_dtype)
     return Merge(
         merge.config,
         merge.adapter,
@@ -160,7 +161,9 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
     stops = list(read_stops(merge.adapter)) or sorted(stop_ids(tokenizer))
     write_stops(target, stops, tokenizer, model)
     published = folder.path / "merged"
-    card = card_text(merge.config, folder.read_report(), saved_stops(stops, tokenizer), published)
+    report = folder.read_report()
+    facts = CardFacts.of(folder, merge.config, report)
+    card = card_text(merge.config, report, saved_stops(stops, tokenizer), published, facts)
     write_text(target / "README.md", card)
     share(target)
 

@@ -48,7 +48,7 @@ def build_on_meta(
     bind_by_device(model)
     keep_soft_caps(model)
     if config.tuning.mode == "qlora":
-        quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage))
+        quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage == 3))
     if config.tuning.mode != "full":
         tokens = config.tuning.lora.trainable_tokens or ()
         model = lora.add_adapters(model, config, range(len(tokens)))  # any rows take as many bytes

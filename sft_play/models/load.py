@@ -108,7 +108,8 @@ def load_base(
     """
     quantization = None
     if config.tuning.mode == "qlora":
-        quantization = bnb.quantization_config(config, process.compute_dtype, zero_stage)
+        is_divided = zero_stage == 3 or is_fsdp
+        quantization = bnb.quantization_config(config, process.compute_dtype, is_divided)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
     is_mxfp4 = stored_format(stored) == MXFP4

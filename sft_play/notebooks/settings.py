@@ -50,6 +50,11 @@ QUANTISED_NAMES = ("-unsloth-bnb-4bit", "-bnb-4bit")
 WHOLE_MODULES = ("embed_tokens", "lm_head")
 # What get_peft_model takes where a notebook leaves it out; r is the same here
 UNSLOTH_ALPHA = 16
+COMPARES_CHECKPOINTS = (
+    "train.load_best_model_at_end",
+    "train.early_stopping_patience",
+    "train.metric_for_best_model",
+)
 # Where the notebook says nothing the choice is made here, so a person should know
 CHOSEN_HERE = {
     "train.learning_rate": "auto",
@@ -207,6 +212,10 @@ def _settle(carried: Carried, notebook: Notebook, values: Values) -> None:
         origin = "Unsloth's own, where the notebook names none"
         found.setdefault("tuning.lora.alpha", UNSLOTH_ALPHA)
         carried.origins.setdefault("tuning.lora.alpha", origin)
+    if found.get("train.eval_strategy", "no") == "no":
+        for path in [path for path in COMPARES_CHECKPOINTS if path in found]:
+            del found[path]
+            carried.notes.append(look(None, f"{path} is left out: nothing is evaluated"))
     for path, choice in CHOSEN_HERE.items():
         if path not in found:
             carried.notes.append(look(None, f"the notebook does not set {path}: here {choice}"))

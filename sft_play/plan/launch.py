@@ -10,12 +10,15 @@ from pathlib import Path
 import psutil
 import yaml
 
+from sft_play import stops
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.ranks import Ranks
 from sft_play.runs.files import write_text
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
+LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
+SAVE_SECONDS = 1800  # of the ranks' last checkpoint, after which their launcher kills them
 # A launcher's to set; left in a shell they would place a single process
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -42,6 +45,13 @@ def rank_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
     return Launch(argv, _environment(ranks, run_folder, environ))
 
 
+def recorded(command: Launch, run_folder: Path) -> Launch:
+    """Return a launcher's command with what records a signal in the run while it still starts."""
+    python, minus_m, *words = command.argv
+    assert minus_m == "-m", "the worker itself records signals"
+    return Launch((python, str(LAUNCHER), str(run_folder), *words), command.env)
+
+
 def _launcher(ranks: Ranks, run_folder: Path, port: str) -> list[str]:
     """Return the words between Python and the worker's script."""
     if ranks.strategy == "single":
@@ -50,17 +60,10 @@ def _launcher(ranks: Ranks, run_folder: Path, port: str) -> list[str]:
         # as DDP: the worker shares the weights out itself
         config = ["--config_file", str(run_folder / "accelerate.yaml")]
         return ["-m", "accelerate.commands.launch", *config, "--main_process_port", port]
-    if ranks.nodes > 1 or not all(entry.isdigit() for entry in ranks.visible):
-        # deepspeed's launcher reaches other nodes by ssh, and knows GPUs by number alone
-        node = ["--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank)]
-        node += ["--nproc_per_node", str(ranks.per_node), "--master_addr", ranks.master_addr]
-        return ["-m", "torch.distributed.run", *node, "--master_port", port]
-    gpus = ["--num_gpus", str(ranks.per_node)]
-    if ranks.device == "cuda":
-        gpus = ["--include", f"localhost:{','.join(ranks.visible)}"]
-    # no hostfile: a cluster may have one at /job/hostfile
-    hosts = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull]
-    return [*hosts, *gpus, "--master_port", port, "--no_local_rank", "--quiet"]
+    # deepspeed's own launcher passes no signal on and kills what saves for more than 30 seconds
+    node = ["--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank)]
+    node += ["--nproc_per_node", str(ranks.per_node), "--master_addr", ranks.master_addr]
+    return ["-m", "torch.distributed.run", *node, "--master_port", port]
 
 
 def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
@@ -137,6 +140,8 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the data loader's fork
         "OMP_NUM_THREADS": str(max(1, ranks.cpu_count // ranks.per_node)),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": stops.launcher_signals(),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS),
     }
     if ranks.device == "cuda":
         # one process that sees two GPUs would be wrapped in DataParallel

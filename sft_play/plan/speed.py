@@ -46,10 +46,10 @@ FETCHING_MODULES = 3  # of a fused block under ZeRO-3: the layer fetches for att
 MODULES_OF_EXPERTS = 7  # more of a block with experts: sorting, gathering, and their gradients
 MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, the dropout
 # Several GPUs. Two H200s (docs/scaling-h200.md): 8B lora reached 0.98 of twice one under DDP and
-# 0.89 under FSDP, full 0.89; 1B unfused, checkpointed, 0.95 under DDP, and a step of ZeRO-3 took
-# 400 ms (full) and 964 (lora); 8B lora without checkpointing 1,354.
+# 0.89 under FSDP, full 0.89, and 0.75 under ZeRO-3; 1B unfused, checkpointed, 0.95 under DDP, and
+# a step of ZeRO-3 took 400 ms (full) and 964 (lora).
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
-GATHERING_SCALING = 0.9  # a larger part where each layer's weights are gathered; ZeRO-3 assumed
+GATHERING_SCALING = 0.9  # a larger part where each layer's weights are gathered
 LINK_SHARE = 0.6  # of a link's data sheet that collectives reach; assumed
 NODE_LINK_BYTES = 12.5e9  # a second and GPU between machines: 100 Gbit/s; assumed
 # Offload: gradients to the host and weights back, and Adam in the host's memory; for ZeRO-3's

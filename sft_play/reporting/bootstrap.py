@@ -5,7 +5,7 @@ Rows are drawn again with replacement, many times; the interval holds the middle
 takes out what makes a row easy or hard for both models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,12 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def words(self, digits: int) -> str:
+        """Return `0.812 [0.790, 0.834]`, without the interval where there is none."""
+        if self.low is None or self.high is None:
+            return f"{self.mean:.{digits}f}"
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
     @property
     def is_significant(self) -> bool:
         """Whether 0 lies outside the interval, where this is a mean of differences."""
@@ -54,6 +60,22 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Estimate(mean, len(numbers), float(low), float(high))
+
+
+def resampled(
+    score: float, rows: int, score_of: Callable[[Sequence[int]], float], resamples: int
+) -> Estimate:
+    """Return a score of all rows with its interval, where it is no mean of theirs.
+
+    `score_of` scores the rows of some numbers, which may be there several times.
+    """
+    import numpy as np
+
+    generator = np.random.default_rng(SEED)
+    found = [score_of(generator.integers(0, rows, size=rows).tolist()) for _ in range(resamples)]
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(found, [tail, 1 - tail])
+    return Estimate(score, rows, float(low), float(high))
 
 
 def paired_difference(

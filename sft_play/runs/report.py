@@ -169,6 +169,8 @@ class RunReport:
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
     metrics: dict[str, dict[str, float]] | None = None  # by before and after
+    best: dict[str, Any] | None = None  # the checkpoint whose weights are saved, where not the last
+    skipped_steps: list[int] | None = None  # left out by train.on_nonfinite
     loss: list[LoggedLoss] | None = None
     history: list[LoggedStep] | None = None
     checks: list[Check] | None = None  # in the order in which they were made

@@ -194,13 +194,18 @@ def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, A
 
 
 def check_resumable(
-    checkpoint: Path, saved: Mapping[str, Any], strategy: str, world_size: int
+    checkpoint: Path,
+    saved: Mapping[str, Any],
+    strategy: str,
+    world_size: int,
+    is_elastic: bool = False,
 ) -> None:
     """Raise CheckpointError unless this run can load the checkpoint's optimizer.
 
     Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
     shard of the optimizer for each rank, so the world size must be the same. FSDP divides the
-    optimizer of a full run, whose parts fit any world size; that of adapters is whole.
+    optimizer of a full run, whose parts fit any world size; that of adapters is whole. Still,
+    another world size is taken only where the user says so (`is_elastic`).
     """
     is_full = saved.get("mode") == "full"
     form = _form_of_optimizer(strategy, is_full)
@@ -216,6 +221,13 @@ def check_resumable(
         raise CheckpointError(
             f"{checkpoint}: its optimizer was saved by {saved_by}, and this run is "
             f"strategy={strategy} world={world_size}; go on with {command}"
+        )
+    if has_other_world_size and not is_elastic:
+        raise CheckpointError(
+            f"{checkpoint}: {saved.get('world_size')} processes trained it, and this run has "
+            f"{world_size}; go on with NUM_GPUS={saved.get('world_size')}, or set ELASTIC=1: every "
+            "row is trained once, as before, but sums round otherwise, and dropout draws other "
+            "numbers"
         )
     needed = FILES_OF_OPTIMIZER[form]
     missing = [name for name in needed if not (checkpoint / name).is_file()]

@@ -20,11 +20,14 @@ from sft_play.plan.packing import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
+from sft_play.training.best import EarlyStopping, metric_of, refuse_divided
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
+from sft_play.training.nonfinite import StepGuard
 from sft_play.training.router_loss import router_loss_of
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
+from sft_play.training.untrained import GradientWatch
 
 
 def build_trainer(
@@ -46,8 +49,10 @@ def build_trainer(
         checkpoint_layers(model, layout.checkpointed_layers, context.plan.step.offload_activations)
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
-    speed = EvalSpeedCallback()
+    refuse_divided(config.train, model)
+    speed = EvalSpeedCallback(config.train.eval_time_budget, context.process)
     throughput = Throughput(context.process, speed, flops_counter(context.plan))
+    order = StepSampler(data.train.lengths, layout, config.train.order_seed)
     trainer = SftTrainer(
         model=model,
         args=arguments,
@@ -55,7 +60,7 @@ def build_trainer(
         train_dataset=TrainRows(data.train),
         eval_dataset=TrainRows(data.validation),  # Trainer requires one; `evaluator` evaluates
         data_collator=build_collator(context, tokenizer, model),
-        order=StepSampler(data.train.lengths, layout, config.train.order_seed),
+        order=order,
         evaluator=build_evaluator(context, data.validation, tokenizer),
         speed=speed,
         throughput=throughput,
@@ -64,10 +69,27 @@ def build_trainer(
         loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
         memory=context.memory,
         router_loss=router_loss_of(model, config),
+        guard=step_guard(context, order, data.train),
+        gradients=GradientWatch(context.process, config.train.on_untrained),
         callbacks=[speed],
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.best_metric = metric_of(config.train)
+    patience = config.train.early_stopping_patience
+    if patience is not None:
+        trainer.add_callback(EarlyStopping(trainer.best_metric, patience, context.process.is_main))
     return trainer
+
+
+def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:
+    """Return what finds steps that are not finite, and names their rows."""
+    train = context.config.train
+
+    def rows_of(step: int, micro_batch: int) -> list[str]:
+        samples = order.samples_of(step, micro_batch, context.process.rank)
+        return [rows.origin(sample) for sample in samples]
+
+    return StepGuard(context.process, train.on_nonfinite, train.max_skipped_steps, rows_of)
 
 
 def peak_flops(plan: RunPlan) -> float | None:
@@ -108,4 +130,11 @@ def build_evaluator(
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp
     train = context.config.train
-    return Evaluator(split, tokenizer, train, context.process, synced_gpus=is_divided)
+    return Evaluator(
+        split,
+        tokenizer,
+        train,
+        context.process,
+        synced_gpus=is_divided,
+        memory_limit=lambda: context.plan.memory.predicted_peak,  # a probe changes the plan
+    )

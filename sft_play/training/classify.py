@@ -1,12 +1,11 @@
 """The exit class of an error, and its message for run.json and the terminal."""
 
-import errno
 import re
 from typing import NamedTuple
 
 import torch
 
-from sft_play.errors import ExitClass, SftPlayError, first_line
+from sft_play.errors import ExitClass, SftPlayError, first_line, of_os_error
 
 # Messages of gloo and NCCL when a peer is gone or a collective timed out; gloo raises plain
 # RuntimeErrors.
@@ -41,11 +40,9 @@ def classify(error: BaseException) -> Failure:
             f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, "
             "TRAIN_GRADIENT_CHECKPOINTING=true or TUNING_MODE=qlora",
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        file = error.filename or "a file of the run"
-        return Failure(
-            ExitClass.DISK_FULL, f"{error.strerror}: {file}; free some space, then resume"
-        )
+    of_disk = of_os_error(error) if isinstance(error, OSError) else None
+    if of_disk is not None:
+        return Failure(of_disk.exit_class, str(of_disk))
     if DISK_FULL.search(str(error)):
         return Failure(
             ExitClass.DISK_FULL,
@@ -55,10 +52,6 @@ def classify(error: BaseException) -> Failure:
         return Failure(
             ExitClass.PEER_LOST,
             f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which",
-        )
-    if isinstance(error, KeyboardInterrupt):
-        return Failure(
-            ExitClass.STOPPED, "stopped on request before the first step; nothing was trained"
         )
     return Failure(ExitClass.UNEXPECTED, f"{type(error).__name__}: {first}")
 

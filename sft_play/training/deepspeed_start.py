@@ -9,6 +9,7 @@ without a word.
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
         given = plan.deepspeed
         words = json.dumps(given.settings, sort_keys=True)
         logger.info("deepspeed json=%s digest=%s %s", given.source, given.source_digest, words)
+    if process.local_rank == 0:
+        free_locks(Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False)).parent)
+    process.gather(None)  # no rank compiles before
     if plan.step.offload:
         compile_cpu_adam(process)
 
@@ -48,7 +52,6 @@ def compile_cpu_adam(process: Process) -> None:
     failure = None
     if process.local_rank == 0:
         folder = Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
-        free_lock(folder / "lock")
         stage = Stage(f"DeepSpeed compiles {CPU_ADAM} in {folder}, once on a machine")
         with watched(stage, process.is_main):
             failure = _compile()
@@ -61,6 +64,12 @@ def compile_cpu_adam(process: Process) -> None:
             )
 
 
+def free_locks(extensions: Path) -> None:
+    """Do so for every extension of a cache: an optimizer may compile another one on a GPU."""
+    for lock in sorted(extensions.glob("*/lock")):
+        free_lock(lock)
+
+
 def free_lock(lock: Path) -> None:
     """Remove the lock of a compilation that has ended without removing it; say who holds another.
 
@@ -71,7 +80,7 @@ def free_lock(lock: Path) -> None:
     holder = next(holders(lock), None)
     if holder is not None:
         logger.warning("process %d compiles %s already; waiting for it", holder, lock.parent)
-    elif lock.stat().st_uid != os.getuid() or file_system(lock) in SHARED:
+    elif _may_be_held_elsewhere(lock):
         logger.warning(
             "%s says that another user or machine compiles; waiting for it. Where none does, an "
             "earlier run was killed: rm %s",
@@ -83,8 +92,14 @@ def free_lock(lock: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
+def _may_be_held_elsewhere(lock: Path) -> bool:
+    """Return whether a lock may have a holder that `holders` does not see."""
+    is_others = lock.stat().st_uid != os.getuid() or file_system(lock) in SHARED
+    return is_others or sys.platform != "linux"
+
+
 def holders(path: Path) -> Iterator[int]:
-    """Yield the processes of this user and machine that have a file open."""
+    """Yield the processes of this user and machine that have a file open; Linux alone tells."""
     path = path.resolve()
     for process in psutil.process_iter():
         descriptors = Path(f"/proc/{process.pid}/fd")

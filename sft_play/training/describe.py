@@ -5,8 +5,10 @@ from pathlib import Path
 from sft_play.config.schema import Config
 from sft_play.models.export import saved_stops, trained_stops, write_stops
 from sft_play.models.rope import write_rope_beside_adapter
+from sft_play.reporting.card_facts import CardFacts
+from sft_play.reporting.model_card import card_text
 from sft_play.runs.files import write_text
-from sft_play.runs.model_card import card_text
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.trainer import SftTrainer
 
@@ -19,5 +21,6 @@ def describe_weights(
     stops = trained_stops(trainer.train_dataset.samples, tokenizer)
     write_stops(staged, stops, tokenizer, trainer.model)
     write_rope_beside_adapter(config, trainer.model.config, staged)
-    card = card_text(config, report, saved_stops(stops, tokenizer), weights)
+    facts = CardFacts.of(RunFolder(weights.parent), config, report)
+    card = card_text(config, report, saved_stops(stops, tokenizer), weights, facts)
     write_text(staged / "README.md", card)

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
+from sft_play import stops
 from sft_play.errors import ExitClass, SftPlayError, first_line
+from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.reporting.verdict import resume_command
 from sft_play.reporting.write import write_report_or_warn
@@ -28,13 +30,13 @@ from sft_play.runs.report import (
     PhasePeaks,
     RunReport,
 )
-from sft_play.training.classify import classify
-from sft_play.training.failure_broadcast import FailureBroadcast
+from sft_play.training import peers
 
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a signal is recorded also while torch is imported, which takes seconds
+    from sft_play.training.failure_broadcast import FailureBroadcast
     from sft_play.training.trainer import SftTrainer
 
 STUCK = (
@@ -66,6 +68,8 @@ class RunRecorder:
         self._is_first_of_machine = rank == ranks.node_rank * ranks.per_node
         self.exit_class = ExitClass.UNEXPECTED
         self.broadcast: FailureBroadcast | None = None
+        self.gone: list[int] = []  # ranks of this machine that were gone when a signal came
+        self.find_gone: Callable[[], list[int]] | None = None  # the watch's over other ranks
         self.explain_out_of_memory: Callable[[BaseException], OutOfMemoryExplanation] | None = None
         self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
         self.global_step: Callable[[], int] | None = None  # the trainer's
@@ -92,10 +96,11 @@ class RunRecorder:
             # could acknowledge
             self.broadcast.thread.join()
             os._exit(self.exit_class)
-        self.exit_class, cause = classify(error)
+        self.exit_class, cause = self._classified(error)
         is_foreign = not isinstance(error, SftPlayError)  # our errors already say what to type
         if self.exit_class is ExitClass.OUT_OF_MEMORY and is_foreign:
             cause = self._explain(error, cause)
+        cause = mask_secrets(cause)
         self._log_failure(error, cause)
         try:
             self._record_failure(cause)
@@ -151,8 +156,7 @@ class RunRecorder:
         self.exit_class = exit_class
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
-        if self.global_step is not None:
-            self.note(global_step=self.global_step())
+        self.note(global_step=self._step())
         if self.log_history is not None:
             logged = map(LoggedStep.from_log, self.log_history())
             self.note(history=[step for step in logged if step is not None])
@@ -196,6 +200,45 @@ class RunRecorder:
         except OSError as unwritable:
             self._log_unwritable(unwritable)
 
+    def interrupt(self, number: int | None = None) -> NoReturn:
+        """Raise KeyboardInterrupt on a signal, and note whether ranks were gone when it came."""
+        self.gone = peers.missing_ranks()
+        raise KeyboardInterrupt
+
+    def leave(self) -> NoReturn:
+        """Record that the user left without a last checkpoint, and end the process."""
+        self.exit_class = ExitClass.STOPPED
+        self._record_failure(
+            f"stopped at once on a second signal, at step {self._step()} and without a checkpoint "
+            f"of it; {self._to_go_on()}"
+        )
+        stops.leave()
+
+    def _classified(self, error: BaseException) -> tuple[ExitClass, str]:
+        """Return the exit class of an error and the cause in words."""
+        if not isinstance(error, KeyboardInterrupt):
+            from sft_play.training.classify import classify
+
+            exit_class, cause = classify(error)
+            if exit_class is not ExitClass.PEER_LOST or self.find_gone is None:
+                return exit_class, cause
+            self.gone = self.find_gone()
+            return exit_class, peers.gone_words(self.gone) if self.gone else cause
+        if self.gone:
+            return ExitClass.PEER_LOST, peers.gone_words(self.gone)
+        cause = f"stopped on request before a first step; {self._to_go_on()}"
+        return ExitClass.STOPPED, cause
+
+    def _step(self) -> int:
+        """Return the step that was reached."""
+        return self.global_step() if self.global_step is not None else self.report.global_step
+
+    def _to_go_on(self) -> str:
+        """Return in words what the run left."""
+        if self.report.checkpoint is None:
+            return "nothing is kept of its training"
+        return f"its newest checkpoint is {self.report.checkpoint}"
+
     def _explain(self, error: BaseException, cause: str) -> str:
         """Return the explained cause of an out-of-memory error, and add the facts to the report."""
         if self.explain_out_of_memory is None:
@@ -221,7 +264,7 @@ class RunRecorder:
             self.folder.path,
             exc_info=None if is_known else error,
         )
-        if is_known:
+        if is_known and not isinstance(error, KeyboardInterrupt):
             file_only.warning("raised here", exc_info=error)
 
     def _record_failure(self, cause: str) -> None:

@@ -97,18 +97,11 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
 def saved_folder(weights: Path, context: RunContext) -> Folder:
     """Return how a stranger loads the saved weights on this rank's device."""
     config = context.config
-    quantization = None
-    if config.tuning.mode == "qlora":
-        asked = bnb.quantization_config(config, context.process.compute_dtype, zero_stage=0)
-        names = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-        quantization = {name: getattr(asked, name) for name in names}
-        quantization["load_in_4bit"] = True
-        quantization["bnb_4bit_compute_dtype"] = dtype_name(context.process.compute_dtype)
     return Folder(
         weights,
         dtype_name(_dtype(context)),
         {"": str(context.process.device)},
-        quantization,
+        bnb.plain_quantization(config, context.process.compute_dtype),
         config.model.revision,
         config.model.trust_remote_code,
     )

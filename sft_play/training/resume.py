@@ -75,7 +75,7 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
         )
     saved = stamp.refuse_mismatch(checkpoint, run_stamp, train.allow_backend_change)
     Resumed(checkpoint, saved).refuse_changes(context.config)
-    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size)
+    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
     refuse_other_steps(checkpoint, saved, run_stamp)
     if process.is_main:
         logger.info("resume from=%s", checkpoint)

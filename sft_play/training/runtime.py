@@ -3,32 +3,24 @@
 The only module of the worker that reads os.environ.
 """
 
+import contextlib
 import logging
 import os
 import random
-import signal
 import sys
-import threading
-import time
 from datetime import timedelta
 
 import torch
 from accelerate import PartialState
 
-from sft_play.errors import EnvironmentFault, ExitClass
+from sft_play.errors import EnvironmentFault
 from sft_play.plan.precision import precision
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.progress import VisibleFormatter
 from sft_play.runs.folder import RunFolder
-
-ORPHAN_SECONDS = 120  # to save a last checkpoint, once the launcher is gone
-
-
-def rank() -> int:
-    """Return the global rank of this process, 0 without a launcher."""
-    return int(os.environ.get("RANK", 0))
+from sft_play.training.peers import rank
 
 
 def start(planned: PlannedRun, folder: RunFolder) -> Process:
@@ -46,8 +38,6 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
             f"the launcher started {world_size} processes, planned were {plan.ranks.world_size}; "
             f"start runs with make, or run again with NUM_GPUS={world_size}"
         )
-    if world_size > 1:
-        _die_with_launcher()
     return Process(
         rank(),
         local_rank,
@@ -128,22 +118,22 @@ def _device(ranks: Ranks, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _die_with_launcher() -> None:
-    """Start a thread that ends this rank when its launcher is killed: it would keep its GPU.
+class LogFile(logging.FileHandler):
+    """A log file that says once that it cannot be written, as on a full disk: the run goes on."""
 
-    First SIGTERM, for a last checkpoint. A rank that waits for another one in C++ does not handle
-    the signal, so after ORPHAN_SECONDS the process exits.
-    """
-    launcher = os.getppid()
+    cannot_be_written = False
 
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_SECONDS)
-        os._exit(ExitClass.PEER_LOST)
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.cannot_be_written:
+            self.cannot_be_written = True
+            sys.stderr.write(f"warning: {self.baseFilename} cannot be written: {error.strerror}\n")
 
-    threading.Thread(target=watch, name="launcher", daemon=True).start()
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written before
+            super().close()
 
 
 def _log_to(folder: RunFolder, rank: int) -> None:
@@ -153,7 +143,7 @@ def _log_to(folder: RunFolder, rank: int) -> None:
     to their log files: the terminal would show it once for each rank.
     """
     folder.logs.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(folder.logs / f"rank-{rank}.log", encoding="utf-8")
+    file = LogFile(folder.logs / f"rank-{rank}.log", encoding="utf-8")
     file.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [file]

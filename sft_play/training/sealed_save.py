@@ -5,10 +5,9 @@ ends the others: none passes the barrier before the folder is published.
 """
 
 import logging
-import math
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from sft_play.process import Process
 from sft_play.runs import checkpoints, stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.files import share
+from sft_play.training.best import best_step
 from sft_play.training.checks import check_finite
 
 if TYPE_CHECKING:
@@ -48,8 +48,15 @@ def save_sealed(trainer: "SftTrainer", save: Callable[[], None]) -> None:
     finally:
         trainer.args.save_total_limit = limit
     if trainer.args.should_save:
-        checkpoints.rotate(folder, limit, best_step(trainer.state.log_history))
+        checkpoints.rotate(folder, limit, best_step(trainer.state.log_history, trainer.best_metric))
     trainer.process.gather(None)  # no rank goes on before it can be resumed from
+
+
+def save_now(trainer: "SftTrainer") -> None:
+    """Save a checkpoint of this step, unless there is one. Every rank must call it."""
+    target = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+    if trainer.process.min(int(target.is_dir())) == 0:
+        trainer._save_checkpoint(trainer.model_wrapped, None)
 
 
 @contextmanager
@@ -114,11 +121,3 @@ def dtypes_of(model: torch.nn.Module) -> dict[str, list[str]]:
         kind = "trained" if parameter.requires_grad else "frozen"
         found[kind].add(str(parameter.dtype).removeprefix("torch."))
     return {kind: sorted(names) for kind, names in found.items()}
-
-
-def best_step(log_history: list[Mapping[str, Any]]) -> int | None:
-    """Return the step with the least loss on the validation rows; None without an evaluation."""
-    scored = [entry for entry in log_history if math.isfinite(entry.get("eval_loss", math.inf))]
-    if not scored:
-        return None
-    return min(scored, key=lambda entry: entry["eval_loss"])["step"]

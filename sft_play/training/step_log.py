@@ -56,7 +56,7 @@ class StepLog:
         """Forget what was measured before `step`: a probe's steps do not count."""
         self._loss: torch.Tensor | float = 0.0
         self._token_share = 0.0
-        self._logged_step = step
+        self.logged_step = step
         self.times.take()
 
     def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
@@ -69,8 +69,8 @@ class StepLog:
 
         Every rank must call it, once it has the loss of `step`.
         """
-        steps = step - self._logged_step
-        self._logged_step = step
+        steps = step - self.logged_step
+        self.logged_step = step
         seconds = self.times.take() | unhidden_communication(model, steps)
         own = RankLog(
             loss=float(self._loss),

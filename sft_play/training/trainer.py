@@ -1,9 +1,7 @@
 """transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
 
-import contextlib
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,10 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from sft_play import stops
 from sft_play.data.collate import Batch, TokenSequence, labelled
 from sft_play.data.order import StepSampler
-from sft_play.errors import DivergedError
-from sft_play.evaluation.evaluator import Evaluator, Scores
+from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
@@ -30,13 +28,17 @@ from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.training import sharded
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.divergence import LossWatch
 from sft_play.training.expert_use import ExpertUse
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
+from sft_play.training.nonfinite import StepGuard, spread
 from sft_play.training.router_loss import RouterLoss
 from sft_play.training.samples import sample_answers
 from sft_play.training.sealed_save import save_sealed
 from sft_play.training.step_log import StepLog
+from sft_play.training.untrained import GradientWatch
+from sft_play.training.visits import visited_once
 
 # Keys of a micro-batch that are not inputs of the model; N labelled tokens
 REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
@@ -86,32 +88,6 @@ def set_rates(scheduler: Any) -> None:
     schedule._last_lr = rates  # what is logged
 
 
-@contextlib.contextmanager
-def _visited_once(model: torch.nn.Module) -> Iterator[None]:
-    """Let `train` and `parameters` of a model visit its modules once in this context.
-
-    Trainer calls the first in each micro-step, and the second for zeroing and for clipping the
-    gradients. A model of 48 layers with adapters has some 3,600 modules, all of which the host
-    would visit each time.
-    """
-    kind = type(model)
-    model.train()  # a model that was just loaded is partly in evaluation mode
-    every = list(model.parameters())
-
-    def parameters(recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        return iter(every) if recurse else kind.parameters(model, recurse=False)
-
-    def train(mode: bool = True) -> torch.nn.Module:
-        return model if mode == model.training else kind.train(model, mode)
-
-    instance = vars(model)
-    instance |= {"parameters": parameters, "train": train}
-    try:
-        yield
-    finally:
-        del instance["parameters"], instance["train"]
-
-
 class SftTrainer(Trainer):
     """A Trainer whose steps train the same rows on any number of ranks. NaN raises an error."""
 
@@ -127,6 +103,8 @@ class SftTrainer(Trainer):
         step_log: StepLog | None = None,
         router_loss: RouterLoss | None = None,
         loraplus_lr_ratio: float | None = None,
+        guard: StepGuard | None = None,
+        gradients: GradientWatch | None = None,
         **kwargs: Any,
     ):
         # Trainer sets it to False, and it is saved with the weights
@@ -142,7 +120,12 @@ class SftTrainer(Trainer):
         self.memory = memory or MemoryMeter(self.process)
         self.step_log = step_log or StepLog(throughput, self.memory)
         self.router_loss = router_loss
+        self.guard = guard or StepGuard(self.process)
+        self.gradients = gradients or GradientWatch(self.process)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        self.loss_watch = LossWatch(vocabulary, self.args.learning_rate)
         self.expert_use: ExpertUse | None = None  # counts from the first step on
+        self.best_metric = "eval_loss"  # of the checkpoint that is never removed
         self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
         # called on the main rank with the rows' name, some answers to them, and the step
         self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
@@ -168,6 +151,7 @@ class SftTrainer(Trainer):
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_num_workers > 0,
+            worker_init_fn=stops.ignore,
         )
         return self.accelerator.prepare(loader)
 
@@ -187,7 +171,7 @@ class SftTrainer(Trainer):
             # FSDP has other parameters around each pass: their gradients would never be zeroed
             super()._run_epoch(**kwargs)
             return
-        with _visited_once(kwargs["model"]):
+        with visited_once(kwargs["model"]):
             super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
@@ -212,6 +196,7 @@ class SftTrainer(Trainer):
 
         Adds the work of this rank to the throughput.
         """
+        self.guard.begin(self._tr_loss)
         started = time.perf_counter()
         batches = list(itertools.islice(epoch_iterator, num_batches))
         self.step_log.times.add("data", time.perf_counter() - started)
@@ -223,7 +208,9 @@ class SftTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
-        return super().training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
+        self.guard.add_loss(loss)
+        return loss
 
     def compute_loss(
         self,
@@ -250,6 +237,7 @@ class SftTrainer(Trainer):
         if self.router_loss is not None:
             share = len(targets) / num_items_in_batch
             loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
+        loss = spread(loss)
         self.step_log.add_loss(loss.detach(), len(targets) / num_items_in_batch)
         self.memory.enter("backward")
         # of a placed model it is on the GPU of the output head, and Trainer sums it on the first
@@ -264,7 +252,10 @@ class SftTrainer(Trainer):
         return sharded.whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        return sharded.whole(super()._get_grad_norm(model, grad_norm))
+        norm = sharded.whole(super()._get_grad_norm(model, grad_norm))
+        self.gradients.look(self)
+        self.guard.judge(self, norm)
+        return norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 0. Trainer's own estimate visits all parameters in each micro-step, unused."""
@@ -293,34 +284,38 @@ class SftTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on the validation rows, log and return `eval_…` metrics."""
-        scores = self.score(self.evaluator, "validation").as_metrics()
-        metrics = {f"eval_{name.removeprefix('eval_')}": value for name, value in scores.items()}
-        self.log(metrics)
+        metrics: dict[str, float] = {}
+        try:
+            scores = self.score(self.evaluator, "validation").as_metrics()
+            metrics = {f"eval_{name.removeprefix('eval_')}": scores[name] for name in scores}
+            self.log(metrics)
+        except EvaluationStopped:
+            pass  # the callback below ends the run
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.guard.end_step(self.args.learning_rate)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log. Raises: DivergedError, on every rank, if a loss or a gradient is not finite."""
-        checked = ["loss", "train_loss"]
-        if not self.args.fp16:  # the loss scaler of fp16 handles gradients that overflow
-            checked.append("grad_norm")
-        for name in checked:
-            if name in logs and not math.isfinite(logs[name]):
-                raise DivergedError(
-                    f"{name}={logs[name]} at step {self.state.global_step}: the run has diverged; "
-                    f"try TRAIN_LEARNING_RATE={self.args.learning_rate / 10:g}, "
-                    "or TRAIN_RESUME_FROM an earlier checkpoint"
-                )
+        """Log. Raises: DivergedError, on every rank, if the run has diverged."""
+        step = self.state.global_step
+        self.guard.settle(self.args.learning_rate)
         if "loss" in logs:
-            logs |= self.step_log.collect(self.state.global_step, self.model_wrapped)
+            self.guard.correct_log(logs, step, step - self.step_log.logged_step)
+            logs |= self.step_log.collect(step, self.model_wrapped)
             balance = self.router_loss and self.router_loss.mean_since_log(self.process)
             if balance is not None:
                 logs["router_aux_loss"] = balance
+        if "loss" in logs:  # some step was trained
+            self.loss_watch.see(step, logs["loss"])
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.guard.settle(self.args.learning_rate)
         started = time.perf_counter()
         with self.memory.phase("save"):
             save_sealed(self, functools.partial(super()._save_checkpoint, model, trial))

@@ -18,6 +18,7 @@ from sft_play.data.data_facts import DataFacts
 from sft_play.data.histogram import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
+from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
@@ -29,16 +30,17 @@ from sft_play.progress import Stage, watched
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedLoss
+from sft_play.stops import StopSignals
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
+from sft_play.training.best import take_best
 from sft_play.training.build import build_evaluator, build_trainer
-from sft_play.training.callbacks import BeforeFirstStep, Progress, StopAfter, StopOnSignal
+from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
 from sft_play.training.checks import check_engine
-from sft_play.training.collectives import limited
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
 from sft_play.training.expert_use import ExpertUse, experts_report, log_experts
-from sft_play.training.failure_broadcast import FailureBroadcast
+from sft_play.training.group import RankGroup
 from sft_play.training.held_out import HeldOutEvaluation
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
@@ -51,6 +53,8 @@ from sft_play.training.recorder import Clock, RunRecorder
 from sft_play.training.reopen import note_reference
 from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
 from sft_play.training.saved_weights import save_weights
+from sft_play.training.sealed_save import save_now
+from sft_play.training.stop import StopAfter, StopOnSignal, reason_of_stop
 from sft_play.training.summary import summary_lines
 from sft_play.training.trackers import open_trackers
 from sft_play.training.trainer import SftTrainer
@@ -60,15 +64,27 @@ logger = logging.getLogger(__name__)
 LARGE_WEIGHTS_BYTES = 1e9  # some seconds from a disk
 
 
-def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunRecorder) -> None:
+def run(
+    planned: PlannedRun,
+    folder: RunFolder,
+    process: Process,
+    recorder: RunRecorder,
+    signals: StopSignals,
+) -> None:
     """Train, evaluate before and after, save and check; record all of it in `recorder`."""
-    config = planned.config
+    memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
+    context = RunContext(planned, folder, process, memory)
+    with StopOnSignal(process, signals, recorder) as stop:
+        train(context, recorder, stop)
+
+
+def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> None:
+    """Do what `run` says, with signals obeyed."""
+    planned, folder, process = context.planned, context.folder, context.process
+    config = context.config
     clock = Clock(recorder)
     log_transformers_with_ours()
     runtime.seed_everything(config.train.seed)
-    stop = StopOnSignal(process, when_stuck=recorder.abandon)
-    memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
-    context = RunContext(planned, folder, process, memory)
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
 
@@ -77,7 +93,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     clock.lap("data")
     # Before the weights: under ZeRO-3 the arguments cause them to be partitioned over the process
     # group while they load.
-    recorder.broadcast = join_group(context, recorder)
+    group = RankGroup.join(context, recorder)
     arguments = training_arguments(planned, folder)
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
@@ -96,6 +112,7 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     recorder.follow_steps(trainer)
     evaluator = build_evaluator(context, data.test, tokenizer)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
+    stop.follow(trainer.evaluator, evaluator)
     observers.attach(trainer)
     # before the others: the clock of the throughput must start after the scores
     trainer.add_callback(
@@ -104,30 +121,22 @@ def run(planned: PlannedRun, folder: RunFolder, process: Process, recorder: RunR
     stop_after = StopAfter(config.train.stops_after)
     for callback in (trainer.throughput, stop_after, stop, Progress(process), observers.trackers):
         trainer.add_callback(callback)
+    group.attach(trainer)
 
-    with observers:
+    with observers, FirstStep(process) as first_step:
+        trainer.add_callback(first_step)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         clock.lap("training")
-        if not stop.stopped:
-            held_out.score("after")
-            note_reference(context, held_out)
+        score_after(context, trainer, held_out, stop, is_last=not stop_after.stopped)
     observers.close(arguments.settings, held_out.last_scores())
     is_complete = not (stop.stopped or stop_after.stopped)
-    look_at_weights(context, trainer, recorder)
+    look_at_weights(context, trainer, recorder, is_complete)
     weights = save_weights(context, trainer, recorder, is_complete)
     clock.lap("save")
     finish(recorder, trainer, reason_of_stop(stop, stop_after))
     if process.is_main:
         logger.info("%s", "\n".join(summary_lines(recorder.report, held_out, folder, weights)))
-    leave_group(recorder)
-
-
-def join_group(context: RunContext, recorder: RunRecorder) -> FailureBroadcast | None:
-    """Join the other ranks, and from then on fail with them; give up where they do not come."""
-    process = context.process
-    with limited(process, recorder.abandon, is_joining=True):
-        runtime.join_group(context.plan, process.timeout)
-    return FailureBroadcast.start(process, recorder.follow)
+    group.leave()
 
 
 def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
@@ -209,13 +218,46 @@ def before_first_step(
             )
     if "before" not in recorder.report.metrics:  # the run goes on in its folder
         held_out.score("before")
+    trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     # last: a probe's steps do not count
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 
 
-def look_at_weights(context: RunContext, trainer: SftTrainer, recorder: RunRecorder) -> None:
+def score_after(
+    context: RunContext,
+    trainer: SftTrainer,
+    held_out: HeldOutEvaluation,
+    stop: StopOnSignal,
+    is_last: bool,
+) -> None:
+    """Score the test rows; told to stop meanwhile, save a checkpoint that goes on with it.
+
+    With `is_last` the run is not to go on, and the best weights are taken where that is asked for.
+    """
+    try:
+        if not stop.stopped:
+            if is_last:
+                if context.config.train.load_best_model_at_end:
+                    save_now(trainer)  # to go on from, while the model has these weights
+                held_out.recorder.note(best=take_best(trainer, context.config.train))
+            held_out.score("after")
+            note_reference(context, held_out)
+    except EvaluationStopped:
+        stop.stopped = True
+        save_now(trainer)
+    stop.is_ending = True
+
+
+def look_at_weights(
+    context: RunContext, trainer: SftTrainer, recorder: RunRecorder, is_complete: bool
+) -> None:
     """Check and record what training has made of the weights, before they are saved."""
+    recorder.note(skipped_steps=trainer.guard.skipped or None)
+    if is_complete:
+        with recorder.check("the loss is below that of a uniform guess"):
+            after = recorder.report.metrics.get("after", {}).get("eval_loss")
+            trainer.loss_watch.conclude(trainer.state.global_step, after)
     record_experts(trainer, context.process, recorder)
     compare_ranks(context, trainer, recorder)
 
@@ -239,13 +281,6 @@ def compare_ranks(context: RunContext, trainer: SftTrainer, recorder: RunRecorde
     if process.world_size > 1 and has_equal_copies(trainer.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
             check_equal_ranks(trainer.model, process, step)
-
-
-def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
-    """Return why the run stopped before its last step; None where it did not."""
-    if stop.stopped:
-        return "on request"
-    return "by train.stop_after" if stop_after.stopped else None
 
 
 def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> None:
@@ -283,17 +318,6 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)
-
-
-def leave_group(recorder: RunRecorder) -> None:
-    """Wait for the other ranks, if any, and destroy the process group."""
-    if not torch.distributed.is_initialized():
-        return
-    # launchers end the other ranks as soon as the first rank of a stopped run exits with 75
-    torch.distributed.barrier()
-    if recorder.broadcast is not None:
-        recorder.broadcast.stop()
-    torch.distributed.destroy_process_group()
 
 
 def log_transformers_with_ours() -> None:

@@ -87,8 +87,8 @@ def _name_of(node: ast.expr) -> str:
     return "value"
 
 
-def _sort_key(message: Message) -> tuple[str, str]:
-    return re.sub(r"<.*?>|\W", "", message.text).lower(), message.source
+def _sort_key(message: Message) -> tuple[str, str, str]:
+    return re.sub(r"<.*?>|\W", "", message.text).lower(), message.source, message.text
 
 
 def markdown() -> str:

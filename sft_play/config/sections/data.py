@@ -88,6 +88,12 @@ class DataSection(Section):
         "leaves it out, empty trains an empty think block where a row has none and the template "
         "opens one.",
     )
+    special_tokens_in_text: Literal["fail", "as_text", "allow"] = Field(
+        "as_text",
+        description="The tokenizer's special tokens inside a message: as_text reads plain text, "
+        "which ends no turn, fail refuses the row, allow reads the tokens, as rows of plain text "
+        "always do.",
+    )
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05,
         description="Fraction of the training rows that is held out where there is no val_path, at "

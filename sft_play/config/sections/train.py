@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from sft_play.config import metrics
 from sft_play.config.sections.base import (
     Auto,
     Epochs,
@@ -35,6 +36,7 @@ def _tracker_names(value: Any) -> Any:
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Trackers = Annotated[list[Tracker], BeforeValidator(_tracker_names)]
+Metrics = Annotated[list[str], BeforeValidator(metrics.names_of)]
 EventStrategy = Annotated[Literal["no", "steps", "epoch"], BeforeValidator(_strategy_name)]
 
 
@@ -120,6 +122,19 @@ class TrainSection(Section):
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps of the run; null is as many as train.epochs takes."
     )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What a step does whose loss or gradient is NaN or infinite: stop the run, or "
+        "skip the step. No weight, no optimizer state and no checkpoint has anything of it.",
+    )
+    max_skipped_steps: PositiveInt = Field(
+        10, description="Steps that on_nonfinite: skip may leave out before it stops the run."
+    )
+    on_untrained: Literal["stop", "warn"] = Field(
+        "stop",
+        description="What happens where an adapter has got no gradient in the first 10 steps: stop "
+        "the run and name it, or warn. Other weights warn.",
+    )
     seed: Seed = Field(
         42,
         description="Seed of adapter initialisation and dropout, and of all that data_seed seeds "
@@ -195,6 +210,11 @@ class TrainSection(Section):
         None,
         description="Seconds a collective may take; null is NCCL_TIMEOUT where set, else 1800.",
     )
+    hang_timeout: PositiveInt | None = Field(
+        600,
+        description="Seconds without a sign of life of a rank, or without a micro-batch inside a "
+        "step, after which a run of several ranks ends; null waits for ever.",
+    )
     dataloader_num_workers: NonNegativeInt = Field(
         0,
         description="Processes of each rank that collate batches ahead; 0 collates in the training "
@@ -224,6 +244,18 @@ class TrainSection(Section):
         description="Rows that an evaluation generates answers for, the first of the set; null is "
         "all.",
     )
+    generation_batch_size: PositiveInt | None = Field(
+        None,
+        description="Answers generated at once on each device; null is as many as the free memory "
+        "holds, at most 256, in training within the planned peak. Answers do not depend on it but "
+        "for rounding in 16 bits.",
+    )
+    metrics: Metrics = Field(
+        [],
+        json_schema_extra={"write": f"{metrics.WRITE}, or a list of them"},
+        description="Scores of generated answers beside ROUGE-L (docs/using-a-run.md): rouge1, "
+        "rouge2, exact_match, bleu, chrf, json_valid, json_schema:FILE, or FILE.py:FUNCTION.",
+    )
     eval_strategy: EventStrategy = Field(
         "no",
         description="When to evaluate during training, on the validation rows; the test rows are "
@@ -231,6 +263,27 @@ class TrainSection(Section):
     )
     eval_steps: PositiveInt = Field(
         200, description="Optimizer steps between evaluations under eval_strategy: steps."
+    )
+    eval_time_budget: PositiveFloat | None = Field(
+        0.1,
+        le=1,
+        description="Largest share of the time in training that evaluations under eval_strategy "
+        "take: one that would exceed it is left out, and said; null leaves none out.",
+    )
+    metric_for_best_model: str = Field(
+        "eval_loss",
+        min_length=1,
+        description="Score of the validation rows by which checkpoints are compared: eval_loss, "
+        "eval_rougeL or eval_ and a name of train.metrics.",
+    )
+    load_best_model_at_end: bool = Field(
+        False,
+        description="Save the weights of the best checkpoint, not the last ones.",
+    )
+    early_stopping_patience: PositiveInt | None = Field(
+        None,
+        description="Evaluations in a row without a better train.metric_for_best_model after which "
+        "training ends; null goes on.",
     )
     eval_batch_size: Rows | Auto = Field(
         "auto",
@@ -288,6 +341,11 @@ class TrainSection(Section):
         False,
         description="Go on from train.resume_from with other train.epochs or train.max_steps: the "
         "schedule is that of the longer run, from the step that was reached.",
+    )
+    elastic: bool = Field(
+        False,
+        description="Resume with another number of processes (ELASTIC=1): every row is trained "
+        "once, as before; sums round otherwise, and dropout draws other numbers.",
     )
     allow_backend_change: bool = Field(
         False,

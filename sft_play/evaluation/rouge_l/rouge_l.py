@@ -1,4 +1,4 @@
-"""ROUGE-L as a local module of the `evaluate` library, so that scoring needs no network.
+"""ROUGE-1, -2 and -L as a local module of the `evaluate` library, so that it needs no network.
 
 It imports nothing from sft_play, because `evaluate` copies this file.
 """
@@ -12,8 +12,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import Tokenizer
 
 _DESCRIPTION = (
-    "F-measure of the longest common subsequence of words between answers and references "
-    "(Lin, 2004): of each answer, and their mean."
+    "F-measure of common words (rouge1), pairs of words (rouge2) or the longest common subsequence "
+    "(rougeL) of answers and references (Lin, 2004): of each answer, and their mean."
 )
 
 # rouge-score's own words, [a-z0-9]+, and what it drops: words of other scripts than Latin.
@@ -43,8 +43,8 @@ class UnicodeTokenizer(Tokenizer):
         return [unicodedata.normalize("NFKC", word) for word in _WORD.findall(text.lower())]
 
 
-class RougeL(evaluate.Metric):
-    """Scores in [0, 1]: the mean, and that of each answer."""
+class Rouge(evaluate.Metric):
+    """Scores in [0, 1]: the mean, and that of each answer; `config_name` is the kind."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
@@ -59,9 +59,10 @@ class RougeL(evaluate.Metric):
     def _compute(
         self, predictions: list[str], references: list[str]
     ) -> dict[str, float | list[float]]:
-        scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
+        kind = self.config_name
+        scorer = RougeScorer([kind], tokenizer=UnicodeTokenizer())
         scores = [
-            scorer.score(reference, answer)["rougeL"].fmeasure
+            scorer.score(reference, answer)[kind].fmeasure
             for answer, reference in zip(predictions, references, strict=True)
         ]
-        return {"rougeL": sum(scores) / len(scores), "scores": scores}
+        return {kind: sum(scores) / len(scores), "scores": scores}

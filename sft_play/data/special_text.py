@@ -1,0 +1,264 @@
+"""Special tokens inside the text of messages: data, which never becomes a turn. Loads no torch.
+
+A tokenizer finds its special tokens anywhere in a rendered text, also where a user wrote them. So
+under `as_text` each such token in a message is a *placeholder* while the template renders: as many
+private-use characters, so that every other character keeps its place. A second tokenizer has its
+special tokens under the placeholders' names, with the same ids. The text that it reads has the
+two exchanged: it finds the tokens that the template wrote, and reads the user's as plain text.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from sft_play.data.rows import Message, Row
+from sft_play.data.templates import ChatTemplate, RenderError, decode_arguments, iterate_strings
+
+TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
+SETTING = "DATA_SPECIAL_TOKENS_IN_TEXT"
+
+FIRST_PLACEHOLDER = 0xF0000  # plane 15 of Unicode, of private use: 65,534 characters
+# Data that brings its reasoning within the answer has these, and templates look for them
+THOUGHT_MARKS = frozenset(("<think>", "</think>"))
+NOTHING = r"(?!)"  # a pattern that matches nowhere
+PROBES = ("Question1Of2", "Answer1Of2", "Question2Of2")  # words that no template writes by itself
+
+
+class SpecialText:
+    """Finds special tokens and turn markers in messages, and reads them as plain text."""
+
+    def __init__(self, tokenizer: Any, policy: TokensInText):
+        self._policy = policy
+        self._backend = tokenizer.backend_tokenizer
+        added = [
+            token
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.content.strip() and token.content not in THOUGHT_MARKS
+        ]
+        between = _between_turns(tokenizer)
+        tokens = [token.content for token in added if token.special or token.content in between]
+        self._token = _any_of(tokens)
+        self._placeholders = {
+            token: chr(FIRST_PLACEHOLDER + number) * len(token)
+            for number, token in enumerate(sorted(tokens, key=len, reverse=True))
+        }
+        self._tokens = {name: token for token, name in self._placeholders.items()}
+        self._either = _any_of([*self._placeholders, *self._tokens])
+        self._placeholder = _any_of(list(self._tokens))
+        words = _any_of([token.content for token in added]).split(between)
+        self._turn_words = _turn_words(words)
+
+    def escaped(self, row: Row) -> Row:
+        """Return a conversation with placeholders for the special tokens in its messages.
+
+        It is the row itself where it holds none, and under `allow`. Raises RenderError for what
+        `fail` refuses, and for words that begin a turn without a token of their own.
+        """
+        if self._policy == "allow":
+            return row
+        has_tokens = False
+        for where, text in _texts(row):
+            words = self._find_turn_words(text)
+            if words is not None:
+                raise RenderError(
+                    f"{where} holds {words!r}, with which the chat template begins a "
+                    f"turn, and no token tells the two apart; {SETTING}=allow reads it as the "
+                    "template's"
+                )
+            found = self._token.search(text)
+            if found and self._policy == "fail":
+                raise RenderError(
+                    f"{where} holds {found[0]}, a special token; {SETTING}=as_text reads it as "
+                    "plain text, allow as the token"
+                )
+            has_tokens = has_tokens or found is not None
+        return self._with_placeholders(row) if has_tokens else row
+
+    def tokens_in(self, row: Row) -> tuple[str, ...]:
+        """Return the special tokens in an escaped row that are read as plain text, each once."""
+        texts = (text for _, text in _texts(row))
+        names = {name for text in texts for name in self._placeholder.findall(text)}
+        return tuple(sorted(self._tokens[name] for name in names))
+
+    def plain(self, text: str) -> str:
+        """Return a text with the special tokens in place of placeholders."""
+        return self._placeholder.sub(lambda found: self._tokens[found[0]], text)
+
+    def encode(self, texts: list[str], with_offsets: bool = False) -> list[Any]:
+        """Return the encodings of rendered texts; placeholders are read as plain text."""
+        has_placeholder = [self._placeholder.search(text) is not None for text in texts]
+        if not any(has_placeholder):
+            return _encode(self._backend, texts, with_offsets)
+        usual = [text for text, has in zip(texts, has_placeholder, strict=True) if not has]
+        others = [
+            self._exchanged(text) for text, has in zip(texts, has_placeholder, strict=True) if has
+        ]
+        encodings = iter(_encode(self._backend, usual, with_offsets))
+        of_others = iter(_encode(self._renamed, others, with_offsets))
+        return [next(of_others if has else encodings) for has in has_placeholder]
+
+    @cached_property
+    def _renamed(self) -> Any:
+        """The tokenizer whose special tokens have the placeholders' names. Raises RenderError."""
+        from tokenizers import Tokenizer
+
+        facts = json.loads(self._backend.to_str())
+        names = self._placeholders
+        for token in facts["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = facts["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
+        else:  # of a Unigram model, with a score for each piece
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        renamed = Tokenizer.from_str(json.dumps(facts))
+        renamed.no_truncation()
+        renamed.no_padding()
+        for token, name in names.items():
+            if renamed.token_to_id(name) != self._backend.token_to_id(token):
+                raise RenderError(
+                    f"the tokenizer cannot read {token} as plain text; {SETTING}=fail names the "
+                    "rows that hold a special token, allow reads it as the token"
+                )
+        return renamed
+
+    def _exchanged(self, text: str) -> str:
+        """Return a text with placeholders for special tokens, and the other way around."""
+        names = {**self._placeholders, **self._tokens}
+        return self._either.sub(lambda found: names[found[0]], text)
+
+    def _find_turn_words(self, text: str) -> str | None:
+        for words, pattern in self._turn_words.items():
+            if words in text and pattern.search(text):  # the first is quick, and mostly enough
+                return words
+        return None
+
+    def _with_placeholders(self, row: Row) -> Row:
+        def change(value: Any) -> Any:
+            return self._token.sub(lambda found: self._placeholders[found[0]], value)
+
+        for where, text in _texts(row):
+            if self._placeholder.search(text):
+                raise RenderError(
+                    f"{where} holds {self._placeholder.search(text)[0]!r}, a character of private "
+                    f"use, in a row with special tokens in its text; {SETTING}=allow reads both"
+                )
+        messages = tuple(_with_texts(message, change) for message in row.messages)
+        return replace(row, messages=messages, tools=_map_strings(row.tools, change))
+
+
+@lru_cache(maxsize=4)
+def _special_text_of(tokenizer: Any, vocabulary: int, template: str, policy: Any) -> SpecialText:
+    return SpecialText(tokenizer, policy)
+
+
+def special_text(tokenizer: Any, policy: TokensInText) -> SpecialText:
+    """Return the reader of special tokens of a tokenizer as it is now; it is made once."""
+    return _special_text_of(tokenizer, len(tokenizer), ChatTemplate(tokenizer).jinja, policy)
+
+
+def special_notes(as_text: Mapping[str, int], source: str) -> list[str]:
+    """Return one sentence about the rows of a source with special tokens in their text."""
+    if not as_text:
+        return []
+    tokens = ", ".join(f"{token} ({rows:,} rows)" for token, rows in sorted(as_text.items()))
+    return [
+        f"{source}: special tokens within messages are read as plain text: {tokens}; "
+        f"{SETTING}=fail refuses such rows, allow reads them as the tokens"
+    ]
+
+
+def _encode(tokenizer: Any, texts: list[str], with_offsets: bool) -> list[Any]:
+    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    return encode(texts, add_special_tokens=False)
+
+
+def _between_turns(tokenizer: Any) -> str:
+    """Return what the template writes between the turns of a conversation, "" if it takes none."""
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": word} for role, word in zip(roles, PROBES, strict=True)]
+    try:
+        text = ChatTemplate(tokenizer).render_conversation(messages).text
+    except RenderError:
+        return ""
+    parts = re.split("|".join(PROBES), text)
+    return "\n".join(parts[1:3])
+
+
+def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
+    """Return the words that begin a turn, each with what finds them: a template without its tokens.
+
+    A mere word, such as the name of a role, is none. A heading, or words that begin with a letter
+    as `USER:`, are some at the start of a line.
+    """
+    found: dict[str, re.Pattern[str]] = {}
+    for piece in pieces:
+        words = piece.strip()
+        if re.search(r"\w", words) and re.search(r"[^\w\s]", words):
+            is_line = words[0].isalnum() or words[0] == "#"
+            start = r"^[ \t]*" if is_line else ""
+            found[words] = re.compile(start + re.escape(words), re.MULTILINE)
+    return found
+
+
+def _any_of(words: list[str]) -> re.Pattern[str]:
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
+
+
+def _texts(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield every text of a conversation that a template writes, with its place."""
+    for index, message in enumerate(row.messages):
+        where = f"messages[{index}]"
+        yield where, message.content
+        if message.reasoning is not None:
+            yield where, message.reasoning
+        if message.name is not None:
+            yield where, message.name
+        if message.tool_call_id is not None:
+            yield where, message.tool_call_id
+        for call in message.tool_calls:
+            for text in iterate_strings(_with_decoded_arguments(call)):
+                yield where, text
+    for text in iterate_strings(row.tools):
+        yield "tools", text
+
+
+def _with_texts(message: Message, change: Any) -> Message:
+    """Return a message with every text of it changed."""
+    calls = tuple(_with_decoded_arguments(call) for call in message.tool_calls)
+    return replace(
+        message,
+        content=change(message.content),
+        reasoning=_map_strings(message.reasoning, change),
+        name=_map_strings(message.name, change),
+        tool_call_id=_map_strings(message.tool_call_id, change),
+        tool_calls=_map_strings(calls, change),
+    )
+
+
+def _with_decoded_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are no JSON text, which may hide a token by escapes."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return dict(call)
+    arguments = decode_arguments(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _map_strings(value: Any, change: Any) -> Any:
+    """Return a JSON value with every text and key changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_strings(inner, change) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_map_strings(inner, change) for inner in value)
+    if isinstance(value, list):
+        return [_map_strings(inner, change) for inner in value]
+    return value

@@ -1,0 +1,100 @@
+"""`make export`: a run's weights as other programs take them, held to what was scored."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from sft_play.errors import ConfigError
+from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.inference.adapter_checks import refuse_other_adapter, what_vllm_does_not_serve
+from sft_play.inference.export_gguf import export_gguf
+from sft_play.inference.exported import (
+    Exported,
+    complete,
+    link_files,
+    refuse_faults,
+    reopened_model,
+    staging_of,
+    write_plain_model,
+)
+from sft_play.inference.merge import publish
+from sft_play.models import bnb
+from sft_play.models.load import weight_dtype
+from sft_play.models.older_readers import complete_tokenizer
+from sft_play.models.packed import dtype_name
+from sft_play.plan.precision import precision
+from sft_play.process import DTYPES
+from sft_play.runs.exports import ExportAsked
+from sft_play.runs.folder import RunFolder
+
+
+def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
+    """Export a run as `asked`; return the lines to print.
+
+    Raises: ConfigError, CheckpointError; EnvironmentFault where llama.cpp is not there.
+    """
+    target = asked.target(folder)
+    run = Exported.of(folder, device)
+    if asked.format == "adapter":
+        return export_adapter(run, target)
+    if asked.format == "gguf":
+        return export_gguf(run, target, asked)
+    return export_safetensors(run, target, asked.dtype)
+
+
+def export_safetensors(run: Exported, target: Path, dtype: str | None = None) -> list[str]:
+    """Write a folder that vLLM, SGLang, TGI and transformers load; return the lines to print."""
+    staging = staging_of(target)
+    try:
+        lines = write_plain_model(run, staging, dtype)
+        found = refuse_faults(run, staging, reopened_model(run, staging))
+        complete(run, staging, target, "safetensors", [found.line("exported")])
+        publish(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [*lines, found.line("exported"), f"exported {target} (vllm serve {target})"]
+
+
+def export_adapter(run: Exported, target: Path) -> list[str]:
+    """Write an adapter in PEFT's layout as vLLM serves it; return the lines to print.
+
+    Raises: ConfigError for a run without one, or for an adapter that vLLM does not serve.
+    """
+    if run.config.tuning.mode == "full":
+        raise ConfigError(
+            f"FORMAT=adapter: {run.folder.path} trained every weight; FORMAT=safetensors exports it"
+        )
+    refuse_other_adapter(run.weights, run.config)
+    problems = what_vllm_does_not_serve(run.weights)
+    if problems:
+        raise ConfigError(
+            f"FORMAT=adapter: vLLM serves no adapter with {', '.join(problems)}; "
+            "FORMAT=safetensors exports the merged model"
+        )
+    staging = staging_of(target)
+    try:
+        link_files(run.weights, staging)
+        complete_tokenizer(staging)
+        found = refuse_faults(
+            run, staging, reopen(stranger_of_adapter(run, staging), run.reference)
+        )
+        complete(run, staging, target, "adapter", [found.line("exported")])
+        publish(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [found.line("exported"), f"exported {target}"]
+
+
+def stranger_of_adapter(run: Exported, staging: Path) -> Folder:
+    """Return how an adapter is loaded to be scored: over its base, as training had that."""
+    config = run.config
+    compute_dtype = DTYPES[precision(config)]
+    return Folder(
+        staging,
+        dtype_name(weight_dtype(config, compute_dtype)),
+        {"": "cuda:0" if torch.cuda.is_available() else "cpu"},
+        bnb.plain_quantization(config, compute_dtype),
+        config.model.revision,
+        config.model.trust_remote_code,
+    )

@@ -1,0 +1,151 @@
+"""What the exports of all formats share: a run's weights as plain files, opened again and sealed.
+
+Each export is staged, and published whole or not at all.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from sft_play.config.schema import Config
+from sft_play.data.render import stop_ids
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.evaluation.reference import Reference
+from sft_play.evaluation.reopened import Reopened, reopen
+from sft_play.inference.evaluate import prepared_data
+from sft_play.inference.load import checked_weights, load_run
+from sft_play.inference.merge import merge_run, reference_of, stranger_of
+from sft_play.inference.parity import parity_rows
+from sft_play.models.export import read_stops, saved_stops
+from sft_play.models.older_readers import write_for_older_readers
+from sft_play.reporting.card_facts import CardFacts
+from sft_play.reporting.model_card import card_text
+from sft_play.runs import parity, seal, stamp
+from sft_play.runs.files import read_json, share, write_text
+from sft_play.runs.folder import RunFolder
+
+OF_A_RUN = (stamp.NAME, seal.NAME, "README.md")  # files of weights that an export has no use for
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A run that is being exported: its settings, its weights, and what they said."""
+
+    folder: RunFolder
+    config: Config
+    weights: Path  # adapter/ or model/
+    reference: Reference
+    device: str
+
+    @classmethod
+    def of(cls, folder: RunFolder, device: str) -> "Exported":
+        """Return a finished run. Raises: CheckpointError where its weights are not whole."""
+        config = folder.read_config()
+        weights = checked_weights(folder, config)
+        reference = Reference.read(folder.evaluation) or reference_of(folder, config)
+        return cls(folder, config, weights, reference, device)
+
+
+def staging_of(target: Path) -> Path:
+    """Return an empty place beside `target` that is renamed to it once it is complete."""
+    staging = target.with_name(f".{target.name}-staging")
+    shutil.rmtree(staging, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return staging
+
+
+def write_plain_model(run: Exported, staging: Path, dtype: str | None) -> list[str]:
+    """Write the whole model as plain files into `staging`; return what merging printed."""
+    source = run.weights
+    lines: list[str] = []
+    if run.config.tuning.mode != "full":
+        source = run.folder.path / "merged"
+        if not is_current_merge(source, run.weights, dtype):
+            lines = merge_run(run.folder, dtype)
+    elif dtype is not None:
+        raise ConfigError(
+            f"MODEL_DTYPE={dtype}: {run.weights} is exported in the type that was trained; "
+            "leave it out"
+        )
+    link_files(source, staging)
+    write_for_older_readers(staging, run.config.model.trust_remote_code)
+    return lines
+
+
+def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
+    """Return whether `merged` is undamaged, made of this adapter, and of the asked type."""
+    if not (merged / stamp.NAME).is_file() or seal.find_damage(merged) is not None:
+        return False
+    if read_json(merged / stamp.NAME) != {**read_json(adapter / stamp.NAME), "merged": True}:
+        return False
+    return dtype in (None, read_json(merged / "config.json").get("dtype"))
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Put a folder's files into another: tensors as hard links where the disk has them.
+
+    The others are copied, because an export changes them.
+    """
+    target.mkdir()
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        if not path.is_file() or str(name) in OF_A_RUN:
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            link(path, target / name)
+        else:
+            shutil.copyfile(path, target / name)
+
+
+def link(source: Path, target: Path) -> None:
+    """Link a file, or copy it where the disk cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def reopened_model(run: Exported, staging: Path) -> Reopened:
+    """Let plain transformers score a whole model."""
+    with tempfile.TemporaryDirectory() as offload_folder:
+        opened = stranger_of(staging, run.config, Path(offload_folder))
+        return reopen(opened, run.reference)
+
+
+def refuse_faults(run: Exported, staging: Path, found: Reopened) -> Reopened:
+    """Return what was found. Raises: CheckpointError where it is not the evaluated model."""
+    faults = found.faults()
+    if faults:
+        raise CheckpointError(
+            f"{run.folder.path}: the export is not the model that was evaluated: "
+            f"{'; '.join(faults)}; nothing was published"
+        )
+    return found
+
+
+def complete(
+    run: Exported, staging: Path, target: Path, kind: str, reopened: Sequence[str]
+) -> None:
+    """Write parity.jsonl and README.md, and seal the folder."""
+    trained = load_run(run.folder, run.device)
+    split = prepared_data(run.folder, run.config, trained.tokenizer).test
+    parity.write(parity_rows(trained, split), staging)
+    write_text(staging / "README.md", card_of(run, target, kind, reopened))
+    share(staging)
+    seal.seal(staging)
+
+
+def card_of(run: Exported, target: Path, kind: str, reopened: Sequence[str]) -> str:
+    """Return the text of README.md."""
+    tokenizer = AutoTokenizer.from_pretrained(run.weights)
+    ids = list(read_stops(run.weights)) or sorted(stop_ids(tokenizer))
+    report = run.folder.read_report()
+    facts = CardFacts.of(run.folder, run.config, report)
+    stops = saved_stops(ids, tokenizer)
+    return card_text(run.config, report, stops, target, facts, kind, reopened)

@@ -1,0 +1,115 @@
+"""Answer the prompts of a file, many at once, one process of several or alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sft_play.data.prompts import Prompt
+from sft_play.data.render import RenderError, render_prompt
+from sft_play.data.templates import template_messages
+from sft_play.errors import DataError
+from sft_play.evaluation.batches import batches_of, room_for
+from sft_play.evaluation.generate import Answer, Generator
+from sft_play.inference.chat import answer_limit
+from sft_play.inference.load import TrainedModel
+from sft_play.runs.answer_file import AnswerFile
+from sft_play.runs.place import Place
+
+WINDOW = 4096  # prompts that are tokenized and sorted by length together
+
+
+def answer_prompts(
+    trained: TrainedModel,
+    prompts: Sequence[Prompt],
+    file: AnswerFile,
+    place: Place,
+    seed: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Answer this process's share of what is not answered yet, into its part of the file.
+
+    `place` is this process among those that answer, and `advance` counts answers. `seed` is that of
+    sampling, to which a batch adds the number of its first prompt. A prompt that the model or its
+    template does not take is answered with the reason.
+    """
+    answered = file.answered()
+    every = range(place.number, len(prompts), place.of)
+    own = [number for number in every if number not in answered]
+    part = file.append_to_part(place.number)
+    for start in range(0, len(own), WINDOW):
+        window = own[start : start + WINDOW]
+        ids = {number: _ids_or_reason(trained, prompts[number]) for number in window}
+        refused = [number for number in window if isinstance(ids[number], str)]
+        part.write((number, _line(prompts[number], reason=ids[number])) for number in refused)
+        advance(len(refused))
+        tokenized = {number: ids[number] for number in window if number not in set(refused)}
+        for numbers, answers in _answer_window(trained, tokenized, seed):
+            found = zip(numbers, answers, strict=True)
+            part.write((number, _line(prompts[number], answer)) for number, answer in found)
+            advance(len(numbers))
+    part.close()
+
+
+def _ids_or_reason(trained: TrainedModel, prompt: Prompt) -> list[int] | str:
+    """Return the ids of a prompt, or why it cannot be answered."""
+    try:
+        in_text = trained.config.data.special_tokens_in_text
+        ids = render_prompt(prompt.messages, trained.tokenizer, prompt.tools, in_text)
+        answer_limit(trained, len(ids))
+    except (RenderError, DataError) as error:
+        return str(error)
+    return ids
+
+
+def _answer_window(
+    trained: TrainedModel, ids: dict[int, list[int]], seed: int
+) -> Iterator[tuple[list[int], list[Answer]]]:
+    """Yield numbers of prompts with their answers, batch by batch, the longest prompts first."""
+    numbers = list(ids)
+    lengths = [len(ids[number]) for number in numbers]
+    train = trained.config.train
+    room = room_for(trained.model, trained.process, train.generation_num_beams)
+
+    def rows_at(tokens: int) -> int:
+        return train.generation_batch_size or room.prompts(tokens, _limit(trained, tokens))
+
+    for batch in batches_of(lengths, rows_at):
+        own = [numbers[index] for index in batch]
+        generator = _generator(trained, max(lengths[index] for index in batch))
+        torch.manual_seed(seed + min(own))
+        prompts = [ids[number] for number in own]
+        for part, generated in generator.generate_or_halve(trained.model, prompts):
+            yield own[part], generator.decode(generated)
+
+
+def _generator(trained: TrainedModel, longest: int) -> Generator:
+    limit = _limit(trained, longest)
+    train = trained.config.train.model_copy(update={"generation_max_new_tokens": limit})
+    sampling = trained.sampling if train.generation_num_beams == 1 else None
+    stops = trained.stops
+    return Generator(
+        trained.tokenizer, train, trained.process, saved_stops=stops, sampling=sampling
+    )
+
+
+def _limit(trained: TrainedModel, prompt_tokens: int) -> int:
+    asked = trained.config.train.generation_max_new_tokens
+    return answer_limit(trained, prompt_tokens) if asked == "auto" else asked
+
+
+def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> dict[str, Any]:
+    """Return what a line of the answers says."""
+    values: dict[str, Any] = {"origin": prompt.origin}
+    if len(prompt.messages) == 1 and not prompt.tools:
+        values["prompt"] = prompt.question
+    else:
+        values["messages"] = template_messages(prompt.messages)
+    if prompt.expected is not None:
+        values["expected"] = prompt.expected
+    values["answer"] = answer.text if answer else None
+    if answer is None:
+        values["error"] = reason
+    else:
+        values["was_cut"] = answer.was_cut
+    return values

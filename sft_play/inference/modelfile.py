@@ -1,0 +1,149 @@
+"""Ollama's Modelfile of a gguf file: its template in Go's language, its stops, its context. Pure.
+
+A Jinja template cannot be translated in general. The texts around the contents of each role are
+read off the template's own output, and the result is compared with it, prompt by prompt.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.data.render import RenderError
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], str]  # messages to the text of a prompt
+ENDS_OF_MARKS = ">]|｜"
+SYSTEM, QUESTION, ANSWER, NEXT = "⟦system⟧", "⟦question⟧", "⟦answer⟧", "⟦next⟧"
+
+
+@dataclass(frozen=True)
+class TurnTexts:
+    """The texts that a chat template writes around the contents of messages."""
+
+    start: str  # where the first message is no system message
+    before_system: str | None  # None: the template takes no system message
+    after_system: str
+    before_user: str
+    before_assistant: str
+    after_assistant: str
+    end: str  # behind the last question, for the answer to follow
+
+    def render(self, messages: Messages) -> str:
+        """Return the prompt as the Go template writes it."""
+        text = "" if messages[0]["role"] == "system" else self.start
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "system":
+                text += f"{self.before_system}{content}{self.after_system}"
+            elif message["role"] == "user":
+                text += f"{self.before_user}{content}"
+            else:
+                text += f"{self.before_assistant}{content}{self.after_assistant}"
+        return text + self.end
+
+    def as_go(self) -> str:
+        """Return the template in Go's language; every text is a literal, so no space is lost."""
+        system = ""
+        if self.before_system is not None:
+            system = _case("system", self.before_system, self.after_system)
+        start = ""
+        if self.start:
+            no_system = '{{ if ne (index .Messages 0).Role "system" }}'
+            start = f"{no_system}{_literal(self.start)}{{{{ end }}}}"
+        user = _case("user", self.before_user, "")
+        assistant = _case("assistant", self.before_assistant, self.after_assistant)
+        turns = f"{{{{ range .Messages }}}}{system}{user}{assistant}{{{{ end }}}}"
+        return f"{start}{turns}{_literal(self.end)}"
+
+
+def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
+    """Return the texts of a template, None where it writes anything else around contents.
+
+    `bos` is what the program that runs the file adds by itself.
+    """
+    try:
+        one = render([_user(QUESTION)]).removeprefix(bos)
+        two = render([_user(QUESTION), _assistant(ANSWER), _user(NEXT)]).removeprefix(bos)
+        first, end = one.split(QUESTION)
+        rest, last_end = two.split(NEXT)
+        before, between = rest.split(QUESTION)
+        before_assistant, before_next = between.split(ANSWER)
+    except (RenderError, ValueError):
+        return None
+    if (before, last_end) != (first, end):
+        return None
+    systems = _around_system(render, bos)
+    before_user = _common_end(first, before_next)
+    if systems is not None:
+        before_user = _common_end(before_user, systems[1])
+    texts = TurnTexts(
+        start=first.removesuffix(before_user),
+        before_system=systems[0] if systems else None,
+        after_system=systems[1].removesuffix(before_user) if systems else "",
+        before_user=before_user,
+        before_assistant=before_assistant,
+        after_assistant=before_next.removesuffix(before_user),
+        end=end,
+    )
+    return texts if systems is None or _keeps_system_first(render, bos, texts) else None
+
+
+def modelfile_text(
+    file: str,
+    texts: TurnTexts,
+    stops: Sequence[str],
+    parameters: Mapping[str, float],
+    system: str | None,
+) -> str:
+    """Return the text of a Modelfile for a gguf file beside it; `parameters` are Ollama's."""
+    lines = [f"FROM ./{file}", f'TEMPLATE """{texts.as_go()}"""']
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
+    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _around_system(render: Render, bos: str) -> tuple[str, str] | None:
+    """Return the texts before a system message and between it and a question."""
+    try:
+        text = render([{"role": "system", "content": SYSTEM}, _user(QUESTION)]).removeprefix(bos)
+        before, rest = text.split(SYSTEM)
+        between, _ = rest.split(QUESTION)
+    except (RenderError, ValueError):
+        return None
+    return before, between
+
+
+def _common_end(first: str, second: str) -> str:
+    """Return the longest text that both end with, without the end of a mark that is cut in two."""
+    length = 0
+    while length < min(len(first), len(second)) and first[-length - 1] == second[-length - 1]:
+        length += 1
+    return first[len(first) - length :].lstrip(ENDS_OF_MARKS)
+
+
+def _keeps_system_first(render: Render, bos: str, texts: TurnTexts) -> bool:
+    """Return whether a system message stands first in a longer conversation, too."""
+    system = {"role": "system", "content": SYSTEM}
+    messages = [system, _user(QUESTION), _assistant(ANSWER), _user(NEXT)]
+    return render(messages).removeprefix(bos) == texts.render(messages)
+
+
+def _case(role: str, before: str, after: str) -> str:
+    inner = f"{_literal(before)}{{{{ .Content }}}}{_literal(after)}"
+    return f'{{{{ if eq .Role "{role}" }}}}{inner}{{{{ end }}}}'
+
+
+def _literal(text: str) -> str:
+    """Return an action that writes a text; JSON's strings are strings of Go, too."""
+    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}

@@ -1,0 +1,143 @@
+"""What a model card says of a run: scores, chosen settings, hardware, energy, the base's licence.
+
+Read from the run's folder and the base's. What was not measured or stated there is None, and not
+guessed.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_play.config.schema import Config
+from sft_play.reporting import answers
+from sft_play.reporting.bootstrap import Estimate
+from sft_play.reporting.row_losses import read_losses
+from sft_play.reporting.summary import loss_score, rouge_score, used_settings
+from sft_play.reporting.verdict import Score
+from sft_play.runs import metrics
+from sft_play.runs.asked import AskedRun
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.metrics import MetricsLine
+from sft_play.runs.report import RunReport
+
+LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
+# Names of run.json's metrics that have a place of their own, and the ends of intervals
+OWN_NAMES = ("eval_loss", "eval_loss_seconds", "rougeL", "answers", "cut_answers")
+OWN_NAMES += ("max_new_tokens", "generation_seconds")
+BOUNDS = ("_low", "_high")
+JOULES_A_KWH = 3.6e6
+OF_PLACES = ("data.cache_dir", "train.output_dir", "train.run_name")  # say nothing of the weights
+
+
+@dataclass(frozen=True)
+class ChosenSetting:
+    """A setting that somebody chose, as the run used it, and where that was written."""
+
+    name: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What the GPUs took while the run logged, by NVML."""
+
+    kwh: float
+    gpus: int
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a run's folder says for its model card."""
+
+    scores: list[Score]
+    chosen: list[ChosenSetting]
+    hardware: str | None
+    energy: Energy | None
+    licence: str | None
+
+    @classmethod
+    def of(cls, folder: RunFolder, config: Config, report: RunReport) -> "CardFacts":
+        """Return the facts of a run whose report may not be written yet."""
+        before, after = (answers.read_answers(folder, when) for when in ("before", "after"))
+        losses = [read_losses(folder, when) for when in ("before", "after")]
+        scores = [loss_score(report, *losses), rouge_score(report, before, after)]
+        scores += other_scores(report)
+        asked = AskedRun.read(folder)
+        return cls(
+            scores=[score for score in scores if score is not None],
+            chosen=chosen_settings(folder, asked) if asked else [],
+            hardware=hardware_of(report),
+            energy=energy_of(metrics.read(folder.metrics).lines),
+            licence=licence_of(Path(config.model.name)),
+        )
+
+
+def other_scores(report: RunReport) -> list[Score]:
+    """Return the scores of train.metrics, with the intervals that run.json has."""
+    before, after = ((report.metrics or {}).get(when, {}) for when in ("before", "after"))
+    names = [name for name in after if name not in OWN_NAMES and not name.endswith(BOUNDS)]
+    found = []
+    for name in names:
+        difference = None  # of the rows, which are not kept by metric
+        estimates = (_recorded(before, name), _recorded(after, name))
+        found.append(Score(name, *estimates, difference, higher_is_better=True))
+    return found
+
+
+def _recorded(metrics: Mapping[str, float], name: str) -> Estimate | None:
+    """Return a score of run.json with its interval, where it has one."""
+    if name not in metrics:
+        return None
+    low, high = (metrics.get(f"{name}{bound}") for bound in BOUNDS)
+    return Estimate(metrics[name], int(metrics.get("answers", 0)), low, high)
+
+
+def chosen_settings(folder: RunFolder, asked: AskedRun) -> list[ChosenSetting]:
+    """Return the settings that a user or a config chose."""
+    used = used_settings(folder)
+    return [
+        ChosenSetting(name, used.get(name, setting.value), setting.origin)
+        for name, setting in asked.settings.items()
+        if setting.is_chosen and name not in OF_PLACES
+    ]
+
+
+def hardware_of(report: RunReport) -> str | None:
+    """Return the devices of a run, such as `2 × NVIDIA H200`."""
+    if not report.memory_by_rank:
+        return None
+    names = [rank.name for rank in report.memory_by_rank]
+    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+
+
+def energy_of(lines: Sequence[MetricsLine]) -> Energy | None:
+    """Return the energy between a run's first and last line, None where NVML gave no watts."""
+    joules = 0.0
+    gpus = 0
+    last: float | None = None
+    for line in lines:
+        watts = [sample.watts for sample in line.gpus if sample.watts is not None]
+        if line.time is None:
+            continue
+        if watts and last is not None:
+            joules += sum(watts) * (line.time - last)
+            gpus = max(gpus, len(watts))
+        last = line.time
+    return Energy(joules / JOULES_A_KWH, gpus) if joules else None
+
+
+def licence_of(base: Path) -> str | None:
+    """Return what a base's folder says of its licence, None where it says nothing."""
+    readme = base / "README.md"
+    if readme.is_file():
+        _, _, rest = readme.read_text(encoding="utf-8", errors="replace").partition("---\n")
+        found = LICENCE_LINE.search(rest.partition("\n---")[0])
+        if found is not None:
+            return f"{found[1]} (README.md of the base)"
+    for name in LICENCE_FILES:
+        if (base / name).is_file():
+            return f"{name} in the base's folder"
+    return None

@@ -1,0 +1,123 @@
+"""The best checkpoint by train.metric_for_best_model: what is kept, when to end, what is saved."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from transformers import TrainerCallback
+from transformers.integrations import deepspeed_load_checkpoint
+
+from sft_play.config.metrics import is_higher_better
+from sft_play.config.schema import TrainSection
+from sft_play.errors import ConfigError
+from sft_play.models.sharding import trains_divided
+from sft_play.runs import seal
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+LogHistory = Sequence[Mapping[str, Any]]
+
+
+def metric_of(train: TrainSection) -> str:
+    """Return the name in the log of the score by which checkpoints are compared."""
+    return f"eval_{train.metric_for_best_model.removeprefix('eval_')}"
+
+
+def best_step(log_history: LogHistory, metric: str) -> int | None:
+    """Return the first step with the best score; None without an evaluation."""
+    scored = _scored(log_history, metric)
+    if not scored:
+        return None
+    sign = -1 if is_higher_better(metric) else 1
+    return min(scored, key=lambda step: sign * scored[step])
+
+
+def evaluations_since_best(log_history: LogHistory, metric: str) -> int:
+    """Return how many evaluations came after the one with the best score."""
+    best = best_step(log_history, metric)
+    return sum(best is not None and step > best for step in _scored(log_history, metric))
+
+
+def _scored(log_history: LogHistory, metric: str) -> dict[int, float]:
+    """Return the score of each step that was evaluated."""
+    return {
+        entry["step"]: entry[metric]
+        for entry in log_history
+        if metric in entry and math.isfinite(entry[metric])
+    }
+
+
+class EarlyStopping(TrainerCallback):
+    """Ends training after `patience` evaluations in a row without a better score."""
+
+    def __init__(self, metric: str, patience: int, is_main: bool = True):
+        self.metric = metric
+        self.patience = patience
+        self.is_main = is_main
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        since = evaluations_since_best(state.log_history, self.metric)
+        if since < self.patience:
+            return
+        control.should_training_stop = True
+        if self.is_main and state.global_step < state.max_steps:
+            logger.info(
+                "early stopping at step %d of %d: %s was best at step %s, and %d evaluations "
+                "were not better (train.early_stopping_patience=%d)",
+                *(state.global_step, state.max_steps, self.metric),
+                *(best_step(state.log_history, self.metric), since, self.patience),
+            )
+
+
+def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
+    """Refuse to take the best weights where FSDP divides those that train.
+
+    Raises: ConfigError.
+    """
+    if train.load_best_model_at_end and trains_divided(model):
+        raise ConfigError(
+            "train.load_best_model_at_end=true: FSDP divides the trained weights, which are read "
+            "at the start alone; set it to false: the best checkpoint is kept, too"
+        )
+
+
+def take_best(trainer: "SftTrainer", train: TrainSection) -> dict[str, Any] | None:
+    """Put the weights of the best checkpoint into the model, and return which one it is.
+
+    None where that is not asked for, or no checkpoint was scored. Every rank must call it.
+    """
+    metric = metric_of(train)
+    history = trainer.state.log_history
+    step = best_step(history, metric)
+    if not train.load_best_model_at_end or step is None:
+        return None
+    found = {"step": step, "metric": metric, "value": _scored(history, metric)[step]}
+    if step == trainer.state.global_step:
+        return found
+    checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+    if not trainer.process.min(int(seal.is_sealed(checkpoint))):
+        if trainer.process.is_main:
+            logger.warning(
+                "%s is not there: the weights of the last step are saved, not the best", checkpoint
+            )
+        return None
+    if trainer.is_deepspeed_enabled:
+        has_adapters = isinstance(trainer.model, PeftModel)
+        deepspeed_load_checkpoint(
+            trainer.model_wrapped, str(checkpoint), load_module_strict=not has_adapters
+        )
+    else:
+        trainer._load_from_checkpoint(str(checkpoint))
+    if trainer.process.is_main:
+        logger.info(
+            "best step=%d %s=%.4f: its weights are scored and saved, not those of step %d",
+            *(step, metric, found["value"], trainer.state.global_step),
+        )
+    return found

@@ -1,0 +1,204 @@
+"""Steps whose loss or gradient is NaN or infinite: they change no weight and no optimizer state.
+
+A loss that is not finite makes all gradients of its micro-batch NaN (`spread`). The sum over ranks
+makes those of every rank NaN, so the gradient norm tells all ranks in the step itself, without a
+collective or a wait for a micro-step. torch's fused optimizers are told on the device (found_inf),
+and write nothing; the host reads the norm one step later, when the GPU has long computed it. Other
+optimizers wait for the norm of each step, and get no gradients. DeepSpeed, and the loss scaler of
+fp16, leave such a step out themselves.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sft_play.errors import DivergedError
+from sft_play.models.sharding import trains_divided
+from sft_play.process import Process
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+NAMED_ROWS = 4  # of a step, in a message
+
+
+class StepFacts(NamedTuple):
+    """What is known of a step on this rank, perhaps still on its way from the GPU."""
+
+    step: int
+    values: torch.Tensor  # (1 + micro-batches,): the gradient norm, and each loss
+    arrival: torch.cuda.Event | None  # of the values in host memory
+    is_bad: bool | None  # None: the norm decides
+    was_applied: bool  # whether the optimizer may have written it all the same
+
+
+class BadStep(NamedTuple):
+    """What one rank says of a step that is not finite."""
+
+    found: str  # "loss=nan" or "grad_norm=inf"
+    rows: tuple[str, ...]  # of the first micro-batch whose loss is not finite
+
+
+class StepGuard:
+    """Finds the steps that are not finite, and stops the run or leaves them out.
+
+    `rows_of(step, micro_batch)` names the rows of a micro-batch of this rank.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        policy: str = "stop",
+        most_skipped: int = 0,
+        rows_of: Callable[[int, int], Sequence[str]] = lambda step, micro_batch: (),
+    ):
+        self.process = process
+        self.skips = policy == "skip"
+        self.most_skipped = most_skipped
+        self.rows_of = rows_of
+        self.skipped: list[int] = []  # the steps that were left out
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of the step that goes on
+        self._loss_before: torch.Tensor | None = None  # summed since the last log
+        self._facts: deque[StepFacts] = deque()
+
+    def begin(self, summed_loss: torch.Tensor) -> None:
+        """Begin a step, with the loss that is summed since the last log."""
+        self._losses.clear()
+        if self.skips:
+            self._loss_before = summed_loss.clone()
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch of this step."""
+        self._losses.append(loss.detach())
+
+    def judge(self, trainer: "SftTrainer", norm: torch.Tensor | float) -> None:
+        """Keep the optimizer from a step that is not finite. Call it right before its step."""
+        device = trainer.args.device
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=device).reshape(())
+        values = torch.stack([norm, *(loss.float().to(device) for loss in self._losses)])
+        is_finite = torch.isfinite(norm)
+        is_bad: bool | None = None
+        was_applied = False
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if trainer.args.fp16:
+            # a norm that overflows is the loss scaler's; it waits for each step, too
+            is_bad = bool(self.process.max(int(not torch.isfinite(values[1:]).all())))
+            is_finite = torch.tensor(not is_bad, device=device)
+        elif trainer.is_deepspeed_enabled:
+            was_applied = trainer.model_wrapped.was_step_applied()
+            if not was_applied:
+                trainer.lr_scheduler.step()  # as elsewhere: a step left out is one of the schedule
+        elif is_told_on_device(optimizer, trainer.model):
+            optimizer.found_inf = 1.0 - is_finite.float()
+        elif not is_finite:
+            optimizer.zero_grad(set_to_none=True)  # it leaves out what has no gradient
+        if self.skips:
+            summed = trainer._tr_loss
+            summed.copy_(torch.where(is_finite, summed, self._loss_before.to(summed.device)))
+        self._note(trainer.state.global_step + 1, values, is_bad, was_applied)
+
+    def _note(
+        self, step: int, values: torch.Tensor, is_bad: bool | None, was_applied: bool
+    ) -> None:
+        arrival = None
+        if values.device.type == "cuda":
+            values = values.to("cpu", non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record()
+        self._facts.append(StepFacts(step, values, arrival, is_bad, was_applied))
+
+    def end_step(self, learning_rate: float) -> None:
+        """Look at the steps whose values are there: on a GPU all but the last. See `settle`."""
+        is_on_its_way = bool(self._facts) and self._facts[-1].arrival is not None
+        self.settle(learning_rate, keep=int(is_on_its_way))
+
+    def settle(self, learning_rate: float, keep: int = 0) -> None:
+        """Look at the steps so far, but for the last `keep`. Every rank must call it.
+
+        Raises: DivergedError, on every rank, for a step that is not finite and not left out.
+        """
+        while len(self._facts) > keep:
+            facts = self._facts.popleft()
+            if facts.arrival is not None:
+                facts.arrival.synchronize()
+            is_bad = facts.is_bad
+            if is_bad is None:
+                is_bad = not math.isfinite(facts.values[0])
+            if is_bad:
+                self._handle(facts, learning_rate)
+
+    def _handle(self, facts: StepFacts, learning_rate: float) -> None:
+        bad = first_cause(self.process.gather(self._describe(facts)))
+        where = f"{bad.found} at step {facts.step}"
+        remedy = f"try TRAIN_LEARNING_RATE={learning_rate / 10:g}"
+        if not self.skips:
+            raise DivergedError(
+                f"{where}: the run has diverged; {remedy}, TRAIN_ON_NONFINITE=skip to leave such "
+                f"a step out, or TRAIN_RESUME_FROM an earlier checkpoint{_named(bad.rows)}"
+            )
+        if facts.was_applied:
+            raise DivergedError(
+                f"{where}: DeepSpeed has trained it all the same; leave bf16.check_grad_overflow "
+                "out of DEEPSPEED_CONFIG"
+            )
+        self.skipped.append(facts.step)
+        if len(self.skipped) > self.most_skipped:
+            raise DivergedError(
+                f"{where}: {len(self.skipped)} steps were not finite, and "
+                f"train.max_skipped_steps={self.most_skipped}: the run has diverged; {remedy}, "
+                f"or TRAIN_RESUME_FROM an earlier checkpoint{_named(bad.rows)}"
+            )
+        if self.process.is_main:
+            rows = _named(bad.rows)
+            logger.warning("%s: it is left out, and no weight has changed%s", where, rows)
+
+    def _describe(self, facts: StepFacts) -> BadStep:
+        norm, *losses = facts.values.tolist()
+        bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        if not bad:
+            return BadStep(f"grad_norm={norm}", ())
+        rows = self.rows_of(facts.step, bad[0])
+        return BadStep(f"loss={losses[bad[0]]}", tuple(rows))
+
+    def correct_log(self, logs: dict[str, float], step: int, steps: int) -> None:
+        """Make the logged loss that of the steps that were trained, of `steps` up to `step`."""
+        left_out = sum(number > step - steps for number in self.skipped)
+        if not left_out:
+            return
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        if left_out == steps:
+            del logs["loss"]
+        else:
+            logs["loss"] *= steps / (steps - left_out)
+
+
+def spread(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradients are NaN where it is NaN or infinite, else the loss itself.
+
+    An infinite loss may have finite gradients: of a target whose logit is -inf.
+    """
+    return loss * (1.0 + 0.0 * loss.detach())  # times 1, or NaN
+
+
+def is_told_on_device(optimizer: Any, model: torch.nn.Module) -> bool:
+    """Return whether an optimizer takes found_inf: torch's fused ones, for plain tensors."""
+    return bool(optimizer.defaults.get("fused")) and not trains_divided(model)
+
+
+def first_cause(ranks: Sequence[BadStep]) -> BadStep:
+    """Return what the first rank with a loss that is not finite says; the norm where none has."""
+    return next((rank for rank in ranks if rank.found.startswith("loss")), ranks[0])
+
+
+def _named(rows: Sequence[str]) -> str:
+    if not rows:
+        return ""
+    more = f" and {len(rows) - NAMED_ROWS} more" if len(rows) > NAMED_ROWS else ""
+    return f"; its rows: {', '.join(rows[:NAMED_ROWS])}{more}"

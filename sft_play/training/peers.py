@@ -1,0 +1,68 @@
+"""The other ranks of a launch on this machine: which of them are gone. Loads no torch."""
+
+import os
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from sft_play import stops
+from sft_play.errors import ExitClass
+
+ORPHAN_SECONDS = 120  # to save a last checkpoint, once the launcher is gone
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # which accelerate starts, too
+
+
+def rank() -> int:
+    """Return the global rank of this process, 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
+def end_with_launcher() -> None:
+    """Start a thread that ends this rank when its launcher is killed: it would keep its GPU.
+
+    First a signal, for a last checkpoint. A rank that waits for another one in C++ does not handle
+    it, so after ORPHAN_SECONDS the process exits.
+    """
+
+    def end() -> None:
+        os.kill(os.getpid(), stops.PARENT_GONE)
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(ExitClass.PEER_LOST)
+
+    stops.watch_parent(end)
+
+
+def missing_ranks() -> list[int]:
+    """Return the ranks of this machine that torchrun started and whose process has ended.
+
+    torchrun answers the end of a rank with SIGTERM to the others, which a user sends, too.
+    """
+    if OF_TORCHRUN not in os.environ:
+        return []
+    first = rank() - int(os.environ["LOCAL_RANK"])
+    expected = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    try:
+        alive = {_rank_of(process) for process in psutil.Process(os.getppid()).children()}
+    except psutil.Error:
+        return []  # the launcher is gone, which ends all ranks
+    return [number for number in expected if number not in alive]
+
+
+def gone_words(ranks: Sequence[int]) -> str:
+    """Return the cause of a run whose ranks are gone, and what to do."""
+    names = ", ".join(map(str, ranks))
+    return (
+        f"rank {names} ended without a word: it was killed, or crashed; the end of "
+        f"logs/rank-{ranks[0]}.log has its last lines, and dmesg names what was killed for memory"
+    )
+
+
+def _rank_of(process: psutil.Process) -> int | None:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        place = process.environ()
+    except psutil.Error:
+        return None
+    return int(place["RANK"]) if OF_TORCHRUN in place and "RANK" in place else None

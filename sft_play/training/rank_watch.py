@@ -1,0 +1,205 @@
+"""The watch of each rank over the others, and over itself: who is gone, and what hangs.
+
+Collectives alone do not tell. A rank that waits for a stopped one waits until the timeout of its
+process group, and under DeepSpeed for ever.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from torch import distributed
+from transformers import TrainerCallback
+
+from sft_play.process import Process
+from sft_play.training import peers
+
+logger = logging.getLogger(__name__)
+
+KEY = "sft_play/watch"
+TICK_SECONDS = 1.0
+GONE_SECONDS = 4.0  # in which a rank that failed is heard of by the failure broadcast
+SLOW_STEPS = 20.0  # times the slowest step so far is no step any more
+SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes where each of its threads is
+
+
+class Peer(NamedTuple):
+    """Where another rank is."""
+
+    rank: int
+    pid: int
+    host: str
+    created: float  # of the process, in seconds since the epoch
+
+    @classmethod
+    def this_process(cls, rank: int) -> "Peer":
+        process = psutil.Process()
+        return cls(rank, process.pid, socket.gethostname(), process.create_time())
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def is_gone(self) -> bool:
+        """Return whether its process has ended; False on another machine."""
+        if not self.is_here:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.created) < 1
+            return not is_same or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+class RankWatch(TrainerCallback):
+    """Calls `give_up(cause)` in a thread when another rank is gone or gives no sign of life.
+
+    One thread counts up a key of this rank in the process group's store and reads those of the
+    others; another one judges, so that a store that does not answer is noticed, too. Seconds are
+    counted in ticks of this thread: a machine that sleeps, or a job that is suspended as a whole,
+    is silent for nobody. A rank that lives and does not get on, is found by itself: within a step,
+    since the first one compiles, and evaluations and saves may take as long as they do.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        logs: Path,
+        hang_seconds: float | None,
+        give_up: Callable[[str], None],
+    ) -> None:
+        """Start watching. Every rank must call it, after the process group was joined."""
+        self.hang_seconds = hang_seconds
+        self.give_up = give_up
+        self.rank = process.rank
+        own = Peer.this_process(process.rank)
+        self.peers = [peer for peer in map(Peer._make, process.gather(own)) if peer != own]
+        self._silent = dict.fromkeys((peer.rank for peer in self.peers), 0.0)
+        self._gone = dict(self._silent)
+        self._is_in_step = False
+        self._in_step = 0.0  # seconds since its last micro-batch
+        self._slowest_step = 0.0
+        self._step_began: float | None = None
+        self._closed = threading.Event()
+        self._stacks = stacks_file(logs, process.rank)
+        store = distributed.distributed_c10d._get_default_store().clone()
+        store.set(f"{KEY}/{self.rank}", "0")
+        process.gather(None)  # every rank has a sign of life
+        for task, argument in ((self._talk, (store,)), (self._judge, ())):
+            threading.Thread(target=task, args=argument, name="rank watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching: the run has ended well."""
+        self._closed.set()
+
+    def find_gone(self) -> list[int]:
+        """Return the ranks of this machine that are gone, after a collective missed one."""
+        deadline = time.monotonic() + GONE_SECONDS / 2
+        gone: list[int] = []
+        while not gone and time.monotonic() < deadline:
+            gone = [peer.rank for peer in self.peers if peer.is_gone()]
+            time.sleep(0.1)
+        return gone
+
+    def _talk(self, store: distributed.Store) -> None:
+        """Give signs of life, and note those of the others."""
+        keys = [f"{KEY}/{peer.rank}" for peer in self.peers]
+        before: list[bytes | None] = [None] * len(keys)
+        count = 0
+        try:
+            while not self._closed.wait(TICK_SECONDS):
+                count += 1
+                store.set(f"{KEY}/{self.rank}", str(count))
+                now = store.multi_get(keys)
+                for peer, last, sign in zip(self.peers, before, now, strict=True):
+                    if sign != last:
+                        self._silent[peer.rank] = 0.0
+                before = now
+        except distributed.DistError as error:
+            # who kept the store is gone: a launcher, which ends this rank, or a rank, which is seen
+            if not self._closed.is_set():
+                logger.warning("signs of life of other ranks are not heard any more: %s", error)
+            self.hang_seconds = None
+
+    def _judge(self) -> None:
+        """Give up once another rank is gone or silent, or this one hangs."""
+        while not self._closed.wait(TICK_SECONDS):
+            for peer in self.peers:
+                self._silent[peer.rank] += TICK_SECONDS
+                self._gone[peer.rank] += TICK_SECONDS if peer.is_gone() else 0.0
+            self._in_step += TICK_SECONDS
+            cause = self._cause()
+            if cause is not None and not self._closed.is_set():
+                self.give_up(cause)
+
+    def _cause(self) -> str | None:
+        gone = [rank for rank, seconds in self._gone.items() if seconds >= GONE_SECONDS]
+        if gone:
+            return peers.gone_words(gone)
+        if self.hang_seconds is None:
+            return None
+        silent = [peer for peer in self.peers if self._silent[peer.rank] > self.hang_seconds]
+        if silent:
+            self._show_stacks()
+            return self._silent_words(silent)
+        limit = max(self.hang_seconds, SLOW_STEPS * self._slowest_step)
+        if self._is_in_step and self._in_step > limit:
+            self._show_stacks()
+            return (
+                f"rank {self.rank} has finished no micro-batch for {limit:.0f} s "
+                f"(train.hang_timeout={self.hang_seconds:.0f}), and no rank is gone: one of them "
+                "hangs; logs/rank-*.stacks say where each one is; resume, or wait longer with "
+                "TRAIN_HANG_TIMEOUT"
+            )
+        return None
+
+    def _silent_words(self, silent: list[Peer]) -> str:
+        names = ", ".join(
+            f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in silent
+        )
+        return (
+            f"{names} gave no sign of life for {self.hang_seconds:.0f} s (train.hang_timeout): "
+            "stopped, or cut off; logs/rank-*.stacks say where each one is; resume, or wait longer "
+            "with TRAIN_HANG_TIMEOUT"
+        )
+
+    def _show_stacks(self) -> None:
+        """Write where each rank of this machine is; one that is stopped has to go on for that."""
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        for peer in self.peers:
+            if peer.is_here and not peer.is_gone():
+                os.kill(peer.pid, SHOW_STACKS)
+                os.kill(peer.pid, signal.SIGCONT)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._in_step = 0.0
+        self._is_in_step = self._step_began is not None  # not in the first one, which compiles
+        self._step_began = time.monotonic()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._in_step = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_in_step:
+            seconds = time.monotonic() - self._step_began
+            self._slowest_step = max(self._slowest_step, seconds)
+        self._is_in_step = control.should_log  # which waits for what the GPU has left to do
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_in_step = False
+
+
+def stacks_file(logs: Path, rank: int) -> Any:
+    """Return logs/rank-K.stacks, to which this process writes where it is on SHOW_STACKS."""
+    file = (logs / f"rank-{rank}.stacks").open("w", encoding="utf-8")
+    faulthandler.register(SHOW_STACKS, file, all_threads=True)
+    return file

@@ -1,0 +1,159 @@
+"""A rank that is told to stop: when it obeys, what it keeps, and what happens where it cannot."""
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+from transformers import TrainerCallback
+
+from sft_play.evaluation.evaluator import Evaluator
+from sft_play.process import Process
+from sft_play.stops import BY_USER, REPEAT_SECONDS, STOPPING, StopSignals
+from sft_play.training import peers
+from sft_play.training.recorder import RunRecorder
+
+logger = logging.getLogger(__name__)
+
+# A main thread that has not handled a signal after this time is stuck in a collective.
+STUCK_SECONDS = 20.0
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends the run on a stop signal after the current step, with a checkpoint.
+
+    Before the first step has computed its gradients there is nothing to save, so a signal raises
+    KeyboardInterrupt. Later the ranks agree at the end of each step, batch of an evaluation and
+    save: a signal that reaches one rank alone would leave the others in a collective. A second
+    signal of the user leaves at once. All of it holds inside this object's context.
+    """
+
+    def __init__(self, process: Process, signals: StopSignals, recorder: RunRecorder):
+        self.process = process
+        self.signals = signals
+        self.recorder = recorder
+        self.has_begun = False
+        self.is_ending = False  # the trained weights are saved
+        self.stopped = False
+        signals.on_first = self._obey
+        signals.at_once = self._leave
+
+    def __enter__(self) -> Self:
+        self._read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        # the pipe gets the number of each signal at once, even if the main thread is stuck
+        self._fd_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self._write_end = write_end
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        self._closed.set()
+        os.write(self._write_end, b"\0")  # wakes the thread
+
+    def follow(self, *evaluators: Evaluator) -> None:
+        """Let evaluations end early on a signal."""
+        for evaluator in evaluators:
+            evaluator.is_stopping = lambda: self.signals.requested
+
+    def _obey(self, number: signal.Signals) -> None:
+        """Stop now where nothing is lost by it, else say when."""
+        if not self.has_begun or peers.missing_ranks():
+            self.recorder.interrupt()
+        when = "stopping at the end of this step with a checkpoint"
+        if self.is_ending:
+            when = "the trained weights are being saved, and the run ends by itself"
+        logger.warning(
+            "%s: %s; once more after %.0f seconds leaves at once", number.name, when, REPEAT_SECONDS
+        )
+
+    def _leave(self) -> NoReturn:
+        self.recorder.leave()
+
+    def _watch(self) -> None:
+        """Act on signals that the main thread does not handle: it waits in C++ for another rank."""
+        first_at = None
+        while not self._closed.is_set():
+            ready, _, _ = select.select([self._read_end], [], [], 1.0)
+            number = os.read(self._read_end, 1)[0] if ready else None
+            now = time.monotonic()
+            if number in STOPPING and first_at is None:
+                first_at = now
+            elif number in BY_USER and now - first_at > REPEAT_SECONDS:
+                time.sleep(1)  # for the main thread to do it
+                self._leave()
+            if first_at is not None and not self.signals.requested:
+                self._give_up_if_stuck(now - first_at)
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def _give_up_if_stuck(self, seconds: float) -> None:
+        gone = peers.missing_ranks() if seconds > 1 else []
+        if gone:
+            self.recorder.abandon(peers.gone_words(gone))
+        elif seconds > STUCK_SECONDS:
+            self.recorder.abandon()
+
+    def _agreed(self) -> bool:
+        """Return whether any rank got a signal. Every rank must call it."""
+        self.stopped = self.process.max(int(self.signals.requested)) > 0
+        return self.stopped
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.has_begun = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._agreed():
+            control.should_training_stop = True
+            control.should_save = True
+            control.should_log = True
+            control.should_evaluate = False  # the user waits
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._agreed():
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._agreed():
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Trainer also ends the epoch that was cut short, and would evaluate and save once more
+        if self.stopped:
+            control.should_save = False
+            control.should_evaluate = False
+
+
+class StopAfter(TrainerCallback):
+    """Ends the run with a checkpoint after the step that `stop_step` returns of all its steps."""
+
+    def __init__(self, stop_step: Callable[[int], int]):
+        self.stop_step = stop_step
+        self.stopped = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop_step(state.max_steps) <= state.global_step < state.max_steps:
+            self.stopped = True
+            control.should_training_stop = True
+            control.should_save = True
+            control.should_log = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # as for a signal: Trainer also ends the epoch that was cut short
+        if self.stopped:
+            control.should_save = False
+            control.should_evaluate = False
+
+
+def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
+    """Return why the run stopped before its last step; None where it did not."""
+    if stop.stopped:
+        return "on request"
+    return "by train.stop_after" if stop_after.stopped else None

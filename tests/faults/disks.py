@@ -1,0 +1,269 @@
+"""Faults of disks: full ones, read-only ones, folders that are gone. They need root, for mounts."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from faults.bench import EVERY_STEP, Bench, Fault, Guard, Outcome
+from faults.files import nothing
+from sft_play import cli
+from sft_play.errors import ExitClass
+from sft_play.plan import launch
+from sft_play.training.classify import Failure
+from sft_play.training.trainer import SftTrainer
+
+
+@contextlib.contextmanager
+def disk(folder: Path, mebibytes: int, options: str = "") -> Iterator[Path]:
+    """Mount a small disk at a new folder."""
+    folder.mkdir()
+    size = f"size={mebibytes}m{options}"
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"a disk cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def make_read_only(folder: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+
+
+def fill(folder: Path, free: int) -> None:
+    """Leave a disk no more than some bytes that are free."""
+    usage = shutil.disk_usage(folder)
+    size = f"remount,size={(usage.used + free) >> 10}k"
+    subprocess.run(["mount", "-o", size, str(folder)], check=True)
+
+
+def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
+    """Return an injection: the disk is full, but for some bytes, when step 3 is saved."""
+
+    def inject(bench: Bench) -> Outcome:
+        save = SftTrainer._save_checkpoint
+        with disk(bench.folder / "small", 1200) as small:
+
+            def filled(self: SftTrainer, *args: object) -> None:
+                if self.state.global_step == 3:
+                    bench.inject_now()
+                    fill(small, free)
+                save(self, *args)
+
+            with patch.object(SftTrainer, "_save_checkpoint", filled):
+                return bench.run({"train.output_dir": small, "train.max_steps": 5})
+
+    return inject
+
+
+def full_of_rows(bench: Bench) -> Outcome:
+    """The disk of the cache is full when rows are tokenised."""
+    with disk(bench.folder / "small", 1) as small:
+        fill(small, 8 << 10)
+        return called(bench, {"data.cache_dir": small})
+
+
+def command_line(bench: Bench, words: list[str], environ: dict[str, str]) -> Outcome:
+    """Call the command line in a fork of this process, without the guard where that is away.
+
+    Nothing is launched: a call that gets as far as that ends with 0.
+    """
+    bench.inject_now()
+    errors = bench.folder / "stderr"
+    child = os.fork()
+    if child == 0:
+        for number, path in enumerate((Path(os.devnull), errors), start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
+        os.environ |= {**environ, "TOKENIZERS_PARALLELISM": "false"}
+        sys.argv = ["sft_play", *words]
+        launch.execute = lambda *_: os._exit(0)
+        code = None
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            if code is None:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1 if code is None else code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Outcome(code, errors.read_text().partition("\nexit class")[0])
+
+
+def called(bench: Bench, changes: dict[str, object]) -> Outcome:
+    """Return what `train` says on the command line, up to its launch."""
+    settings = {**bench.settings, **EVERY_STEP, "train.output_dir": bench.folder / "out", **changes}
+    words = [word for name, value in settings.items() for word in ("--set", plain(name, value))]
+    environ = {"DEVICE": "cpu", "RUN": "run", "CONFIG": "tests/fixtures/empty.yaml"}
+    return command_line(bench, ["train", *words], environ)
+
+
+def plain(name: str, value: object) -> str:
+    return f"{name}={'null' if value is None else value}"
+
+
+def read_only(setting: str) -> Callable[[Bench], Outcome]:
+    """Return an injection: a folder that the run is to write lies on a read-only disk."""
+
+    def inject(bench: Bench) -> Outcome:
+        with disk(bench.folder / "still", 1) as still:
+            make_read_only(still)
+            return called(bench, {setting: still / "x"})
+
+    return inject
+
+
+def removed(which: Callable[[Bench], Path], step: int = 2) -> Callable[[Bench], Outcome]:
+    """Return an injection: a folder is removed while the run is at a step."""
+
+    def inject(bench: Bench) -> Outcome:
+        compute = SftTrainer.compute_loss
+
+        def gone(self: SftTrainer, *args: object, **kwargs: object) -> object:
+            if self.state.global_step == step:
+                bench.inject_now()
+                shutil.rmtree(which(bench), ignore_errors=True)
+            return compute(self, *args, **kwargs)
+
+        with patch.object(SftTrainer, "compute_loss", gone):
+            return bench.run({"train.max_steps": 5})
+
+    return inject
+
+
+def removed_before(setting: str) -> Callable[[Bench], Outcome]:
+    """Return an injection: what a setting names is removed between the plan and the worker."""
+
+    def inject(bench: Bench) -> Outcome:
+        path = bench.folder / "mine"
+        if setting == "data.cache_dir":
+            path.mkdir()
+        elif setting == "model.name":
+            shutil.copytree(bench.settings[setting], path)
+        else:
+            shutil.copy(bench.settings[setting], path := path.with_suffix(".jsonl"))
+        bench.before_work = lambda: shutil.rmtree(path) if path.is_dir() else os.unlink(path)
+        return bench.run({setting: path, "train.max_steps": 2})
+
+    return inject
+
+
+def little_room(bench: Bench) -> Outcome:
+    """The disk of the run is too small for what it is to write: said before the first step."""
+    with disk(bench.folder / "small", 2) as small:
+        return called(bench, {"train.output_dir": small})
+
+
+def unclassified(error: BaseException) -> Failure:
+    return Failure(ExitClass.UNEXPECTED, repr(error))
+
+
+CLASSES = Guard("sft_play.training.classify:classify", unclassified)
+ROWS = (
+    Fault(
+        "full-disk",
+        "the disk (a tmpfs) fills while a checkpoint is saved",
+        full_in_a_save(free=200 << 10),
+        ExitClass.DISK_FULL,
+        ("free some space, then resume",),
+        CLASSES,
+        loses=1,
+    ),
+    Fault(
+        "full-disk-to-the-last-byte",
+        "the same, and not even run.json has room",
+        full_in_a_save(free=0),
+        ExitClass.DISK_FULL,
+        ("free some space, then resume",),
+        CLASSES,
+        loses=1,
+    ),
+    Fault(
+        "full-cache",
+        "the disk of the cache is full when rows are tokenised",
+        full_of_rows,
+        ExitClass.DISK_FULL,
+        ("No space left on device", "free some space"),
+        Guard("sft_play.errors:of_os_error", nothing),
+    ),
+    Fault(
+        "read-only-output",
+        "train.output_dir lies on a read-only disk",
+        read_only("train.output_dir"),
+        ExitClass.ENVIRONMENT,
+        ("Read-only file system", "TRAIN_OUTPUT_DIR"),
+        Guard("sft_play.commands.train:EnvironmentFault", RuntimeError),
+    ),
+    Fault(
+        "read-only-cache",
+        "data.cache_dir lies on a read-only disk",
+        read_only("data.cache_dir"),
+        ExitClass.ENVIRONMENT,
+        ("Read-only file system", "DATA_CACHE_DIR"),
+        Guard("sft_play.data.cache:EnvironmentFault", RuntimeError),
+    ),
+    Fault(
+        "little-room",
+        "the disk is too small for the weights and checkpoints of the run",
+        little_room,
+        ExitClass.ENVIRONMENT,
+        ("GiB are free on its disk, a run needs 1", "set TRAIN_OUTPUT_DIR to another disk"),
+        Guard("sft_play.commands.train:FREE_BYTES_FOR_A_RUN", 0),
+    ),
+    Fault(
+        "run-removed",
+        "the run's folder is removed while it trains",
+        removed(lambda bench: bench.last.path),
+        ExitClass.ENVIRONMENT,
+        ("its folder was removed meanwhile", "start the run anew"),
+        CLASSES,
+    ),
+    Fault(
+        "checkpoints-removed",
+        "the folder of checkpoints is removed while it trains",
+        removed(lambda bench: bench.last.checkpoints),
+        ExitClass.DONE,
+        (),
+        Guard("pathlib:Path.mkdir", nothing),
+        loses=0,
+    ),
+    Fault(
+        "base-removed",
+        "the base model is removed before the ranks load it",
+        removed_before("model.name"),
+        ExitClass.ENVIRONMENT,
+        ("model.name=",),
+        CLASSES,
+    ),
+    Fault(
+        "cache-removed",
+        "the tokenised rows are removed before the ranks read them",
+        removed_before("data.cache_dir"),
+        ExitClass.DATA,
+        ("start the run anew, which makes them again",),
+        CLASSES,
+    ),
+    Fault(
+        "rows-removed",
+        "the file of rows is removed after it was tokenised",
+        removed_before("data.train_path"),
+        ExitClass.DONE,
+        (),
+        Guard("sft_play.training.worker:DataFacts.from_json", nothing),
+        loses=0,
+    ),
+)

@@ -1,0 +1,94 @@
+"""docs/reliability.md: the matrix and the counts as they were seen, from what `make test-faults` noted.
+
+What a run has seen is kept in outputs/faults.json, by row, so that some rows can be run again.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from faults.bench import Fault
+from faults.table import FAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+MARK = "<!-- From here on written by `make test-faults` from what it saw. -->\n"
+SEEN = ROOT / "outputs" / "faults.json"
+VARIABLE = "SFT_PLAY_NOTE_FAULTS"  # set by `make test-faults`
+
+
+def note(table: str, name: str, **facts: Any) -> None:
+    """Note what was seen of a row, where `make test-faults` runs."""
+    if VARIABLE not in os.environ:
+        return
+    seen = read()
+    row = seen.setdefault(table, {}).setdefault(name, {})
+    row.update(facts, date=time.strftime("%Y-%m-%d"))
+    SEEN.parent.mkdir(exist_ok=True)
+    SEEN.write_text(json.dumps(seen, indent=2, sort_keys=True) + "\n")
+
+
+def read() -> dict[str, Any]:
+    """Return what was noted."""
+    return json.loads(SEEN.read_text()) if SEEN.exists() else {}
+
+
+def write() -> None:
+    """Write the lower part of the page anew."""
+    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    PAGE.write_text(f"{head.rstrip()}\n\n{MARK}\n{markdown(read())}", encoding="utf-8")
+
+
+def markdown(seen: dict[str, Any]) -> str:
+    """Return both tables."""
+    return f"{counts(seen.get('counts', {}))}\n{matrix(seen.get('rows', {}))}"
+
+
+def counts(seen: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the counts."""
+    lines = [
+        "## Counts\n",
+        "On two shared CPU cores, with the tiny model. Where fewer than the target were seen, fewer "
+        "were run: `ROWS=` takes the names of rows, and `COUNT=` the most of each count.\n",
+        "| row | what is counted | target | seen | on |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, row in sorted(seen.items()):
+        lines.append(
+            f"| {name} | {row['counted']} | {row['target']} | {row['seen']} | {row['date']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def matrix(seen: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the faults."""
+    kept = sum(seen.get(row.name, {}).get("kept", False) for row in FAULTS)
+    broken = sum(bool(seen.get(row.name, {}).get("without")) for row in FAULTS)
+    lines = [
+        "## The fault matrix\n",
+        f"{len(FAULTS)} faults, each injected for real; {kept} kept their contract, and {broken} "
+        "broke it once what guards them was taken away. The contract of each: the exit class, the "
+        "words, the steps that are lost at most, no process left behind, and the time.\n",
+        "| fault | what follows | seen | without its guard |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [line(row, seen.get(row.name, {})) for row in FAULTS]
+    return "\n".join(lines) + "\n"
+
+
+def line(row: Fault, seen: dict[str, Any]) -> str:
+    """Return the line of a fault."""
+    follows = f"class {row.exit_class:d}" if row.exit_class else "it goes on"
+    words = "; ".join(f"“{part.strip(' ;')}”" for part in row.says)
+    lost = "" if row.loses is None else f"; {row.loses} steps lost at most"
+    found = "not run"
+    if "kept" in seen:
+        kept = "kept" if seen["kept"] else "BROKEN: " + "; ".join(seen["problems"])
+        found = f"{kept}, {seen['seconds']:.1f} s, {seen['date']}"
+    guard = row.guard.path.replace("sft_play.", "").replace(":", ".")
+    without = ", ".join(seen.get("without", ["not run"]))[:90].partition("\n")[0]
+    cells = (f"{row.injected} (`{row.name}`)", f"{follows}: {words}{lost}" if words else follows)
+    cells += (found, f"`{guard}`: {without}")
+    return f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |"

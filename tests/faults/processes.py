@@ -1,0 +1,365 @@
+"""Faults of processes: signals, kills, ranks that fail, are gone, or differ."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_processes import start_rank, wait_for, work
+from transformers import Trainer
+
+from faults.bench import LONG, QUIET, Bench, Fault, Guard, Outcome, newest, prepared
+from faults.files import SEALED, nothing
+from faults.numbers import poison
+from sft_play.errors import DataError, ExitClass
+from sft_play.monitor.runs import run_table
+from sft_play.plan.launch import free_port
+from sft_play.runs import checkpoints
+from sft_play.runs.folder import RunFolder
+from sft_play.stops import REPEAT_SECONDS
+from sft_play.training.trainer import SftTrainer
+
+TOO_MUCH = 2**50  # bytes, which no host has
+MANY = {**LONG, "train.max_steps": 80}
+TWO = {**MANY, "train.packing": False}
+
+
+# What a rank does
+
+
+def run_out() -> None:
+    """Ask for more memory than any host has."""
+    torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def find_no_row() -> None:
+    """Fail otherwise."""
+    raise DataError("row 7 is no row")
+
+
+def fail_in_step_3(rank: int, fault: Callable[[], None]) -> None:
+    """Make the forward pass of step 3 fail on one rank."""
+    compute_loss = SftTrainer.compute_loss
+
+    def fail(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+        if self.state.global_step == 2 and self.args.process_index == rank:
+            fault()
+        return compute_loss(self, *arguments, **options)
+
+    SftTrainer.compute_loss = fail
+
+
+def spoil_one_weight() -> None:
+    """Make rank 1 change a trained weight of its own after the last step."""
+    from sft_play.training import worker
+
+    look = worker.look_at_weights
+
+    def spoil(context: Any, trainer: SftTrainer, *others: Any) -> None:
+        if context.process.rank == 1:
+            trained = [p for p in trainer.model.parameters() if p.requires_grad]
+            trained[-1].data.flatten()[0] += 1e-6
+        look(context, trainer, *others)
+
+    worker.look_at_weights = spoil
+
+
+def have_another_peft() -> None:
+    """Let rank 1 have another version of a package."""
+    from sft_play.training import preflight
+
+    if os.environ["RANK"] == "1":
+        versions = preflight.stamp.versions
+        preflight.stamp.versions = lambda: {**versions(), "peft": "0.1.0"}
+
+
+def on_a_slow_disk() -> None:
+    """Make a rank wait for each file that is brought to the disk."""
+    sync = os.fsync
+
+    def slowly(descriptor: int) -> None:
+        time.sleep(0.05)
+        sync(descriptor)
+
+    os.fsync = slowly
+
+
+def take_long_for_step_3() -> None:
+    """Make the forward pass of step 3 take longer than a user waits."""
+    compute_loss = SftTrainer.compute_loss
+
+    def slowly(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+        if self.state.global_step == 2:
+            time.sleep(2 * REPEAT_SECONDS)
+        return compute_loss(self, *arguments, **options)
+
+    SftTrainer.compute_loss = slowly
+
+
+# What is injected
+
+
+def signalled(
+    number: int,
+    to: Sequence[int] = (0,),
+    ranks: int = 1,
+    at: str = "step 2/",
+    prepare: Callable[[], None] | None = None,
+    waits: Sequence[float] = (0,),
+    **changes: Any,
+) -> Callable[[Bench], Outcome]:
+    """Return an injection: ranks get a signal once the log has a text, as often as there are waits."""
+
+    def inject(bench: Bench) -> Outcome:
+        folder = bench.plan({**(TWO if ranks > 1 else MANY), **changes}, num_gpus=ranks)
+        started = bench.start(folder, ranks, prepare)
+        bench.wait_for(folder, at, started)
+        bench.inject_now()
+        for wait in waits:
+            time.sleep(wait)
+            for rank in to:
+                os.kill(started[rank].pid, number)
+        if number == signal.SIGSTOP:
+            codes = bench.ends(started[:1])
+            started[1].kill()
+        codes = bench.ends(started)
+        lasting = next(code for rank, code in enumerate(codes) if rank not in to or ranks == 1)
+        return bench.outcome(folder, lasting, (folder.path / "output.txt").read_text())
+
+    return inject
+
+
+def failing(prepare: Callable[..., None], *words: Any) -> Callable[[Bench], Outcome]:
+    """Return an injection: something happens to one of two ranks, and both end with one class."""
+
+    def inject(bench: Bench) -> Outcome:
+        changes = {**TWO, "train.max_steps": 5}
+        folder = bench.plan(changes, num_gpus=2)
+        codes = bench.ends(bench.start(folder, 2, prepare, *words))
+        assert len(set(codes)) == 1, codes
+        return bench.outcome(folder, codes[0], "")
+
+    return inject
+
+
+def kill_inside_a_save(folder: RunFolder, after_step: int, guard: Guard | None = None) -> Path:
+    """Start a run, kill it with SIGKILL while it saves a later step, and return what it staged."""
+    output = folder.path / "output.txt"
+    arguments = (folder.path, prepared, guard, on_a_slow_disk, ())
+    rank = start_rank(work, arguments, 0, free_port(), output, world_size=1)
+    places = (folder.checkpoints / checkpoints.STAGING, folder.checkpoints)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and rank.is_alive():
+        for step in range(after_step + 1, after_step + 4):
+            staged, open_place = (place / f"checkpoint-{step}" for place in places)
+            if guard is not None and guard.also and (open_place / "optimizer.pt").exists():
+                staged = open_place
+            if (staged / "trainer_state.json").exists() or staged == open_place:
+                os.kill(rank.pid, signal.SIGKILL)
+                assert wait_for(rank) == -signal.SIGKILL
+                return staged
+    raise AssertionError(output.read_text()[-3000:])
+
+
+def gone_on(bench: Bench, folder: RunFolder) -> Outcome:
+    """Go on with a run that was killed; what was said is its line of `make runs`."""
+    line = run_table(folder.path.parent)[0]
+    reached = folder.read_report().global_step
+    again = bench.plan({**MANY, "train.max_steps": 12, "train.resume_from": folder.path})
+    code = bench.work(again)
+    begun = again.read_report().resumed_from
+    found = checkpoints.step_of(Path(begun)) if begun else None
+    return Outcome(code, line, reached, found)
+
+
+def killed_inside_a_save(bench: Bench) -> Outcome:
+    folder = bench.plan({**MANY, "train.max_steps": 12})
+    staged = kill_inside_a_save(folder, 2, bench.guard)
+    outcome = gone_on(bench, folder)
+    assert outcome.goes_on_from == checkpoints.step_of(staged) - 1, "it is the one before"
+    return outcome
+
+
+def killed(bench: Bench) -> Outcome:
+    """SIGKILL at any moment."""
+    folder = bench.plan({**MANY, "train.max_steps": 12})
+    ranks = bench.start(folder)
+    bench.wait_for(folder, "step 4/", ranks)
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    bench.ends(ranks)
+    bench.inject_now()
+    return gone_on(bench, folder)
+
+
+def skipped_by_both(bench: Bench) -> Outcome:
+    """A loss of rank 1 is NaN, and both leave the step out."""
+    changes = {**TWO, "train.max_steps": 5, "train.on_nonfinite": "skip", **QUIET}
+    folder = bench.plan(changes, num_gpus=2)
+    codes = bench.ends(bench.start(folder, 2, poison, {3}, float("nan"), 1))
+    assert codes[0] == codes[1], codes
+    log = (folder.logs / "rank-0.log").read_text()
+    lines = [line for line in log.splitlines() if "it is left out" in line]
+    report = folder.read_report()
+    assert report.skipped_steps == [3], report.skipped_steps
+    return Outcome(codes[0], lines[0], report.global_step, newest(folder))
+
+
+def unstaged(self: SftTrainer, trial: Any) -> str:
+    """Save a checkpoint under its own name from the first byte on."""
+    return Trainer._get_output_dir(self, trial)
+
+
+def never(self: Any) -> bool:
+    """Hear no signal."""
+    return False
+
+
+def announce_nothing(*_: Any) -> None:
+    """Let the other ranks wait for one that fails."""
+
+
+TO_GO_ON = ("stopped on request at step", "go on with TRAIN_RESUME_FROM=")
+AGREED = Guard("sft_play.training.stop:StopOnSignal._agreed", never)
+ALONE = Guard("sft_play.training.failure_broadcast:FailureBroadcast.start", announce_nothing)
+
+
+def stops(number: signal.Signals, words: str, **more: Any) -> Fault:
+    name = f"{number.name.lower()}{'-' + more.pop('name') if 'name' in more else ''}"
+    inject = signalled(number, **more)
+    return Fault(name, words, inject, ExitClass.STOPPED, TO_GO_ON, AGREED, 15, loses=0)
+
+
+ROWS = (
+    stops(signal.SIGTERM, "SIGTERM while it trains"),
+    stops(signal.SIGINT, "Ctrl-C while it trains"),
+    stops(signal.SIGHUP, "the terminal or the ssh is closed"),
+    stops(signal.SIGUSR1, "a batch system says that time is up"),
+    stops(
+        signal.SIGTERM,
+        "SIGTERM to one of two ranks",
+        name="one-rank",
+        ranks=2,
+        to=(1,),
+    ),
+    Fault(
+        "sigterm-early",
+        "SIGTERM before the first step",
+        signalled(signal.SIGTERM, at="data train rows="),
+        ExitClass.STOPPED,
+        ("stopped on request before a first step", "nothing is kept of its training"),
+        Guard("sft_play.training.stop:StopOnSignal._obey", nothing),
+        15,
+    ),
+    Fault(
+        "ctrl-c-twice",
+        "Ctrl-C, and once more while a long step goes on",
+        signalled(signal.SIGINT, prepare=take_long_for_step_3, waits=(0.3, REPEAT_SECONDS + 0.3)),
+        ExitClass.STOPPED,
+        ("stopped at once on a second signal", "its newest checkpoint is "),
+        Guard("sft_play.training.stop:StopOnSignal._leave", nothing),
+        15,
+        loses=1,
+    ),
+    Fault(
+        "kill-in-a-save",
+        "SIGKILL while a checkpoint is written",
+        killed_inside_a_save,
+        ExitClass.DONE,
+        ("died", "go on with make train TRAIN_RESUME_FROM="),
+        Guard("sft_play.training.trainer:SftTrainer._get_output_dir", unstaged, also=SEALED),
+        60,
+        loses=1,
+    ),
+    Fault(
+        "kill",
+        "SIGKILL between two saves",
+        killed,
+        ExitClass.DONE,
+        ("died", "go on with make train TRAIN_RESUME_FROM="),
+        Guard("sft_play.training.recorder:RunRecorder.note_checkpoint", nothing),
+        60,
+        loses=1,
+    ),
+    Fault(
+        "kill-a-rank",
+        "SIGKILL of one of two ranks",
+        signalled(signal.SIGKILL, ranks=2, to=(1,)),
+        ExitClass.PEER_LOST,
+        ("rank 1 ended without a word", "the end of logs/rank-1.log"),
+        Guard("sft_play.training.classify:_is_peer_lost", nothing),
+        10,
+        loses=1,
+    ),
+    Fault(
+        "kill-the-main-rank",
+        "SIGKILL of the main rank of two",
+        signalled(signal.SIGKILL, ranks=2, to=(0,)),
+        ExitClass.PEER_LOST,
+        ("rank 0 ended without a word", "the end of logs/rank-0.log"),
+        Guard("sft_play.training.classify:_is_peer_lost", nothing),
+        10,
+        loses=1,
+    ),
+    Fault(
+        "stopped-rank",
+        "SIGSTOP of one of two ranks, with train.hang_timeout: 8",
+        signalled(signal.SIGSTOP, ranks=2, to=(1,), **{"train.hang_timeout": 8}),
+        ExitClass.PEER_LOST,
+        ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
+        Guard("sft_play.training.rank_watch:RankWatch._cause", nothing),
+        30,
+        loses=1,
+    ),
+    Fault(
+        "memory-of-a-rank",
+        "one of two ranks asks for more memory than there is",
+        failing(fail_in_step_3, 1, run_out),
+        ExitClass.OUT_OF_MEMORY,
+        ("rank 1 ran out of memory on the host in forward at step 3", "TRAIN_BATCH_SIZE=1"),
+        ALONE,
+        60,
+        loses=0,
+    ),
+    Fault(
+        "failing-rank",
+        "one of two ranks fails",
+        failing(fail_in_step_3, 1, find_no_row),
+        ExitClass.DATA,
+        ("row 7 is no row",),
+        ALONE,
+        60,
+        loses=0,
+    ),
+    Fault(
+        "drifting-rank",
+        "a weight of one rank is another after the last step",
+        failing(spoil_one_weight),
+        ExitClass.ENVIRONMENT,
+        ("trained tensors of rank 1 are not those of rank 0",),
+        Guard("sft_play.training.worker:check_equal_ranks", nothing),
+        60,
+        loses=0,
+    ),
+    Fault(
+        "other-package",
+        "one of two ranks has another version of a package",
+        failing(have_another_peft),
+        ExitClass.ENVIRONMENT,
+        ("version of peft is 0.1.0",),
+        Guard("sft_play.training.preflight:refuse_differences", nothing),
+        60,
+    ),
+    Fault(
+        "nan-on-one-rank",
+        "a loss of one of two ranks is NaN, under on_nonfinite: skip",
+        skipped_by_both,
+        ExitClass.DONE,
+        ("loss=nan at step 3: it is left out, and no weight has changed",),
+        Guard("sft_play.training.nonfinite:StepGuard._handle", nothing),
+        60,
+        loses=0,
+    ),
+)

@@ -1,0 +1,227 @@
+"""`make export FORMAT=gguf`: Modelfiles, and with llama.cpp files that are opened and scored."""
+
+import io
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, family
+
+from sft_play.data.render import RenderError
+from sft_play.data.templates import ChatTemplate
+from sft_play.errors import CheckpointError, EnvironmentFault
+from sft_play.inference import convert_gguf, gguf_tools
+from sft_play.inference import parity as inference_parity
+from sft_play.inference.export import export_run
+from sft_play.inference.export_gguf import added, turn_texts_of
+from sft_play.inference.gguf_score import GgufScores, SameTokens
+from sft_play.inference.gguf_tools import LlamaCpp, UnknownPreTokenizer
+from sft_play.inference.modelfile import modelfile_text
+from sft_play.runs import parity, seal
+from sft_play.runs.exports import ExportAsked
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import RunFolder
+from tools.install import llama_cpp as install_llama_cpp
+
+LLAMA_CPP = Path(os.environ["LLAMA_CPP"]) if "LLAMA_CPP" in os.environ else None
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CONVERSATIONS = (
+    [said("user", 'Hi {{ there }} "you"')],
+    [said("user", "a"), said("assistant", "b"), said("user", "c")],
+    [said("system", "S"), said("user", "a"), said("assistant", "b"), said("user", "c")],
+)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral"}))
+def test_a_modelfile_writes_what_the_chat_template_writes(name):
+    tokenizer = family(name)
+    texts = turn_texts_of(tokenizer)
+    compared = 0
+    for messages in CONVERSATIONS:
+        try:
+            expected = ChatTemplate(tokenizer).render_prompt(messages)
+        except RenderError:  # a template that takes no system message
+            continue
+        assert added(tokenizer) + texts.render(messages) == expected
+        compared += 1
+    assert compared >= 2
+
+
+def test_a_template_that_moves_the_system_message_gets_no_modelfile():
+    """Mistral's stands in the last question, wherever that is."""
+    assert turn_texts_of(family("mistral")) is None
+
+
+def test_a_modelfile_names_the_file_the_template_the_stops_and_the_context():
+    text = modelfile_text(
+        "a.gguf", turn_texts_of(family("chatml")), ["<|im_end|>"], {"num_ctx": 131072}, "Be kind."
+    )
+    assert text.splitlines()[0] == "FROM ./a.gguf"
+    user = '{{ if eq .Role "user" }}{{ "<|im_start|>user\\n" }}{{ .Content }}{{ end }}'
+    assert text.count(user) == 1
+    assert '<|im_start|>assistant\\n" }}"""\nSYSTEM """Be kind."""' in text
+    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 131072\n')
+
+
+def scores(**changes) -> GgufScores:
+    facts = {
+        "tokens": SameTokens(10, 10),
+        "eval_loss": 1.02,
+        "run_loss": 1.0,
+        "loss_before": 3.0,
+        "rows": 10,
+        "rouge_l": 0.5,
+        "run_rouge_l": 0.5,
+        "answers": 10,
+        "ended": 10,
+        "run_ended": 10,
+    }
+    return GgufScores(**{**facts, **changes})
+
+
+def test_a_file_must_keep_the_gain_and_the_stops():
+    assert scores().gain_kept == pytest.approx(0.99) and scores().faults() == []
+    assert scores(eval_loss=1.2).faults() == ["it keeps 0.900 of the gain, less than 0.95"]
+    assert scores(ended=2).faults() == ["8 of 10 answers run on behind the trained stop"]
+    no_gain = scores(loss_before=1.0, eval_loss=1.1)
+    assert no_gain.faults() == ["eval_loss=1.1000 is above 1.0000"]
+    assert no_gain.as_json()["gain_kept"] is None
+
+
+def write_converter(folder: Path, text: str) -> LlamaCpp:
+    """Write a script in the place of llama.cpp's converter."""
+    (folder / gguf_tools.CONVERTER).write_text(f"import sys\ndef main():\n    {text}\n")
+    return LlamaCpp(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (
+            "sys.exit('ERROR:hf-to-gguf:Model Abc is not supported')",
+            CheckpointError,
+            "does not take the model: Model Abc is not supported; a newer llama.cpp may",
+        ),
+        (
+            "import no_such_module",
+            EnvironmentFault,
+            "No module named 'no_such_module'; make install",
+        ),
+        (
+            "raise NotImplementedError('BPE pre-tokenizer was not recognized - update')",
+            UnknownPreTokenizer,
+            "^$",
+        ),
+    ],
+)
+def test_what_the_converter_does_not_take_is_told_with_what_to_do(tmp_path, text, kind, message):
+    tools = write_converter(tmp_path, text)
+    with pytest.raises(kind, match=message):
+        tools.convert(tmp_path, tmp_path / "a.gguf", "BF16", None)
+
+
+def test_a_pre_tokenizer_is_told_where_the_converter_knows_none():
+    def known(self, tokenizer):
+        if tokenizer == "unknown":
+            raise NotImplementedError("BPE pre-tokenizer was not recognized")
+        return "qwen2"
+
+    find = convert_gguf.named(known, "gpt-2")
+    assert (find(None, "known"), find(None, "unknown")) == ("qwen2", "gpt-2")
+
+
+def test_without_llama_cpp_the_error_says_where_it_comes_from(tmp_path, monkeypatch):
+    with pytest.raises(
+        EnvironmentFault, match=r"has no convert_hf_to_gguf.py .* make install-gguf"
+    ):
+        LlamaCpp.find(tmp_path)
+    monkeypatch.setattr(gguf_tools, "bindings", lambda: None)
+    LlamaCpp(tmp_path, None).require(["BF16"])
+    with pytest.raises(EnvironmentFault, match="llama-cpp-python is not installed"):
+        LlamaCpp(tmp_path, None).require(["BF16", "Q8_0"])
+
+
+def test_the_converter_comes_out_of_the_source_distribution(tmp_path):
+    source = tmp_path / "llama_cpp_python-1.tar.gz"
+    wanted = ("convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py", "LICENSE")
+    with tarfile.open(source, "w:gz") as archive:
+        for name in (*wanted, "src/llama.cpp"):
+            member = tarfile.TarInfo(f"llama_cpp_python-1/vendor/llama.cpp/{name}")
+            archive.addfile(member, io.BytesIO())
+    target = tmp_path / "share" / "llama.cpp"
+    assert install_llama_cpp.unpack(source, target) == len(wanted)
+    assert LlamaCpp.find(target).folder == target
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert found == set(wanted)
+
+
+def require_llama_cpp() -> None:
+    if gguf_tools.bindings() is None:
+        pytest.skip("llama-cpp-python is not installed: make install-gguf")
+
+
+@pytest.mark.gguf
+@pytest.mark.usefixtures("opens_here")
+def test_gguf_files_keep_the_gain_and_answer_as_the_run(finished, monkeypatch):
+    require_llama_cpp()
+    monkeypatch.setattr(inference_parity, "MOST_TOKENS", 8)
+    folder = finished("lora")
+    asked = ExportAsked("gguf", quantizations=("BF16", "Q8_0", "Q4_K_M"), llama_cpp=LLAMA_CPP)
+    lines = export_run(folder, asked, "cpu")
+    target = folder.path / "export" / "gguf"
+    assert seal.find_damage(target) is None
+    assert any(line.startswith("pre-tokenizer gpt-2: ") for line in lines)
+    assert "Modelfile: 8 of 8 prompts have the tokens of training" in lines
+    report = read_json(target / "export.json")
+    assert set(report) == {f"run-{kind}.gguf" for kind in asked.quantizations}
+    assert all(facts["gain_kept"] > 0.95 for facts in report.values())
+    opened = gguf_tools.require_bindings().Llama(str(target / "run-Q8_0.gguf"), verbose=False)
+    rows = [row for row in parity.read(target / parity.NAME) if row.messages]
+    answers = [
+        opened.create_chat_completion(row.messages, temperature=0, max_tokens=8) for row in rows
+    ]
+    same = [
+        answer["choices"][0]["message"]["content"].strip() == row.answer.strip()
+        for answer, row in zip(answers, rows, strict=True)
+    ]
+    assert sum(same) >= len(rows) - 1, "near ties may part"
+    counts = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert counts == [len(row.prompt_ids) for row in rows]
+
+
+@pytest.mark.gguf
+@pytest.mark.usefixtures("opens_here")
+def test_a_file_with_other_tokens_is_not_published(finished):
+    require_llama_cpp()
+    folder = finished("lora")
+    asked = ExportAsked(
+        "gguf", folder.path / "other", None, ("BF16",), LLAMA_CPP, pre_tokenizer="qwen2"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"run-BF16.gguf is not what was scored: .* other tok"
+    ):
+        export_run(folder, asked, "cpu")
+    assert not (folder.path / "other").exists()
+
+
+@pytest.mark.gguf
+@pytest.mark.usefixtures("opens_here")
+def test_a_model_type_that_llama_cpp_lacks_is_told(finished, tmp_path):
+    require_llama_cpp()
+    folder = RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
+    export_run(folder, ExportAsked("safetensors"), "cpu")
+    merged, target = folder.path / "merged", tmp_path / "gguf"
+    config = read_json(merged / "config.json")
+    write_json(merged / "config.json", {**config, "architectures": ["AbcForCausalLM"]})
+    (merged / seal.NAME).unlink()
+    seal.seal(merged)
+    with pytest.raises(CheckpointError, match="AbcForCausalLM is not supported; a newer llama"):
+        export_run(folder, ExportAsked("gguf", target, None, ("BF16",), LLAMA_CPP), "cpu")
+    assert not target.exists()

@@ -1,0 +1,120 @@
+"""The best checkpoint: which one it is, early stopping, its weights at the end; the time budget."""
+
+import json
+
+import pytest
+import torch
+from run_files import run_json
+from safetensors.torch import load_file
+from transformers import TrainerControl, TrainerState
+
+from sft_play.training.best import best_step, evaluations_since_best
+from sft_play.training.callbacks import EvalSpeedCallback
+
+HISTORY = [
+    {"step": 1, "loss": 3.0},
+    {"step": 1, "eval_loss": 2.0, "eval_rougeL": 0.5},
+    {"step": 2, "eval_loss": 1.0, "eval_rougeL": 0.7},
+    {"step": 3, "eval_loss": float("nan"), "eval_rougeL": 0.7},
+    {"step": 4, "eval_loss": 1.5, "eval_rougeL": 0.6},
+]
+
+
+@pytest.mark.parametrize(("metric", "step", "since"), [("eval_loss", 2, 1), ("eval_rougeL", 2, 2)])
+def test_the_best_step_is_the_first_with_the_best_score(metric, step, since):
+    assert best_step(HISTORY, metric) == step
+    assert evaluations_since_best(HISTORY, metric) == since
+    assert best_step([], metric) is None and evaluations_since_best([], metric) == 0
+
+
+@pytest.fixture(scope="module")
+def worsened(plan_run, run_worker):
+    """A run whose rate is so high that it only gets worse: it ends early, with its first weights."""
+    folder = plan_run(
+        {
+            "train.max_steps": 8,
+            "train.learning_rate": 0.3,
+            "train.eval_strategy": "steps",
+            "train.eval_steps": 1,
+            "train.save_strategy": "steps",
+            "train.save_steps": 1,
+            "train.metrics": "exact_match",
+            "train.early_stopping_patience": 2,
+            "train.load_best_model_at_end": True,
+            "train.generation_max_new_tokens": 4,
+        }
+    )
+    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    return folder
+
+
+def test_training_ends_early_and_saves_the_best_weights(worsened):
+    report = run_json(worsened)
+    best = report["best"]
+    assert best["metric"] == "eval_loss" and best["step"] < report["global_step"] < 8
+    assert report["global_step"] == best["step"] + 2
+    log = (worsened.path / "logs" / "rank-0.log").read_text()
+    assert f"early stopping at step {report['global_step']} of 8: eval_loss was best" in log
+    assert f"best step={best['step']} eval_loss={best['value']:.4f}: its weights are scored" in log
+    saved = load_file(worsened.weights("lora") / "adapter_model.safetensors")
+    name = "adapter_model.safetensors"
+    kept = load_file(worsened.checkpoints / f"checkpoint-{best['step']}" / name)
+    last = load_file(worsened.checkpoints / f"checkpoint-{report['global_step']}" / name)
+    assert all(torch.equal(saved[key], kept[key]) for key in kept)
+    assert not all(torch.equal(saved[key], last[key]) for key in last)
+    after = report["metrics"]["after"]
+    assert after["eval_loss"] == pytest.approx(best["value"]), "these rows are validated, too"
+    assert after["exact_match"] == 0.0
+
+
+def test_the_answers_of_a_run_have_the_scores_that_were_asked_for(worsened):
+    lines = (worsened.evaluation / "after.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["exact_match"] == 0.0 for line in lines) and lines
+
+
+# The time of evaluations
+
+
+@pytest.fixture
+def timed():
+    """Return evaluations with a budget of a tenth, their clock, and how a step of training ends."""
+    speed = EvalSpeedCallback(budget=0.1)
+    now = [1000.0]
+    speed.in_training.clock = lambda: now[0]
+    state = TrainerState(global_step=5, max_steps=100)
+
+    def evaluate_after(seconds: float, evaluation: float) -> bool:
+        """Train for so long; evaluate unless it is left out, and return whether it was not."""
+        control = TrainerControl(should_evaluate=True)
+        speed.on_step_begin(None, state, control)
+        now[0] += seconds
+        speed.on_step_end(None, state, control)
+        if control.should_evaluate:
+            now[0] += evaluation
+            speed.in_training.add(evaluation)
+        return control.should_evaluate
+
+    return speed, state, evaluate_after
+
+
+def test_evaluations_beyond_their_share_are_left_out_and_said(timed, caplog):
+    caplog.set_level("INFO")
+    speed, state, evaluate_after = timed
+    assert evaluate_after(100, 50), "the first one is needed to know what one takes"
+    assert [evaluate_after(100, 50) for _ in range(8)] == [False] * 7 + [True]
+    assert "the evaluation at step 5 is left out: 1 evaluations took 50.0 s" in caplog.text
+    assert "TRAIN_EVAL_TIME_BUDGET=null leaves none out" in caplog.text
+    assert speed.in_training.share == pytest.approx(0.1)
+    state.global_step = state.max_steps
+    assert evaluate_after(1, 50), "the last step is evaluated in any case"
+    speed.on_train_end(None, state, None)
+    assert (
+        "3 evaluations took 150.0 s" in caplog.text and "7 left out saved some 350 s" in caplog.text
+    )
+
+
+def test_a_minute_of_evaluations_is_free_and_null_leaves_none_out(timed):
+    speed, _, evaluate_after = timed
+    assert [evaluate_after(1, 20) for _ in range(4)] == [True, True, True, False]
+    speed.budget = None
+    assert evaluate_after(1, 20)

@@ -1,0 +1,135 @@
+"""Runs that train on and learn nothing: a loss like a guess, adapters without a gradient."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from run_files import run_json
+from safetensors.torch import load_file, save_file
+
+from sft_play.errors import DivergedError, ExitClass
+from sft_play.process import Process
+from sft_play.training.divergence import LossWatch
+from sft_play.training.untrained import GradientWatch, module_of, watched, with_gradient
+
+UNIFORM = math.log(32_000)  # 10.4
+
+
+def seen(losses: list[float], before: float = math.inf, steps: int = 5) -> LossWatch:
+    """Return a watch that has seen a loss each so many steps."""
+    watch = LossWatch(32_000, learning_rate=1e-3)
+    watch.begin(before)
+    for number, loss in enumerate(losses, start=1):
+        watch.see(number * steps, loss)
+    return watch
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [10.3, 10.4, 10.3, 10.4, 10.3],  # a random model that has not learned yet
+        [2.0, 11.0, 2.1, 12.0, 2.0],  # single bad batches
+        [2.0, 7.0, 7.5, 8.0, 8.2],  # rising, but better than a guess
+        [2.0, 2.1, 2.0, 2.2, 11.0],
+    ],
+)
+def test_losses_that_are_no_divergence(losses):
+    watch = seen(losses, before=10.4)
+    watch.conclude(25)  # raises nothing
+    assert watch.lowest == min(10.4, *losses)
+
+
+def test_a_loss_that_stays_at_a_guess_has_diverged_and_says_since_when():
+    with pytest.raises(DivergedError, match=r"loss=10.2 since step 15, and it was 1.8: as bad as"):
+        seen([2.0, 1.8, 10.3, 10.4, 10.2])
+
+
+def test_a_random_model_that_gets_much_worse_has_diverged():
+    with pytest.raises(DivergedError, match="since step 10"):
+        seen([10.4, 15.0, 14.0, 13.0])
+
+
+def test_the_loss_before_training_counts_and_so_does_the_end_of_a_short_run():
+    watch = seen([11.0, 12.0], before=1.5)
+    with pytest.raises(DivergedError, match=r"loss=11.5 at the end, step 10, and it was 1.5"):
+        watch.conclude(10)
+
+
+def test_held_out_rows_that_are_guessed_at_the_end_are_divergence_whatever_the_last_steps_say():
+    watch = seen([1.2, 17.0, 6.7, 5.9, 6.2], before=0.1)
+    watch.conclude(6, after=3.0)
+    with pytest.raises(DivergedError, match=r"loss=10.37 at the end, step 6, and it was 0.1"):
+        watch.conclude(6, after=10.37)
+
+
+@pytest.mark.parametrize(("steps", "end"), [(30, "since step"), (6, "at the end, step 6")])
+def test_a_run_that_forgets_all_it_knew_is_diverged_and_not_done(
+    plan_run, run_worker, taught_base, steps, end
+):
+    folder = plan_run(
+        {"model.name": taught_base, "train.learning_rate": 30, "train.max_steps": steps}
+    )
+    assert run_worker(folder) == ExitClass.DIVERGED
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"]) == ("failed", 14)
+    assert end in report["cause"] and "as bad as a uniform guess" in report["cause"]
+    assert not folder.weights("lora").exists()
+
+
+@pytest.fixture(scope="module")
+def deaf_base(tiny_base, tmp_path_factory):
+    """A base whose second layer ignores what its attention says: no gradient goes through it."""
+    folder = shutil.copytree(tiny_base, tmp_path_factory.mktemp("deaf") / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+DEAF = {"tuning.lora.target_modules": "[q_proj,down_proj]", "train.max_steps": 12}
+
+
+def test_an_adapter_that_does_not_learn_stops_the_run_and_is_named(plan_run, run_worker, deaf_base):
+    folder = plan_run(DEAF | {"model.name": deaf_base, "train.save_strategy": "epoch"})
+    assert run_worker(folder) == ExitClass.DIVERGED
+    report = run_json(folder)
+    assert report["cause"] == (
+        "model.layers.1.self_attn.q_proj: to be trained, and no gradient has reached it in 10 "
+        "steps; leave it out of TUNING_LORA_TARGET_MODULES, or set TRAIN_ON_UNTRAINED=warn to go "
+        "on without it"
+    )
+    assert report["global_step"] == 9
+
+
+def test_an_adapter_that_does_not_learn_is_only_named_where_that_is_asked(
+    plan_run, run_worker, deaf_base
+):
+    folder = plan_run(DEAF | {"model.name": deaf_base, "train.on_untrained": "warn"})
+    assert run_worker(folder) == 0
+    log = (folder.logs / "rank-0.log").read_text()
+    assert "warning: model.layers.1.self_attn.q_proj: to be trained, and no gradient" in log
+
+
+def test_tensors_wait_for_their_first_gradient():
+    model = torch.nn.ModuleDict(
+        {"lora_A": torch.nn.Linear(2, 2), "lora_B": torch.nn.Linear(2, 2, bias=False)}
+    )
+    model["frozen"] = torch.nn.Linear(2, 2).requires_grad_(False)
+    waiting = watched(model)
+    assert list(waiting) == ["lora_B.weight"]
+    assert with_gradient(waiting) == []
+    waiting["lora_B.weight"].grad = torch.zeros(2, 2)
+    assert with_gradient(waiting) == []
+    waiting["lora_B.weight"].grad[1, 1] = math.nan
+    assert with_gradient(waiting) == ["lora_B.weight"]
+    assert module_of("base_model.model.a.base_layer.q.lora_B.default.weight") == "a.q"
+
+
+def test_a_run_looks_at_gradients_no_longer_than_it_must(plan_run, build_trainer):
+    trainer, _ = build_trainer(plan_run({"train.max_steps": 30}))
+    trainer.gradients = GradientWatch(Process.alone(torch.device("cpu")))
+    looked = []
+    trainer.gradients.look, look = lambda of: looked.append(look(of)), trainer.gradients.look
+    trainer.train()
+    assert len(looked) == 30 and trainer.gradients._has_judged
