@@ -127,7 +127,7 @@ compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; 
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
 	@$(SFT) report
-eval: $(ENV) ## score RUN on its test rows or on DATA_TEST_PATH, beside its base with COMPARE=1
+eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH, COMPARE=1 beside its base
 	@$(SFT) eval
 infer: $(ENV) ## answer PROMPT, each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer

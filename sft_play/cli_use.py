@@ -16,11 +16,11 @@ app = typer.Typer()
 
 @app.command("eval")
 def evaluate(set_: SetOption = None) -> None:
-    """Score the weights of a run (RUN, default the latest) on its test rows or DATA_TEST_PATH."""
-    run = use.chosen_run()
+    """Score RUN (a run, a model folder, an adapter) on its test rows or DATA_TEST_PATH."""
+    run = use.chosen_weights()
     asked = use.settings_of(run, "eval", set_)
     device = use.inference_device()
-    for line in scoring.score_run(run, device, asked, set_ or (), use.compares()):
+    for line in scoring.score_run(run, device, asked, set_ or (), use.compares(run)):
         typer.echo(line)
 
 
@@ -33,7 +33,7 @@ def infer(
     set_: SetOption = None,
 ) -> None:
     """Answer questions with the weights of a run; those of a file with IN and OUT."""
-    run = use.chosen_run()
+    run = use.chosen_weights()
     asked = use.file_call(run, prompt, set_)
     if asked is not None:
         for line in answering.answer_file(asked, set_ or ()):
@@ -50,13 +50,13 @@ def infer(
 @app.command()
 def chat(set_: SetOption = None) -> None:
     """Talk to the weights of a run; /help lists the commands, /exit leaves."""
-    run = use.chosen_run()
+    run = use.chosen_weights()
     config = use.settings_of(run, "chat", set_).config
     request = use.sampling()
     from sft_play.inference.chat import chat_with
 
     is_terminal = sys.stdin.isatty()
-    chat_with(run, use.inference_device(), config, is_terminal, request, use.compares())
+    chat_with(run, use.inference_device(), config, is_terminal, request, use.compares(run))
 
 
 @app.command()

@@ -90,6 +90,9 @@ RUN_CHANGED = {
     "make train TRAIN_RESUME_FROM=outputs/<run>": (
         "rm -r outputs/name/checkpoints/checkpoint-2; make train TRAIN_RESUME_FROM=outputs/name"
     ),
+    "make eval RUN=path/to/model DATA_TEST_PATH=held.jsonl": (
+        "make eval RUN=outputs/name/merged DATA_TEST_PATH=held.jsonl"
+    ),
     "make infer RUN=name PROMPT='...'": "make infer RUN=name PROMPT='When does the bank open?'",
     "make chat RUN=name": "printf 'Hello\\n/exit\\n' | make chat RUN=name",
     "make eval RUN=name TRAIN_METRICS=own.py:near DATA_TEST_PATH=held.jsonl": (

@@ -18,8 +18,10 @@ from sft_play.data.prompts import Prompt, read_prompts
 from sft_play.data.sources import system_prompt_of
 from sft_play.errors import DataError, StoppedOnRequest
 from sft_play.progress import counted
+from sft_play.runs import stamp
 from sft_play.runs.answer_file import AnswerFile, PartsWatch
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import ModelFolder
 from sft_play.runs.place import Place
 
 SETTINGS = ("generation_max_new_tokens", "generation_num_beams")  # of train: answers depend on them
@@ -48,12 +50,11 @@ class FileCall:
     def asked(self) -> dict[str, Any]:
         """Return what the answers depend on."""
         config = self.loaded.config
-        weights = self.run.weights(config.tuning.mode)
         return {
             "in": str(self.inputs.resolve()),
             "sha256": _digest(self.inputs),
             "run": str(self.run.path.resolve()),
-            "weights_sha256": _digest(weights / "stamp.json"),
+            "weights_sha256": _digest_of_weights(self.run, config.tuning.mode),
             "data.system_prompt": config.data.system_prompt,
             **{f"train.{name}": getattr(config.train, name) for name in SETTINGS},
             **asdict(self.sampling),
@@ -63,7 +64,7 @@ class FileCall:
 def answers_path(call: Call, run: RunFolder, inputs: Path) -> Path:
     """Return OUT, by default the name of the file in the run's folder."""
     out = call.environ.get("OUT", "").strip()
-    return Path(out) if out else run.path / "answers" / f"{inputs.name.partition('.')[0]}.jsonl"
+    return Path(out) if out else run.results / "answers" / f"{inputs.name.partition('.')[0]}.jsonl"
 
 
 def inputs_of(call: Call, prompt: str | None) -> Path | None:
@@ -143,6 +144,13 @@ def _lines_of_errors(file: AnswerFile) -> list[str]:
     if not without:
         return []
     return [f"warning: {without} prompts have no answer; their lines say why, under error"]
+
+
+def _digest_of_weights(run: RunFolder, mode: str) -> str | None:
+    """Return what tells the weights of a run, or those of a model folder, from all others."""
+    if isinstance(run, ModelFolder):
+        return stamp.digest_of_model(run.path)
+    return _digest(run.weights(mode) / stamp.NAME)
 
 
 def _digest(path: Path) -> str | None:

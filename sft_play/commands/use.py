@@ -5,20 +5,24 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from sft_play.commands.answering import FileCall, answers_path, inputs_of
-from sft_play.commands.call import read_call
+from sft_play.commands.call import Call, read_call
 from sft_play.config import layers, loader, targets
 from sft_play.config.invocation import Words
 from sft_play.config.loader import LoadedConfig, RunSettings
 from sft_play.config.messages import refuse
 from sft_play.config.sampling import SamplingRequest, read_sampling
 from sft_play.config.schema import env_name, settings
+from sft_play.config.sections.model import ModelSection
 from sft_play.config.yaml_source import Located
 from sft_play.plan import devices
+from sft_play.plan.model_shape import load_positions
 from sft_play.plan.run_plan import read_plan
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import WEIGHTS, RunFolder
+from sft_play.runs.model_folder import ADAPTER_CONFIG, ModelFolder, find_model
 
 ANSWER_LIMIT = "train.generation_max_new_tokens"
+UNKNOWN_LENGTH = 8192  # tokens of a row, for a model that says nothing of its longest
 
 
 def chosen_run(weights: Sequence[str] = WEIGHTS) -> RunFolder:
@@ -36,6 +40,20 @@ def chosen_run(weights: Sequence[str] = WEIGHTS) -> RunFolder:
     return latest.folder
 
 
+def chosen_weights() -> RunFolder:
+    """Return the run that RUN names, or the model folder or adapter; without RUN, the latest run.
+
+    Raises: EnvironmentFault where it is none of them.
+    """
+    called = read_call(None, ())
+    named = called.invocation.run
+    if named and run_folders.named_run(called.output_dir, named) is None:
+        model = find_model(named, called.output_dir)
+        if model is not None:
+            return model
+    return chosen_run()
+
+
 def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) -> LoadedConfig:
     """Return a run's settings with those on top that are given now and that the target reads.
 
@@ -49,6 +67,9 @@ def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) ->
         for name, value in call.environ.items()
         if name in read or name not in targets.SETTINGS
     }
+    if isinstance(run, ModelFolder):
+        own = settings_of_model(run, call)
+        return loader.load(None, environ, call.overrides, resumed=own)
     config = run.read_config()
     source = run.path / "config.yaml"
     shown = layers.displayed(source)
@@ -62,6 +83,28 @@ def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) ->
     if is_answered and read_plan(run).has_auto_answer_limit:
         changes[ANSWER_LIMIT] = Located("auto", shown)
     return loaded.with_values(changes)
+
+
+def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
+    """Return what is known of weights without a run: base, length, and a type for this machine."""
+    hardware = devices.detect(call.invocation.device, call.environ)
+    is_bf16 = hardware.supports_bf16
+    is_fp16 = hardware.kind == "cuda" and not is_bf16
+    dtype = "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32"
+    base = ModelSection(name=model.base or str(model.path), revision=model.revision)
+    values = {
+        "model.name": base.name,
+        "model.revision": base.revision,
+        "model.dtype": dtype,
+        "model.max_seq_len": load_positions(base, call.environ, may_fetch=True) or UNKNOWN_LENGTH,
+        "tuning.mode": model.mode,
+        "train.bf16": is_bf16,
+        "train.fp16": is_fp16,
+    }
+    source = model.path / ("config.json" if model.base is None else ADAPTER_CONFIG)
+    shown = layers.displayed(source)
+    layer = {path: Located(value, shown) for path, value in values.items()}
+    return RunSettings(layer, source, frozenset(layer))
 
 
 def file_call(
@@ -108,10 +151,18 @@ def sampling() -> SamplingRequest:
     return read_sampling(read_call(None, ()).environ)
 
 
-def compares() -> bool:
-    """Return whether COMPARE asks for the base beside the trained model."""
+def compares(run: RunFolder) -> bool:
+    """Return whether COMPARE asks for the base beside the trained model.
+
+    Raises: ConfigError where a folder names no base.
+    """
     words = Words(loader.environment())
     answer = words.choice("COMPARE", ("0", "1")) == "1"
+    if answer and isinstance(run, ModelFolder) and run.base is None:
+        words.problems.append(
+            f"COMPARE=1: {run.path} is a whole model and does not say what it was made from; "
+            "score that by itself, with RUN= its folder"
+        )
     refuse(words.problems)
     return answer
 

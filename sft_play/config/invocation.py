@@ -27,7 +27,8 @@ class Invocation:
     )
     run: str | None = _variable(
         None,
-        "Training: the new run's name. Elsewhere: which run, unset is the latest with weights.",
+        "Training: the new run's name. Elsewhere: which run, unset is the latest with weights; "
+        "eval, infer and chat also take a model folder or an adapter.",
     )
     resume: str | None = _variable(
         None,

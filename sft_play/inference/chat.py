@@ -23,6 +23,7 @@ from sft_play.plan.model_shape import positions_of
 from sft_play.progress import visible
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import ModelFolder
 
 MAX_ANSWER_TOKENS = 2048  # of an answer where generation_max_new_tokens is auto
 COMMANDS = {
@@ -148,14 +149,14 @@ def chat_with(
         import readline  # noqa: F401 (editing keys and a history for `input`)
 
         print("\n".join(banner_lines(folder, trained)))
-    chat = Chat(trained, system_messages(trained), "> " if is_terminal else "", folder.path)
+    chat = Chat(trained, system_messages(trained), "> " if is_terminal else "", folder.results)
     if compares:
         chat.speakers.insert(0, base_speaker(trained))
     chat.run()
 
 
 def base_speaker(trained: TrainedModel) -> Speaker:
-    """Return the base of a run, which answers the same prompts."""
+    """Return the base of a run, which answers the same prompts. Raises: as `base_of`."""
     return Speaker("base", *base_of(trained), system_messages(trained))
 
 
@@ -171,8 +172,10 @@ def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:
     sampling = "the most likely token; TEMPERATURE=0.7 draws"
     if trained.sampling is not None:
         sampling = f"{trained.sampling.words()}; TEMPERATURE=0 takes the most likely token"
+    is_model = isinstance(folder, ModelFolder)
+    steps = f"{config.tuning.mode}, {folder.read_report().global_step} steps"
     return [
-        f"run     {folder.path} ({config.tuning.mode}, {folder.read_report().global_step} steps)",
+        f"model   {folder.path}" if is_model else f"run     {folder.path} ({steps})",
         f"base    {config.model.name}",
         f"device  {trained.process.device.type}, {dtype}",
         f"limits  {limit} tokens an answer{whole}",

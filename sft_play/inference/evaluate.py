@@ -18,21 +18,24 @@ from sft_play.data.sources import find_sources
 from sft_play.data.store import Split
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.data.tokenized import TokenizedSource, read_bad_rows
-from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, DataError
+from sft_play.evaluation.batches import free_bytes
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import Scores, answers_jsonl
 from sft_play.inference.load import (
     TrainedModel,
     base_of,
-    checked_weights,
-    config_of_weights,
     load_run,
+    tokenizer_of,
 )
+from sft_play.inference.other_weights import lines_of
+from sft_play.models.packed import dtype_name
 from sft_play.plan import sources
+from sft_play.plan.model_shape import shape_of
 from sft_play.process import Process
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import ModelFolder
 from sft_play.runs.place import Place
 
 SETTINGS = (
@@ -44,6 +47,8 @@ SETTINGS = (
     "eval_batch_size",
 )
 OWN_ROWS = "again"  # the name of the scores of the run's own test rows
+MOST_ROWS = 8  # of an evaluation without a plan
+BYTES_OF_SCORE = 12  # the head's scores of a token in 16 bits, in float32, and their softmax
 TAKEN_NAMES = (OWN_ROWS, "before", "after")
 
 
@@ -77,7 +82,10 @@ def evaluate_run(
     trained = load_run(folder, device, config)
     if place is not None:
         trained = replace(trained, process=joined(trained.process, place))
+    trained = with_batch_size(trained, rows.split)
     lines = [*rows.lines]
+    if isinstance(folder, ModelFolder):
+        lines += said_of_model(folder, trained, rows.split)
     scores = _score(trained, rows, folder.evaluation / f"{rows.name}.jsonl")
     lines += [f"{folder.name} {scores.as_text()} rows={len(rows.split)}"]
     if compares:
@@ -93,7 +101,7 @@ def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -
 
     Raises: ConfigError where the columns of no file are named.
     """
-    tokenizer = load_tokenizer(config_of_weights(config, checked_weights(folder, config)))
+    tokenizer = tokenizer_of(folder, config)
     if asked is not None and asked.is_set("data.test_path"):
         return other_rows(folder, config, tokenizer)
     if asked is not None and asked.is_set("data.columns"):
@@ -101,7 +109,35 @@ def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -
             f"{asked.described('data.columns')}: names the columns of a file to score; "
             "set DATA_TEST_PATH too"
         )
+    if isinstance(folder, ModelFolder):
+        raise ConfigError(
+            f"RUN={folder.path}: is no run, so it has no test rows of its own; name a file with "
+            "DATA_TEST_PATH=held.jsonl"
+        )
     return ScoredRows(prepared_data(folder, config, tokenizer).test, OWN_ROWS, None)
+
+
+def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
+    """Return the model with a number for train.eval_batch_size where no plan has resolved it.
+
+    So many rows of the longest one's length fit into half of the free memory, of every process.
+    """
+    train = trained.config.train
+    if train.eval_batch_size != "auto":
+        return trained
+    model_config = trained.model.config.to_dict()
+    vocab = shape_of(model_config, trained.config.model.name).vocab
+    row_bytes = BYTES_OF_SCORE * vocab * int(max(rows.lengths))
+    fitting = trained.process.min(free_bytes(trained.process)) // (2 * row_bytes)
+    train = train.model_copy(update={"eval_batch_size": max(1, min(MOST_ROWS, fitting))})
+    config = trained.config.model_copy(update={"train": train})
+    return replace(trained, config=config)
+
+
+def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> list[str]:
+    """Return the lines about weights that no run has made."""
+    dtype = dtype_name(trained.model.dtype)
+    return lines_of(folder, trained.tokenizer, trained.stops, dtype, rows)
 
 
 def joined(process: Process, place: Place) -> Process:
@@ -178,7 +214,9 @@ def with_answer_limit(config: Config, rows: Split) -> Config:
 
 
 def _training_sources(folder: RunFolder) -> tuple[TokenizedSource, ...]:
-    """Return the tokenized training rows of a run, () where they are gone."""
+    """Return the tokenized training rows of a run, () where they are gone or not known."""
+    if isinstance(folder, ModelFolder):
+        return ()
     try:
         return DataFacts.from_json(folder.read_data()).sources["train"]
     except DataError:

@@ -16,6 +16,7 @@ from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError
 from sft_play.evaluation.generate import Sampling
+from sft_play.inference.other_weights import load_other_adapter, stops_of
 from sft_play.inference.sampling import sampling_of
 from sft_play.models.export import read_stops
 from sft_play.models.fast.setup import base_model_of
@@ -26,6 +27,7 @@ from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
 from sft_play.runs import seal, stamp
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import ModelFolder
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,34 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     config = config or folder.read_config()
     weights = checked_weights(folder, config)
     process = _process(folder, config, device)
-    tokenizer = load_tokenizer(config_of_weights(config, weights))
+    tokenizer = tokenizer_of(folder, config)
     with quiet_libraries():
         if config.tuning.mode == "full":
             # the saved model is its own base
             model = load_base(config_of_weights(config, weights), process)
         else:
-            model = load_adapter(load_base(config, process), weights)
+            base = load_base(config, process)
+            of_run = not isinstance(folder, ModelFolder)
+            model = load_adapter(base, weights) if of_run else load_other_adapter(base, folder)
     move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
-    return TrainedModel(model, tokenizer, config, process, read_stops(weights))
+    stops = read_stops(weights)
+    if isinstance(folder, ModelFolder) and not stops:
+        stops = stops_of(model)
+    return TrainedModel(model, tokenizer, config, process, stops)
+
+
+def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that was saved with the weights; that of the base where none was.
+
+    Raises: CheckpointError as `checked_weights`; EnvironmentFault where there is none.
+    """
+    saved = config_of_weights(config, checked_weights(folder, config))
+    if isinstance(folder, ModelFolder):
+        name, revision = folder.tokenizer_source
+        model = saved.model.model_copy(update={"name": name, "revision": revision})
+        saved = saved.model_copy(update={"model": model})
+    return load_tokenizer(saved)
 
 
 def load_to_answer(
@@ -78,9 +98,7 @@ def base_of(
     An adapter is switched off in it; where every weight was trained the base is loaded, too. The
     base stops where the run does, and at its own stops.
     """
-    eos = trained.model.generation_config.eos_token_id
-    own_stops = eos if isinstance(eos, list) else [eos] if eos is not None else []
-    stops = tuple({*trained.stops, *own_stops}) if trained.stops else ()
+    stops = tuple({*trained.stops, *stops_of(trained.model)}) if trained.stops else ()
     base = replace(trained, stops=stops)
     if trained.config.tuning.mode != "full":
         return base, trained.model.disable_adapter
@@ -96,6 +114,9 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
     Raises: CheckpointError when they are incomplete, or of another base.
     """
     weights = folder.weights(config.tuning.mode)
+    if isinstance(folder, ModelFolder):
+        folder.refuse_damage()
+        return weights
     if not weights.is_dir():
         status = folder.read_report().status
         raise CheckpointError(
@@ -120,7 +141,7 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
     if device == "cuda":
         gpus = 1 if config.model.device_map is None else torch.cuda.device_count()
         return replace(Process.alone(torch.device("cuda", 0), trained_dtype), gpus=gpus)
-    if read_plan(folder).ranks.device == "cpu":
+    if isinstance(folder, ModelFolder) or read_plan(folder).ranks.device == "cpu":
         return Process.alone(torch.device("cpu"), trained_dtype)
     return Process.alone(torch.device("cpu"), torch.float32)
 

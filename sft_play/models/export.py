@@ -70,11 +70,13 @@ def write_stops(
 
 
 def read_stops(folder: Path) -> tuple[int, ...]:
-    """Return the stops of a saved folder; () where an older version of this program saved it."""
+    """Return the stops of a saved folder; () where another program saved it and names none."""
     path = folder / GENERATION_CONFIG_NAME
     if not path.is_file():
         return ()
     eos = read_json(path).get("eos_token_id")
+    if eos is None:
+        return ()
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 

@@ -56,8 +56,13 @@ class RunFolder:
         return self.path / "quarantine"
 
     @property
+    def results(self) -> Path:
+        """Where answers, chats and scores go that are asked of the weights."""
+        return self.path
+
+    @property
     def evaluation(self) -> Path:
-        return self.path / "eval"
+        return self.results / "eval"
 
     def weights(self, mode: str) -> Path:
         """Return where the trained weights go: adapter/ for lora and qlora, model/ for full."""
@@ -199,9 +204,14 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
     Raises: EnvironmentFault when there is none.
     """
     if run:
-        for path in (output_dir / run, Path(run)):
-            if (path / "plan.json").exists():
-                return RunFolder(path)
+        named = named_run(output_dir, run)
+        if named is not None:
+            return named
+        if Path(run).is_dir():
+            raise EnvironmentFault(
+                f"RUN={run}: that folder is no run, it has no plan.json; `make runs` lists the "
+                "runs, and make eval, infer and chat also take a model folder or an adapter"
+            )
         raise EnvironmentFault(
             f"RUN={run}: no such run in {output_dir}; `make runs` lists the runs"
         )
@@ -209,6 +219,14 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
     if not found:
         raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
     return found[-1]
+
+
+def named_run(output_dir: Path, run: str) -> RunFolder | None:
+    """Return the run of a name or a path, None where there is none."""
+    for path in (output_dir / run, Path(run)):
+        if (path / "plan.json").exists():
+            return RunFolder(path)
+    return None
 
 
 class Latest(NamedTuple):

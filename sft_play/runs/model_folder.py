@@ -1,0 +1,131 @@
+"""A folder of weights that RUN names in place of a run: a model, or an adapter. Loads no torch."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import CheckpointError, EnvironmentFault
+from sft_play.runs import seal, stamp
+from sft_play.runs.folder import RunFolder
+
+ADAPTER_CONFIG = "adapter_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MODELS = "models"  # the folder of what was asked of such weights, beside the runs
+
+
+@dataclass(frozen=True)
+class ModelFolder(RunFolder):
+    """A model of transformers, or an adapter of PEFT, from anywhere; it is never written to.
+
+    What is written of it goes to outputs/models/.
+    """
+
+    output_dir: Path
+    base: str | None  # of an adapter, as its adapter_config.json names it; None of a whole model
+    revision: str | None = None  # of that base
+
+    @property
+    def name(self) -> str:
+        """Return `run-export-safetensors` for a folder in a run, for others one with a digest."""
+        path = self.path.resolve()
+        root = self.output_dir.resolve()
+        if path.is_relative_to(root) and path != root:
+            return "-".join(path.relative_to(root).parts)
+        return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+    @property
+    def results(self) -> Path:
+        return self.output_dir / MODELS / self.name
+
+    @property
+    def mode(self) -> str:
+        """Return the mode of tuning whose weights are saved in this way."""
+        return "full" if self.base is None else "lora"
+
+    @property
+    def tokenizer_source(self) -> tuple[str, str | None]:
+        """Return the folder, or the hub's name and revision, with tokenizer and template."""
+        has_own = any((self.path / name).is_file() for name in TOKENIZER_FILES[:2])
+        if self.base is None or has_own:
+            return str(self.path), None
+        return self.base, self.revision
+
+    def weights(self, mode: str) -> Path:
+        return self.path
+
+    def was_packed(self) -> bool:
+        """Return whether it is the adapter of a run over 4-bit weights."""
+        path = self.path / stamp.NAME
+        return path.is_file() and _read(path).get("mode") == "qlora"
+
+    def refuse_damage(self) -> None:
+        """Raise CheckpointError where files are not what they were sealed as."""
+        manifest = self.path / seal.NAME
+        if not manifest.is_file() or "sha256_of_files" not in _read(manifest):
+            return  # not sealed by this project
+        damage = seal.find_damage(self.path, allows_more=True)
+        if damage is not None:
+            raise CheckpointError(f"{self.path}: {damage}; export, merge or fetch it anew")
+
+
+def find_model(named: str, output_dir: Path) -> ModelFolder | None:
+    """Return the folder of weights that RUN names, None where there is no folder of that name.
+
+    Raises: EnvironmentFault for a folder whose weights cannot be used, with what to type.
+    """
+    path = next((path for path in (Path(named), output_dir / named) if path.is_dir()), None)
+    if path is None:
+        return None
+    if (path / ADAPTER_CONFIG).is_file():
+        return _adapter(path, output_dir)
+    if (path / "config.json").is_file():
+        return ModelFolder(path, output_dir, None)
+    if any(path.glob("*.gguf")):
+        raise EnvironmentFault(
+            f"RUN={named}: holds gguf files, which llama.cpp runs; make export FORMAT=gguf has "
+            "scored them, and FORMAT=safetensors writes what can be scored here"
+        )
+    raise EnvironmentFault(
+        f"RUN={named}: neither a run (plan.json), a model (config.json) nor an adapter "
+        f"({ADAPTER_CONFIG}); name the folder that holds one of these, or a run that `make runs` "
+        "lists"
+    )
+
+
+def _adapter(path: Path, output_dir: Path) -> ModelFolder:
+    """Return an adapter and its base. Raises EnvironmentFault where either is not there."""
+    config = _read(path / ADAPTER_CONFIG)
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise EnvironmentFault(
+            f"{path / ADAPTER_CONFIG}: names no base; write its folder or hub name there, as "
+            "base_model_name_or_path"
+        )
+    if _is_local(base) and not Path(base).is_dir():
+        raise EnvironmentFault(
+            f"{path / ADAPTER_CONFIG}: its base {base} is not here; write the folder where it "
+            "is, or its hub name, as base_model_name_or_path"
+        )
+    if not any((path / name).is_file() for name in ADAPTER_WEIGHTS):
+        raise EnvironmentFault(f"{path}: has no {ADAPTER_WEIGHTS[0]}; copy the whole adapter")
+    revision = config.get("revision")
+    return ModelFolder(path, output_dir, base, revision if isinstance(revision, str) else None)
+
+
+def _is_local(name: str) -> bool:
+    """Return whether a base cannot be a name on the hub, which is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises EnvironmentFault where the file holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{path}: cannot be read ({error}); copy it anew") from None
+    if not isinstance(found, dict):
+        raise EnvironmentFault(f"{path}: holds no JSON object; copy it anew")
+    return found
