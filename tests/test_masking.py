@@ -26,6 +26,13 @@ CANARY = "hf_CanaryCanaryCanary0123456789"
         ("GET /x?access_token=0123456789&page=2", "GET /x?access_token=***&page=2"),
         ("WANDB_API_KEY=0123456789abcdef", "WANDB_API_KEY=***"),
         ("{'password': 'correct-horse'}", "{'password': '***'}"),
+        ("token=<0123456789abcdef>", "token=***"),
+        ("password=<|correct-horse|>", "password=***"),
+        ("per_token=0123456789abcdef", "per_token=***"),
+        ("csrf_token: 0123456789", "csrf_token: ***"),
+        (f"eos_token={CANARY}", "eos_token=***"),
+        ("eos_token=</s> access_token=0123456789", "eos_token=</s> access_token=***"),
+        ("stop_token=<|im_end|>0123456789", "stop_token=***"),
     ],
 )
 def test_what_looks_like_a_secret_is_masked(text: str, shown: str) -> None:
@@ -43,6 +50,11 @@ def test_what_looks_like_a_secret_is_masked(text: str, shown: str) -> None:
         "train.max_steps=10 (config.yaml:3); user@host; a@b.c",
         "https://huggingface.co/datasets/a/b",
         "tokens_per_second: 1234567890",
+        "eos_token=<|im_end|>",
+        "{'eos_token': '<|endoftext|>', 'pad_token': '<end_of_turn>'}",
+        "model.image_token: <|vision_start|>",
+        "stop_token=<|eot_id|>, nats_per_token=0.69314718 and 1.2345678e-05",
+        "https://host/a.jsonl?eos_token=<|im_end|>",
     ],
 )
 def test_other_text_stays(text: str) -> None:
