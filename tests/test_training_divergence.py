@@ -9,8 +9,10 @@ from run_files import run_json
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import DivergedError, ExitClass
+from sft_play.monitor.runs import run_table
 from sft_play.process import Process
 from sft_play.training.divergence import LossWatch
+from sft_play.training.trainer import SftTrainer
 from sft_play.training.untrained import GradientWatch, module_of, watched, with_gradient
 
 UNIFORM = math.log(32_000)  # 10.4
@@ -133,3 +135,95 @@ def test_a_run_looks_at_gradients_no_longer_than_it_must(plan_run, build_trainer
     trainer.gradients.look, look = lambda of: looked.append(look(of)), trainer.gradients.look
     trainer.train()
     assert len(looked) == 30 and trainer.gradients._has_judged
+
+
+# Divergence after a checkpoint that is published instead
+
+BEST = {
+    "tuning.mode": "full",
+    "train.load_best_model_at_end": True,
+    "train.eval_strategy": "steps",
+    "train.eval_steps": 2,
+    "train.save_strategy": "steps",
+    "train.save_steps": 2,
+    "train.save_total_limit": 2,
+    "train.predict_with_generate": False,
+    "train.max_steps": 40,
+}
+
+
+@pytest.fixture
+def rate_jumps(monkeypatch):
+    """From a step on the learning rate is 1, with which a model forgets all it knew."""
+
+    def at(step: int) -> None:
+        compute = SftTrainer.compute_loss
+
+        def jumping(self, *arguments, **options):
+            if self.state.global_step >= step:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = 1
+            return compute(self, *arguments, **options)
+
+        monkeypatch.setattr(SftTrainer, "compute_loss", jumping)
+
+    return at
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        (40, "since step"),
+        pytest.param(9, "at the end, step 9", marks=pytest.mark.long),
+    ],
+)
+def test_a_tail_that_diverges_ends_training_and_the_best_weights_are_published(
+    plan_run, run_worker, rate_jumps, steps, found
+):
+    rate_jumps(5)
+    folder = plan_run({**BEST, "train.max_steps": steps})
+    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    report = run_json(folder)
+    best, warning, after = report["best"], report["warning"], report["metrics"]["after"]
+    assert best["step"] == 4 and report["global_step"] < 30 and report["status"] == "done"
+    assert found in warning and "as bad as a uniform guess" in warning
+    assert (
+        f"published are the weights of step 4, the best by eval_loss={best['value']:.4g}" in warning
+    )
+    assert after["eval_loss"] == pytest.approx(best["value"])
+    assert after["eval_loss"] < report["metrics"]["before"]["eval_loss"]
+    name = "model.safetensors"
+    saved = load_file(folder.weights("full") / name)
+    kept = load_file(folder.checkpoints / "checkpoint-4" / name)
+    assert all(torch.equal(saved[key], kept[key]) for key in kept)
+    log = (folder.logs / "rank-0.log").read_text()
+    assert f"warning: {warning}" in log
+    assert "as bad as a uniform guess" in run_table(folder.path.parent)[0]
+    assert "Warning: loss=" in (folder.path / "report.html").read_text()
+
+
+@pytest.mark.long
+def test_where_no_weights_were_scored_before_it_a_run_that_diverges_has_failed(
+    plan_run, run_worker, rate_jumps
+):
+    rate_jumps(5)
+    folder = plan_run({**BEST, "train.eval_steps": 20, "train.save_steps": 20})
+    assert run_worker(folder) == ExitClass.DIVERGED
+    assert run_json(folder)["cause"].endswith("or more TRAIN_WARMUP_STEPS")
+    assert not folder.weights("full").exists()
+
+
+def test_the_best_weights_of_a_diverged_run_are_published_only_where_they_are_better_than_before():
+    watch = LossWatch(32_000, 1e-3, has_best=lambda: True)
+    watch.begin(2.0)
+    for step, loss in enumerate([1.9, 10.3, 10.4, 10.2], start=1):
+        watch.see(step * 5, loss)  # raises nothing
+    watch.conclude(20, after=1.9, is_best=True)
+    with pytest.raises(
+        DivergedError, match=r"loss=2.1 on the held-out rows, where it was 2 before"
+    ):
+        watch.conclude(20, after=2.1, is_best=True)
+    with pytest.raises(DivergedError, match=r"loss=10.3 at the end, step 20"):
+        watch.conclude(20, after=10.3, is_best=True)
+    with pytest.raises(DivergedError, match="since step 10"):
+        watch.conclude(20, after=1.9, is_best=False)  # its checkpoint is gone

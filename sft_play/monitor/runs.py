@@ -23,7 +23,7 @@ def _run_line(folder: RunFolder, width: int) -> str:
     scored = [name for name in ("eval_loss", "rougeL") if name in after]
     scores = " ".join(f"{name}={after[name]:.4f}" for name in scored)
     mode = f"{report.mode or '-'}/{report.backend or '-'}"
-    cause = (report.cause or "").partition("\n")[0]
+    cause = (report.cause or report.warning or "").partition("\n")[0]
     facts = f"world={report.world_size or '-'} step={_step(folder, report)} {scores} {cause}"
     if report.state in ("failed", "died", "stopped") and report.next and "RESUME" not in cause:
         facts += f"; go on with {report.next}"

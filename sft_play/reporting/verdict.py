@@ -58,7 +58,7 @@ class Verdict:
 def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdict:
     """Return what became of a run."""
     if report.status == "done":
-        return _done(folder, scores)
+        return _done(folder, scores, report.warning)
     cause = report.cause.splitlines() if report.cause else []
     if report.status == "stopped":
         headline = f"Stopped on request at step {report.global_step or 0}"
@@ -89,12 +89,15 @@ def exit_words(exit_class: int | None) -> str:
     return f"{name} (exit class {exit_class})"
 
 
-def _done(folder: RunFolder, scores: list[Score]) -> Verdict:
+def _done(folder: RunFolder, scores: list[Score], warning: str | None) -> Verdict:
     outcomes = {score.outcome for score in scores} - {None}
     chat = f"make chat RUN={folder.name}"
     reasons = [score_sentence(score) for score in scores if score.outcome]
     if not outcomes:
         reasons = ["The test rows were not scored both before and after training."]
+    if warning is not None:
+        reasons.append(f"Warning: {warning}")
+    if not outcomes:
         return Verdict("open", "Done", reasons, chat)
     if outcomes == {"better"}:
         return Verdict("good", "Done: better on the test rows", reasons, chat)

@@ -150,6 +150,7 @@ class RunReport:
     status: str = "unknown"  # planned, running, done, stopped or failed
     exit_class: int | None = None  # of errors.ExitClass; None while the run goes on
     cause: str | None = None  # of its end, where it is not done
+    warning: str | None = None  # of a run that is done, and went other than it was asked to
     world_size: int | None = None
     strategy: str | None = None
     device: str | None = None

@@ -16,6 +16,7 @@ from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError
 from sft_play.models.sharding import trains_divided
 from sft_play.runs import seal
+from sft_play.training.divergence import LossWatch
 
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
@@ -76,6 +77,37 @@ class EarlyStopping(TrainerCallback):
             )
 
 
+class EndDiverged(TrainerCallback):
+    """Ends training once the loss has diverged, where the best checkpoint is published instead."""
+
+    def __init__(self, watch: LossWatch, metric: str, is_main: bool = True):
+        self.watch = watch
+        self.metric = metric
+        self.is_main = is_main
+        self.has_ended = False
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.watch.diverged is None:
+            return
+        if self.is_main and not self.has_ended:
+            logger.warning(
+                "%s; training ends at step %d, and the weights of step %s are scored and published",
+                *(self.watch.diverged, state.global_step),
+                best_step(state.log_history, self.metric),
+            )
+        self.has_ended = True
+        control.should_training_stop = True
+        self._keep_nothing_more(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.has_ended:  # Trainer also ends the epoch that was cut short
+            self._keep_nothing_more(control)
+
+    def _keep_nothing_more(self, control: Any) -> None:
+        control.should_evaluate = False
+        control.should_save = False
+
+
 def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
     """Refuse to take the best weights where FSDP divides those that train.
 
@@ -86,6 +118,16 @@ def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
             "train.load_best_model_at_end=true: FSDP divides the trained weights, which are read "
             "at the start alone; set it to false: the best checkpoint is kept, too"
         )
+
+
+def warning_of(watch: LossWatch, best: Mapping[str, Any] | None) -> str | None:
+    """Return what a run has to say that publishes its best weights though it has diverged."""
+    if watch.diverged is None or best is None:
+        return None
+    return (
+        f"{watch.diverged}; published are the weights of step {best['step']}, the best by "
+        f"{best['metric']}={best['value']:.4g}"
+    )
 
 
 def take_best(trainer: "SftTrainer", train: TrainSection) -> dict[str, Any] | None:

@@ -20,7 +20,13 @@ from sft_play.plan.packing import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
-from sft_play.training.best import EarlyStopping, metric_of, refuse_divided
+from sft_play.training.best import (
+    EarlyStopping,
+    EndDiverged,
+    best_step,
+    metric_of,
+    refuse_divided,
+)
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
 from sft_play.training.nonfinite import StepGuard
@@ -78,7 +84,20 @@ def build_trainer(
     patience = config.train.early_stopping_patience
     if patience is not None:
         trainer.add_callback(EarlyStopping(trainer.best_metric, patience, context.process.is_main))
+    if config.train.load_best_model_at_end:
+        publish_best_of_diverged(trainer)
     return trainer
+
+
+def publish_best_of_diverged(trainer: SftTrainer) -> None:
+    """Let a run that diverges after a checkpoint that was scored end with the best of them."""
+
+    def has_best() -> bool:
+        return best_step(trainer.state.log_history, trainer.best_metric) is not None
+
+    watch = trainer.loss_watch
+    watch.has_best = has_best
+    trainer.add_callback(EndDiverged(watch, trainer.best_metric, trainer.process.is_main))
 
 
 def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:

@@ -1,6 +1,7 @@
 """Divergence without NaN: a loss that rises to that of a uniform guess, and stays there. Pure."""
 
 import math
+from collections.abc import Callable
 from statistics import median
 
 from sft_play.errors import DivergedError
@@ -12,18 +13,31 @@ STEPS = 10  # and steps: a single bad batch is no divergence
 
 
 class LossWatch:
-    """Follows the logged losses of a run, in nats a token."""
+    """Follows the logged losses of a run, in nats a token.
 
-    def __init__(self, vocabulary: int, learning_rate: float):
+    A run that diverges fails, unless it publishes the weights of an earlier step: `has_best` says
+    whether there are some that were scored. Then `diverged` is the error, and training is to end.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        learning_rate: float,
+        has_best: Callable[[], bool] = lambda: False,
+    ):
         self.learning_rate = learning_rate
+        self.has_best = has_best
         self.uniform = math.log(vocabulary)
+        self.before = math.inf  # of the held-out rows, before training
         self.lowest = math.inf
+        self.diverged: DivergedError | None = None
         self._since: int | None = None  # the first step of those that are as bad as a guess
         self._logs = 0
         self._last: list[float] = []
 
     def begin(self, loss: float) -> None:
         """Note the loss of the model before training."""
+        self.before = loss
         self.lowest = min(self.lowest, loss)
 
     def see(self, step: int, loss: float) -> None:
@@ -36,19 +50,32 @@ class LossWatch:
         self._since = step if self._since is None else self._since
         self._logs += 1
         if self._logs >= LOGS and step - self._since >= STEPS:
-            raise DivergedError(self._cause(loss, f"since step {self._since}"))
+            self._diverge(self._cause(loss, f"since step {self._since}"))
 
-    def conclude(self, step: int, after: float | None = None) -> None:
+    def conclude(self, step: int, after: float | None = None, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
 
+        `is_best` says that the best weights are those that were scored, and are published.
         Raises: DivergedError.
         """
-        ends = [median(self._last)] if self._last else []
-        if after is not None:
-            ends.append(after)
-        for loss in ends:
-            if self._is_guess(loss):
-                raise DivergedError(self._cause(loss, f"at the end, step {step}"))
+        end = f"at the end, step {step}"
+        if self._last and self._is_guess(median(self._last)):
+            self._diverge(self._cause(median(self._last), end))
+        if self.diverged is not None and not is_best:
+            raise self.diverged
+        if after is not None and self._is_guess(after):
+            raise DivergedError(self._cause(after, end))
+        if self.diverged is not None and after is not None and after > self.before:
+            raise DivergedError(
+                f"{self.diverged}; the best weights have loss={after:.4g} on the held-out rows, "
+                f"where it was {self.before:.4g} before training, so they are not published either"
+            )
+
+    def _diverge(self, cause: str) -> None:
+        """Note that the run has diverged. Raises: DivergedError where nothing else is published."""
+        self.diverged = self.diverged or DivergedError(cause)
+        if not self.has_best():
+            raise self.diverged
 
     def _is_guess(self, loss: float) -> bool:
         return loss >= max(NEAR * self.uniform, self.lowest + RISE * self.uniform)

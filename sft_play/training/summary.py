@@ -27,6 +27,7 @@ def summary_lines(
         f"weights  {weights}",
         f"run      {folder.path}  (run.json, eval/, logs/, tb/)",
         f"report   {folder.path / 'report.html'}",
+        *([f"warning: {report.warning}"] if report.warning else []),
         report.cause or next_line,
     ]
 

@@ -33,7 +33,7 @@ from sft_play.runs.report import LoggedLoss
 from sft_play.stops import StopSignals
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
-from sft_play.training.best import take_best
+from sft_play.training.best import take_best, warning_of
 from sft_play.training.build import build_evaluator, build_trainer
 from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
 from sft_play.training.checks import check_engine
@@ -238,7 +238,8 @@ def score_after(
     try:
         if not stop.stopped:
             if is_last:
-                if context.config.train.load_best_model_at_end:
+                takes_best = context.config.train.load_best_model_at_end
+                if takes_best and trainer.loss_watch.diverged is None:
                     save_now(trainer)  # to go on from, while the model has these weights
                 held_out.recorder.note(best=take_best(trainer, context.config.train))
             held_out.score("after")
@@ -255,9 +256,12 @@ def look_at_weights(
     """Check and record what training has made of the weights, before they are saved."""
     recorder.note(skipped_steps=trainer.guard.skipped or None)
     if is_complete:
+        best = recorder.report.best
         with recorder.check("the loss is below that of a uniform guess"):
             after = recorder.report.metrics.get("after", {}).get("eval_loss")
-            trainer.loss_watch.conclude(trainer.state.global_step, after)
+            step = trainer.state.global_step
+            trainer.loss_watch.conclude(step, after, is_best=best is not None)
+        recorder.note(warning=warning_of(trainer.loss_watch, best))
     record_experts(trainer, context.process, recorder)
     compare_ranks(context, trainer, recorder)
 

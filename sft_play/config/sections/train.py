@@ -278,7 +278,8 @@ class TrainSection(Section):
     )
     load_best_model_at_end: bool = Field(
         False,
-        description="Save the weights of the best checkpoint, not the last ones.",
+        description="Save the weights of the best checkpoint, not the last ones; so does a run "
+        "that diverges after it.",
     )
     early_stopping_patience: PositiveInt | None = Field(
         None,
