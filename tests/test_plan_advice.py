@@ -20,6 +20,7 @@ EXPLICIT_70B = (
     "train.batch_size=16",
     "train.grad_accum=2",
     "train.strategy=ddp",
+    "train.activation_offloading=false",
 )
 EXPLICIT_8B = ("tuning.mode=lora", "train.batch_size=4", "train.gradient_checkpointing=false")
 SHORT = [
@@ -92,11 +93,11 @@ def test_a_smaller_micro_batch_keeps_the_effective_batch_and_is_named_in_numbers
 
 
 def test_zero_is_advised_on_the_gpus_that_are_there_and_on_those_that_idle() -> None:
-    idle = plan_of("4x4090", QWEN_32B, "tuning.mode=lora", distributed=False)
+    idle = plan_of("4x4090", LLAMA_70B, "tuning.mode=qlora", distributed=False)
     assert idle.ranks.world_size == 1
     words = "make train-deepspeed NUM_GPUS=4 DEEPSPEED_CONFIG=configs/deepspeed_zero3.json"
     assert any(words in change.words for change in idle.changes)
-    alone = plan_of("1x4090", QWEN_32B, "tuning.mode=lora")
+    alone = plan_of("1x4090", LLAMA_70B, "tuning.mode=qlora")
     assert not any("deepspeed" in change.words for change in alone.changes)
 
 
@@ -105,13 +106,13 @@ def test_the_zero_that_is_advised_offloads_nothing(tmp_path: Path) -> None:
     used = tmp_path / "offload.json"
     used.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
     environ = {"DEEPSPEED_CONFIG": str(used)}
-    settings = ("tuning.mode=lora", "train.batch_size=2")
-    plan = plan_of("4x4090", QWEN_32B, *settings, environ=environ, use_deepspeed=True)
+    settings = ("tuning.mode=qlora", "train.batch_size=2")
+    plan = plan_of("4x4090", LLAMA_70B, *settings, environ=environ, use_deepspeed=True)
     advised = [change for change in plan.changes if "train-deepspeed" in change.words]
     assert plan.step.offload
     assert advised
     for change in advised:
-        after = plan_with(change, "4x4090", QWEN_32B, *settings)
+        after = plan_with(change, "4x4090", LLAMA_70B, *settings)
         assert after.memory.predicted_peak == change.predicted_peak
 
 

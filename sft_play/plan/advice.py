@@ -39,9 +39,9 @@ class Option:
     costs: str = ""
 
     @property
-    def key(self) -> str:
+    def settings(self) -> list[str]:
         """What tells options apart: of the shorter rows only the longest that fit are offered."""
-        return "length" if self.group == "length" else self.words
+        return [self.group] if self.group in ("length", "batch") else self.words.split()
 
 
 def changes(inputs: PlanInputs, gpu_count: int) -> tuple[Change, ...]:
@@ -55,7 +55,7 @@ def changes(inputs: PlanInputs, gpu_count: int) -> tuple[Change, ...]:
     found: dict[frozenset[str], Change] = {}
     for count in range(1, MAX_COMBINED + 1):
         for combined in combinations(options, count):
-            key = frozenset(option.key for option in combined)
+            key = frozenset(setting for option in combined for setting in option.settings)
             groups = {option.group for option in combined}
             if len(groups) < count or any(fewer <= key for fewer in found):
                 continue
@@ -132,7 +132,8 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         yield Option("TRAIN_GRADIENT_CHECKPOINTING=auto", automatic, "checkpointing")
     offloaded = _with(inputs, "train", activation_offloading=True)
     host_bytes = offloaded_bytes(offloaded.step, choose_layout(offloaded))
-    if host_bytes and not inputs.step.offload_activations:
+    has_room = 0 < host_bytes <= inputs.host_budget_bytes
+    if has_room and not inputs.step.offload_activations:
         costs = f"{host_bytes / GIB:.0f} GiB of host memory for each GPU"
         yield Option("TRAIN_ACTIVATION_OFFLOADING=true", offloaded, "offloading", costs)
     yield from _engine_options(inputs, gpu_count)
@@ -183,8 +184,10 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         offloaded = replace(_with_engine(inputs, "fsdp", per_node, 0), offload_weights=True)
         on_host = host_bytes(offloaded.step, choose_layout(offloaded))
         if not inputs.offload_weights and on_host <= inputs.host_budget_bytes:
-            words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true{no_map}"
-            yield Option(words, offloaded, "engine")
+            words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true"
+            if inputs.config.train.strategy not in ("auto", "fsdp"):
+                words += " TRAIN_STRATEGY=fsdp"
+            yield Option(words + no_map, offloaded, "engine")
         if not backend_of(inputs.config).runs_under_deepspeed:
             continue
         for stage in range(first_stage, 4):

@@ -105,8 +105,9 @@ def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -
 def parse(words: str) -> Hardware:
     """Return the hardware that `2xH200`, `8xA100-80` or `2x24GiB` names.
 
-    All memory of its GPUs is free; CPU and RAM are this host's. A size in GiB stands for a GPU of
-    that much usable memory and capability 8.0.
+    All memory of its GPUs is free, and its host has as much RAM free as its GPUs have memory: hosts
+    with less are rare, and this host says nothing of that one. The cores are this host's. A size in
+    GiB stands for a GPU of that much usable memory and capability 8.0.
 
     Raises: ConfigError for other words, with the nearest name.
     """
@@ -125,7 +126,7 @@ def parse(words: str) -> Hardware:
     if not match or count < 1:
         raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2x{word}")
     gpus = tuple(replace(gpu, index=index) for index in range(count))
-    return Hardware("cuda", gpus, cpu_count(), host_memory().available_bytes)
+    return Hardware("cuda", gpus, cpu_count(), count * total_bytes)
 
 
 def _card_key(word: str) -> str:
