@@ -101,6 +101,11 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
     options["generation_config"] = GenerationConfig.from_pretrained(folder)
     base = PeftConfig.from_pretrained(folder).base_model_name_or_path
     model = AutoModelForCausalLM.from_pretrained(base, revision=request["revision"], **options)
+    for module in model.modules():
+        # On some CPUs a 4-bit layer would round its scales to bfloat16 when it is evaluated. What
+        # is in the files is looked at here, not a kernel.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return PeftModel.from_pretrained(model, folder).eval(), tokenizer
 
 

@@ -1,13 +1,17 @@
 """bitsandbytes: 4-bit base weights, on GPUs and on CPUs."""
 
+import copy
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from sft_play.config.schema import Config
-from sft_play.models.packed import dtype_name
+from sft_play.errors import EnvironmentFault
+from sft_play.models.packed import dtype_name, log_packed
 
 
 def quantization_config(
@@ -37,6 +41,16 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
     return {**values, "bnb_4bit_compute_dtype": dtype_name(compute_dtype)}
 
 
+def finish_loading(model: torch.nn.Module) -> None:
+    """Make a packed model trainable on this device, and log what is packed.
+
+    Raises: EnvironmentFault where this CPU unpacks a weight to other numbers than were packed.
+    """
+    keep_differentiable(model)
+    refuse_wrong_unpacking(model)
+    log_packed(model)
+
+
 def keep_differentiable(model: torch.nn.Module) -> None:
     """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
 
@@ -47,3 +61,33 @@ def keep_differentiable(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+
+
+def refuse_wrong_unpacking(model: torch.nn.Module) -> None:
+    """Raise EnvironmentFault where this CPU unpacks a weight to other numbers than were packed.
+
+    The kernel of bitsandbytes 0.50 for CPUs with AVX512 takes the scales of other blocks where the
+    rows of a weight are no whole blocks (of 64 weights).
+    """
+    looked_at = set()
+    for name, weight in model.named_parameters():
+        if not isinstance(weight, Params4bit) or weight.device.type != "cpu":
+            continue
+        state = weight.quant_state
+        if state.shape[-1] % state.blocksize and state.shape not in looked_at:
+            looked_at.add(state.shape)
+            if not is_unpacked_rightly(weight):
+                raise EnvironmentFault(
+                    f"tuning.mode=qlora: this CPU unpacks {name} {tuple(state.shape)} to other "
+                    f"numbers than were packed: its rows are no whole blocks of {state.blocksize}; "
+                    "set TUNING_MODE=lora, or train on a GPU"
+                )
+
+
+def is_unpacked_rightly(weight: Params4bit) -> bool:
+    """Return whether a packed weight is unpacked to the numbers that its flat copy is."""
+    flat: Tensor = weight.data.view(-1, 1)
+    unpacked = dequantize_4bit(flat, weight.quant_state)
+    state = copy.copy(weight.quant_state)
+    state.shape = torch.Size([unpacked.numel()])
+    return torch.equal(unpacked.flatten(), dequantize_4bit(flat, state).flatten())

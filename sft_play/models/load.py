@@ -29,7 +29,7 @@ from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.linear_attention import bind_by_device
-from sft_play.models.packed import dtype_name, log_packed
+from sft_play.models.packed import dtype_name
 from sft_play.models.rope import with_stretched_rope
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
@@ -140,8 +140,7 @@ def load_base(
     if is_mxfp4:
         _finish_mxfp4(model, quantization, base_dtype)
     if quantization is not None:
-        bnb.keep_differentiable(model)
-        log_packed(model)
+        bnb.finish_loading(model)
     keep_soft_caps(model)
     bind_by_device(model)
     if model.can_generate():
