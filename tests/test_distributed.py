@@ -194,7 +194,7 @@ def check_parity(one: RunFolder, two: RunFolder, engine: object, mode: str) -> N
 CASES = [
     pytest.param("ddp", "qlora", marks=pytest.mark.long),
     pytest.param(2, "full", marks=pytest.mark.long),
-    (3, "full"),
+    pytest.param(3, "full", marks=pytest.mark.long),
     pytest.param("ddp", "full", marks=pytest.mark.long),
     pytest.param(3, "lora", marks=pytest.mark.long),
 ]
@@ -253,7 +253,7 @@ def test_the_memory_of_both_ranks_is_printed_and_recorded(pair):
     assert "Training on 2 processes in parallel (ddp): " in launched.log.read_text()
 
 
-@pytest.mark.parametrize("engine", ["ddp", 2])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param(2, marks=pytest.mark.long)])
 def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pair, engine):
     folder = pair(engine).folder
     events = EventAccumulator(str(folder.tensorboard))

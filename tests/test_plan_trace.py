@@ -105,9 +105,10 @@ def loaded(step: StepSetup) -> Any:
 
 # the modes are the same code for every architecture, and one of each is tried by `make test`
 MODES_AND_NAMES = [
-    *(("lora", name) for name in ARCHITECTURES),
+    *(("lora", name) for name in ("llama", "gemma2", "qwen3")),
     ("qlora", "llama"),
     ("full", "gemma3"),
+    *(pytest.param("lora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
     *(pytest.param("qlora", name, marks=pytest.mark.long) for name in ARCHITECTURES),
     *(pytest.param("full", name, marks=pytest.mark.long) for name in ARCHITECTURES),
 ]
