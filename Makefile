@@ -38,8 +38,8 @@ override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist works
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
-.PHONY: help install install-unsloth install-gguf setup-accelerate gpu-info memory-check doctor \
-  config plan data-check init preview convert-notebook check-notebook \
+.PHONY: help install install-unsloth install-gguf install-tasks setup-accelerate gpu-info \
+  memory-check doctor config plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
   tb-stop slurm sweep runs watch compare report eval infer chat merge export serve check-server \
@@ -62,6 +62,9 @@ install-gguf: $(ENV) ## add llama.cpp to .venv for make export FORMAT=gguf; buil
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-gguf.txt
 	@$(PY) -m tools.install.llama_cpp
+install-tasks: $(ENV) ## add lm-eval to .venv for make eval TASKS=hellaswag,arc_easy
+	@$(CHECK)
+	@$(PY) -m tools.install add requirements-tasks.txt
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
 gpu-info: $(ENV) ## list GPUs, their memory and links, and what this machine can run
@@ -127,7 +130,7 @@ compare: $(ENV) ## put RUNS=a,b,... beside each other: scores, settings, speed; 
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN anew; every run writes its own when it ends
 	@$(SFT) report
-eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH, COMPARE=1 beside its base
+eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH or TASKS; COMPARE=1
 	@$(SFT) eval
 infer: $(ENV) ## answer PROMPT, each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer

@@ -123,6 +123,8 @@ NOT_RUN = {
         "make install TORCH=cu130",
         "make install-unsloth",
         "make install-gguf",
+        "make install-tasks",
+        "make eval RUN=name TASKS=hellaswag,arc_easy LIMIT=200",
     ),
     "needs a GPU": (
         "make train-distributed CONFIG=configs/run_bnb.yaml",

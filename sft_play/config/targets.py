@@ -10,6 +10,7 @@ from sft_play.config.layers import PREFIXES
 from sft_play.config.messages import refuse
 from sft_play.config.sampling import VARIABLES as SAMPLING
 from sft_play.config.schema import env_name, settings
+from sft_play.config.tasks import VARIABLES as TASKS
 from sft_play.config.unknown import Suggestion, suggest
 
 # Names, not values, that the Makefile exports: a value could be a secret
@@ -31,16 +32,20 @@ ANSWERS = frozenset(
         "TRAIN_GENERATION_BATCH_SIZE",
     }
 )
-SCORES = ANSWERS | {
-    "DATA_TEST_PATH",
-    "DATA_COLUMNS",
-    "TRAIN_EVAL_BATCH_SIZE",
-    "TRAIN_GENERATION_MAX_ROWS",
-    "TRAIN_PREDICT_WITH_GENERATE",
-    "TRAIN_METRICS",
-    "NUM_GPUS",
-    "COMPARE",
-}
+SCORES = (
+    ANSWERS
+    | TASKS
+    | {
+        "DATA_TEST_PATH",
+        "DATA_COLUMNS",
+        "TRAIN_EVAL_BATCH_SIZE",
+        "TRAIN_GENERATION_MAX_ROWS",
+        "TRAIN_PREDICT_WITH_GENERATE",
+        "TRAIN_METRICS",
+        "NUM_GPUS",
+        "COMPARE",
+    }
+)
 DRAWN = ANSWERS | SAMPLING | {"DATA_SYSTEM_PROMPT"}
 OUTPUTS = frozenset({"TRAIN_OUTPUT_DIR"})
 EXPORT = frozenset(
@@ -69,6 +74,7 @@ READS: dict[str, frozenset[str]] = {
     "install": INSTALL,
     "install-unsloth": NOTHING,
     "install-gguf": NOTHING,
+    "install-tasks": NOTHING,
     "setup-accelerate": RUN | {"GPUS"},
     "gpu-info": NOTHING,
     "memory-check": OUTPUTS,
@@ -148,6 +154,7 @@ SYNONYMS = {
     "NOTEBOOK": "NB",
     "NPROC": "NUM_GPUS",
     "NPROC_PER_NODE": "NUM_GPUS",
+    "NUM_FEWSHOT": "FEWSHOT",
     "NUM_MACHINES": "NNODES",
     "NUM_NODES": "NNODES",
     "NUM_PROCESSES": "NUM_GPUS",
@@ -161,6 +168,7 @@ SYNONYMS = {
     "RUN_ID": "RUN",
     "RUN_NAME": "RUN",
     "STEPS": "TRAIN_MAX_STEPS",
+    "TASK": "TASKS",
     "SYSTEM": "DATA_SYSTEM_PROMPT",
     "YAML": "CONFIG",
 }

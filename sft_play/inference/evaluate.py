@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.loader import LoadedConfig
@@ -25,6 +24,7 @@ from sft_play.evaluation.scores import Scores, answers_jsonl
 from sft_play.inference.load import (
     TrainedModel,
     base_of,
+    joined,
     load_run,
     tokenizer_of,
 )
@@ -32,7 +32,6 @@ from sft_play.inference.other_weights import lines_of
 from sft_play.models.packed import dtype_name
 from sft_play.plan import sources
 from sft_play.plan.model_shape import shape_of
-from sft_play.process import Process
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
@@ -80,8 +79,7 @@ def evaluate_run(
     rows = chosen_rows(folder, config, asked)
     config = with_answer_limit(config, rows.split)
     trained = load_run(folder, device, config)
-    if place is not None:
-        trained = replace(trained, process=joined(trained.process, place))
+    trained = joined(trained, place)
     trained = with_batch_size(trained, rows.split)
     lines = [*rows.lines]
     if isinstance(folder, ModelFolder):
@@ -138,17 +136,6 @@ def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> li
     """Return the lines about weights that no run has made."""
     dtype = dtype_name(trained.model.dtype)
     return lines_of(folder, trained.tokenizer, trained.stops, dtype, rows)
-
-
-def joined(process: Process, place: Place) -> Process:
-    """Return this process as one of several that share rows, and meet the others."""
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{place.port}",
-        rank=place.number,
-        world_size=place.of,
-    )
-    return replace(process, rank=place.number, local_rank=place.number, world_size=place.of)
 
 
 def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:

@@ -28,6 +28,7 @@ from sft_play.process import DTYPES, Process
 from sft_play.runs import seal, stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
+from sft_play.runs.place import Place
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,22 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
         model = saved.model.model_copy(update={"name": name, "revision": revision})
         saved = saved.model_copy(update={"model": model})
     return load_tokenizer(saved)
+
+
+def joined(trained: TrainedModel, place: Place | None) -> TrainedModel:
+    """Return the model in one process of several that share rows, which meet the others here."""
+    if place is None:
+        return trained
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{place.port}",
+        rank=place.number,
+        world_size=place.of,
+    )
+    process = replace(
+        trained.process, rank=place.number, local_rank=place.number, world_size=place.of
+    )
+    return replace(trained, process=process)
 
 
 def load_to_answer(
