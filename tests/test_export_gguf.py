@@ -1,7 +1,9 @@
 """`make export FORMAT=gguf`: Modelfiles, and with llama.cpp files that are opened and scored."""
 
+import ast
 import io
 import os
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -66,8 +68,83 @@ def test_a_modelfile_names_the_file_the_template_the_stops_and_the_context():
     assert text.splitlines()[0] == "FROM ./a.gguf"
     user = '{{ if eq .Role "user" }}{{ "<|im_start|>user\\n" }}{{ .Content }}{{ end }}'
     assert text.count(user) == 1
-    assert '<|im_start|>assistant\\n" }}"""\nSYSTEM """Be kind."""' in text
+    assert '<|im_start|>assistant\\n" }}"""\nSYSTEM "Be kind."' in text
     assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 131072\n')
+
+
+def values_of(modelfile: str) -> dict[str, list[str]]:
+    """Return the values of a Modelfile as Ollama reads them, by command; stops under `stop`."""
+    values: dict[str, list[str]] = {}
+    rest = modelfile
+    while rest:
+        name, _, rest = rest.partition(" ")
+        if name == "PARAMETER":
+            name, _, rest = rest.partition(" ")
+        value = ""
+        while rest:
+            character, rest = rest[0], rest[1:]
+            if character in "\r\n" and unquoted(value.strip()) is not None:
+                break
+            value += character if character.isprintable() or character in "\t\r\n" else ""
+        values.setdefault(name, []).append(unquoted(value.strip()))
+    return values
+
+
+def unquoted(value: str) -> str | None:
+    """Return a value without its quotes, None where they are not closed yet."""
+    for quotes in ('"""', '"'):
+        if value.startswith(quotes):
+            is_closed = len(value) >= 2 * len(quotes) and value.endswith(quotes)
+            return value[len(quotes) : -len(quotes)] if is_closed else None
+    return value
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "Be kind.",
+        'Write """docstrings""" only.',
+        'Never write """',
+        '"Quoted"',
+        'Two lines,\nand a "quote"\n',
+        "Tabs\tand\r\nother ends",
+    ],
+)
+def test_ollama_reads_a_system_prompt_as_it_is(system):
+    text = modelfile_text("a.gguf", turn_texts_of(family("chatml")), ["<|im_end|>"], {}, system)
+    assert values_of(text)["SYSTEM"] == [system]
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        'Write """\nas the first line',
+        'Code:\n"""  \ndocstring',
+        "A\u00a0space that stays",
+        "全角\u3000スペース",
+        "\U0001f469\u200d\U0001f4bb codes",
+    ],
+)
+def test_a_system_prompt_that_system_cannot_hold_is_in_the_template(system):
+    texts = turn_texts_of(family("chatml"))
+    values = values_of(modelfile_text("a.gguf", texts, ["<|im_end|>"], {}, system))
+    assert "SYSTEM" not in values and values["TEMPLATE"][0].isprintable()
+    literals = re.findall(r'\{\{ ("(?:[^"\\]|\\.)*") \}\}', values["TEMPLATE"][0])
+    assert ast.literal_eval(literals[0]) == f"<|im_start|>system\n{system}<|im_end|>\n"
+    asked = [said("user", "a")]
+    whole = texts.render([said("system", system), *asked])
+    assert texts.with_system(system).render(asked) == whole
+
+
+@pytest.mark.parametrize("stop", ['"', '""', '"""', "\\end", "<|im_end|>", "a\nb"])
+def test_ollama_reads_a_stop_as_it_is(stop):
+    text = modelfile_text("a.gguf", turn_texts_of(family("chatml")), [stop], {}, None)
+    assert values_of(text)["stop"] == [stop]
+
+
+def test_a_stop_that_cannot_be_written_gets_no_modelfile():
+    texts = turn_texts_of(family("chatml"))
+    assert modelfile_text("a.gguf", texts, ["\u200b"], {}, None) is None
 
 
 def scores(**changes) -> GgufScores:

@@ -154,8 +154,10 @@ def write_modelfiles(
     parameters = parameters_of(run)
     for number, file in enumerate(files):
         name = "Modelfile" if number == 0 else f"Modelfile.{file.split('-')[-1][:-5]}"
-        system = run.config.data.system_prompt
-        write_text(staging / name, modelfile_text(file, texts, stops, parameters, system))
+        text = modelfile_text(file, texts, stops, parameters, run.config.data.system_prompt)
+        if text is None:
+            return [f"no Modelfile: it cannot hold one of the stops {' '.join(map(repr, stops))}"]
+        write_text(staging / name, text)
     return [f"Modelfile: {len(prompts)} of {len(prompts)} prompts have the tokens of training"]
 
 

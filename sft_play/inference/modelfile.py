@@ -6,13 +6,14 @@ read off the template's own output, and the result is compared with it, prompt b
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.data.render import RenderError
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]  # messages to the text of a prompt
+THREE_QUOTES = '"""'
 ENDS_OF_MARKS = ">]|｜"
 SYSTEM, QUESTION, ANSWER, NEXT = "⟦system⟧", "⟦question⟧", "⟦answer⟧", "⟦next⟧"
 
@@ -41,6 +42,10 @@ class TurnTexts:
             else:
                 text += f"{self.before_assistant}{content}{self.after_assistant}"
         return text + self.end
+
+    def with_system(self, system: str) -> "TurnTexts":
+        """Return the texts that write a system message where a conversation has none."""
+        return replace(self, start=f"{self.before_system or ''}{system}{self.after_system}")
 
     def as_go(self) -> str:
         """Return the template in Go's language; every text is a literal, so no space is lost."""
@@ -95,14 +100,46 @@ def modelfile_text(
     stops: Sequence[str],
     parameters: Mapping[str, float],
     system: str | None,
-) -> str:
-    """Return the text of a Modelfile for a gguf file beside it; `parameters` are Ollama's."""
+) -> str | None:
+    """Return the text of a Modelfile for a gguf file beside it; `parameters` are Ollama's.
+
+    A system prompt that its SYSTEM cannot hold becomes a part of the template. None where a stop
+    cannot be written.
+    """
+    system_word = quoted(system) if system else None
+    if system and system_word is None:
+        texts = texts.with_system(system)
+    stop_words = [quoted(stop) for stop in stops]
+    if None in stop_words:
+        return None
     lines = [f"FROM ./{file}", f'TEMPLATE """{texts.as_go()}"""']
-    if system:
-        lines.append(f'SYSTEM """{system}"""')
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    if system_word is not None:
+        lines.append(f"SYSTEM {system_word}")
+    lines += [f"PARAMETER stop {word}" for word in stop_words]
     lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
     return "\n".join(lines) + "\n"
+
+
+def quoted(text: str) -> str | None:
+    """Return a text as a value of a Modelfile, None where Ollama would read another one.
+
+    There is no escape: a value ends at the first end of a line where it also ends with the quotes
+    that it began with, and of characters that cannot be printed only these are kept: space, tab
+    and the ends of lines (its parser/parser.go).
+    """
+    if not all(character.isprintable() or character in "\t\r\n" for character in text):
+        return None
+    quotes = THREE_QUOTES if '"' in text or "\n" in text or "\r" in text else '"'
+    begun = quotes
+    for character in text:
+        if character in "\r\n" and _is_closed(begun.strip(), quotes):
+            return None
+        begun += character
+    return begun + quotes
+
+
+def _is_closed(value: str, quotes: str) -> bool:
+    return len(value) >= 2 * len(quotes) and value.endswith(quotes)
 
 
 def _around_system(render: Render, bos: str) -> tuple[str, str] | None:
@@ -138,7 +175,15 @@ def _case(role: str, before: str, after: str) -> str:
 
 def _literal(text: str) -> str:
     """Return an action that writes a text; JSON's strings are strings of Go, too."""
-    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
+    if not text:
+        return ""
+    written = json.dumps(text, ensure_ascii=False)
+    return f"{{{{ {''.join(map(_in_go, written))} }}}}"
+
+
+def _in_go(character: str) -> str:
+    """Return a character of a string, escaped where Ollama would leave it out of a Modelfile."""
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
 def _user(content: str) -> dict[str, str]:
