@@ -24,6 +24,14 @@ OPTIONS = [
 ROPE = "model.rope_scaling.rope_type={}"
 BEST = "train.load_best_model_at_end=true"
 FACTOR = "model.rope_scaling.factor=2"
+FLOAT8 = "tuning.base_dtype=float8"
+NOT_OVER_FLOAT8 = [
+    "tuning.mode=full",
+    "tuning.mode=qlora",
+    "tuning.backend=unsloth",
+    "tuning.lora.use_dora=true",
+    "tuning.lora.init_lora_weights=orthogonal",
+]
 # Each setting of a rope, a type that has it, and one that has not
 ROPE_OPTIONS = [
     ("model.rope_scaling.attention_factor=1.2", "yarn", "llama3"),
@@ -90,6 +98,7 @@ CASES = [
         ["tuning.lora.init_lora_weights=orthogonal", "tuning.mode=qlora"],
         ["tuning.lora.init_lora_weights=gaussian", "tuning.mode=qlora"],
     ),
+    *(([FLOAT8, setting], [FLOAT8, "tuning.mode=lora"]) for setting in NOT_OVER_FLOAT8),
     (
         ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj,up_proj"],
         ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj"],

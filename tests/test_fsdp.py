@@ -28,7 +28,7 @@ SETTINGS = {
     "train.probe": True,
     "tuning.lora.dropout": 0.1,
 }
-LONG = [pytest.param(mode, marks=pytest.mark.long) for mode in ("qlora", "full")]
+LONG = [pytest.param(mode, marks=pytest.mark.long) for mode in ("qlora", "float8", "full")]
 QUICK_AND_LONG = ["lora", *LONG]
 Finished = Callable[..., RunFolder]
 
@@ -69,6 +69,8 @@ def finished(plan_run, taught_base) -> Finished:
         key = (strategy, mode, resume_from, offload)
         if key not in runs:
             changes = {**SETTINGS, "model.name": taught_base, "tuning.mode": mode}
+            if mode == "float8":
+                changes |= {"tuning.mode": "lora", "tuning.base_dtype": "float8"}
             if resume_from is not None:
                 changes["train.resume_from"] = resume_from
             changes |= {"train.strategy": strategy, "train.fsdp_offload": offload}

@@ -264,6 +264,24 @@ def test_what_does_not_run_under_zero_3_on_a_cpu_is_refused(setting: str, messag
         plan_for(CPU, setting, environ=environ, use_deepspeed=True)
 
 
+@pytest.mark.parametrize(("gpus", "capability"), [("2xA100-80", "8.0"), ("1xV100-16", "7.0")])
+def test_a_float8_base_is_refused_on_gpus_before_ada(gpus: str, capability: str) -> None:
+    message = rf"^tuning.base_dtype=float8 .* has capability {capability}, and float8 .* need 8.9"
+    with pytest.raises(EnvironmentFault, match=message):
+        plan_for(gpus, "tuning.base_dtype=float8")
+
+
+@pytest.mark.parametrize("hardware", ["2xH200", "1x4090", CPU], ids=str)
+def test_a_float8_base_is_planned_where_its_products_run(hardware: Any) -> None:
+    assert plan_for(hardware, "tuning.base_dtype=float8").config.tuning.base_dtype == "float8"
+
+
+def test_a_float8_base_is_refused_under_deepspeed() -> None:
+    message = r"DeepSpeed converts all weights to one type; train with make train-distributed"
+    with pytest.raises(ConfigError, match=message):
+        plan_for("2xH200", "tuning.base_dtype=float8", use_deepspeed=True)
+
+
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "sgd"])
 def test_offload_with_an_optimizer_that_would_be_swapped_is_refused(
     optim: str, tmp_path: Path

@@ -204,7 +204,7 @@ NO_PISSA = (
     "there is no PiSSA, which changes the base weights; tuning.lora.init_lora_weights has default, "
     "gaussian and orthogonal"
 )
-NOT_8_BIT = "an 8-bit base cannot be trained here; write tuning.mode: qlora for a 4-bit one"
+NOT_8_BIT = "write tuning.base_dtype: float8 for an 8-bit base, tuning.mode: qlora for a 4-bit one"
 DEEPSPEED = "name the JSON with DEEPSPEED_CONFIG=, as in make train-deepspeed DEEPSPEED_CONFIG=..."
 FSDP = "write train.strategy: fsdp, which chooses the rest itself"
 PROCESSES = "the number of processes that tokenize follows from the machine; nothing to set"

@@ -101,6 +101,7 @@ MUST_MATCH = (
     "model.template_date",
     "tuning.mode",
     "tuning.backend",
+    "tuning.base_dtype",
     "tuning.bnb_4bit_quant_type",
     "tuning.bnb_4bit_use_double_quant",
     "tuning.lora.r",

@@ -23,6 +23,7 @@ from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
 from sft_play.evaluation.plain import Said, each_row, said
+from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
 from sft_play.runs.files import share
 
@@ -30,6 +31,7 @@ NAME = "reference.safetensors"
 MOST_ROWS = 8
 MOST_TOKENS = 512  # of a row, from its beginning
 MOST_LABELS = 64  # of a row
+FLOAT8 = "float8"  # compute_dtype of a model over a float8 base
 OF_ROWS = ("ids", "ends", "positions", "position_ends")  # the others are what the model says
 
 
@@ -113,7 +115,7 @@ def make_reference(
         {name: torch.cat([part[name] for part in parts]) for name in parts[0]},
         trained_ends(samples, stop_ids(tokenizer)),
         checked_prompts(tokenizer, system_prompt),
-        str(process.compute_dtype).removeprefix("torch."),
+        FLOAT8 if has_float8(model) else str(process.compute_dtype).removeprefix("torch."),
         process.device.type,
     )
 

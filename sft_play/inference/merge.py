@@ -4,13 +4,13 @@ import logging
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.data.render import stop_ids
@@ -21,11 +21,11 @@ from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.adapter_checks import refuse_other_adapter
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries
-from sft_play.models import bnb
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.merging import CannotStream, Merge, merge_files
 from sft_play.models.merging_whole import merge_whole
+from sft_play.models.rounding import quantization_of
 from sft_play.plan.precision import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts
@@ -57,8 +57,8 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
 
     The result is merged/ in the run folder, in `dtype` or the base's own. Plain transformers opens
     it in a fresh process and scores held-out rows; what is not the evaluated model is not
-    published. A qlora adapter is merged into the base as stored and into the base as training
-    rounded it to 4 bits, and the better one is kept.
+    published. An adapter over a quantised base is merged into the base as stored and into the base
+    as training rounded it to 4 bits or float8, and the better one is kept.
 
     Raises: ConfigError for a run that trained every weight; CheckpointError for an adapter that is
     incomplete or not the run's, and for a merge beyond the bound.
@@ -69,8 +69,12 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     refuse_other_adapter(weights, config)
     reference = Reference.read(folder.evaluation) or reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
-    if config.tuning.mode == "qlora":
-        merges["rounded to 4 bits"] = with_rounded_base(merges["as stored"])
+    compute_dtype = DTYPES[precision(config)]
+    quantization = quantization_of(config, compute_dtype)
+    if quantization is not None:
+        words, how = quantization
+        base_dtype = weight_dtype(config, compute_dtype)
+        merges[words] = replace(merges["as stored"], quantization=how, base_dtype=base_dtype)
     candidates: list[Candidate] = []
     try:
         for base, merge in merges.items():
@@ -118,19 +122,6 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
         )
     reference.write(folder.evaluation)
     return reference
-
-
-def with_rounded_base(merge: Merge) -> Merge:
-    """Return a merge into the base as a 4-bit run computes with it."""
-    compute_dtype = DTYPES[precision(merge.config)]
-    quantization: BitsAndBytesConfig = bnb.quantization_config(merge.config, compute_dtype)
-    return Merge(
-        merge.config,
-        merge.adapter,
-        merge.dtype,
-        quantization,
-        weight_dtype(merge.config, compute_dtype),
-    )
 
 
 def merged_candidate(

@@ -37,6 +37,7 @@ from sft_play.models.experts import (
     packed_weight,
     routing_linears,
 )
+from sft_play.models.float8.linear import Float8Linear
 
 BNB = "bitsandbytes_4bit"  # transformers' names of the quantizers
 MXFP4 = "mxfp4"
@@ -230,7 +231,7 @@ def unpack_with_adapter(wrapper: ParamWrapper) -> None:
 def in_float32(module: nn.Module) -> nn.Module:
     """Return a copy of a module, which may have adapters, with every weight in float32.
 
-    4-bit weights are unpacked: those of experts, and those of linear layers.
+    4-bit weights are unpacked: those of experts, and those of linear layers. So are float8 ones.
     """
     copied = copy.deepcopy(module)
     for child in list(copied.modules()):
@@ -243,6 +244,8 @@ def in_float32(module: nn.Module) -> nn.Module:
         for name, linear in child.named_children():
             if isinstance(linear, Linear4bit):
                 setattr(child, name, _unpacked(linear))
+            elif isinstance(linear, Float8Linear):
+                setattr(child, name, linear.as_plain(torch.float32))
     return copied.float()
 
 

@@ -28,6 +28,12 @@ from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.float8.linear import has_float8
+from sft_play.models.float8.loading import (
+    float8_config,
+    leave_to_each_rank,
+    quantising_to_float8,
+)
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.packed import dtype_name
 from sft_play.models.rope import with_stretched_rope
@@ -64,8 +70,10 @@ def load_model(
         _freeze_what_its_class_freezes(model)
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
-        if is_fsdp and config.tuning.mode == "qlora":
+        if is_fsdp and is_quantised(config):
             sharding.divide_packed(base, process, config.train.fsdp_offload)
+        elif has_float8(base):
+            leave_to_each_rank(model)
     if is_fsdp:
         sharding.bring_what_is_whole(model, process)
     sharding.start(base, process)
@@ -97,7 +105,7 @@ def load_base(
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
-    Under ZeRO-3 and FSDP it is divided, but 4-bit weights under FSDP are whole. Under
+    Under ZeRO-3 and FSDP it is divided, but quantised weights under FSDP are whole. Under
     model.device_map it is on the GPUs of this process.
 
     `dtype` is that of unquantised weights: None for the one that training uses, "auto" for the one
@@ -116,8 +124,10 @@ def load_base(
     options = loading_options(config, stored)
     options["dtype"] = base_dtype
     options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
+    if config.tuning.base_dtype == "float8":
+        options["quantization_config"] = float8_config(config, stored_format(stored))
     devices = placement.device_map_of(config, process, stored, most_layers)
-    if is_fsdp and quantization is None and config.train.fsdp_offload:
+    if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
     if zero_stage < 3:
         options["device_map"] = devices
@@ -126,12 +136,7 @@ def load_base(
     gpus = list(process.devices) if process.device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
-        if quantization is not None:
-            stack.enter_context(packing_experts(quantization))
-        elif is_fsdp:  # 4-bit weights are packed whole first
-            trains_weights = config.tuning.mode == "full"
-            offloads = config.train.fsdp_offload
-            stack.enter_context(sharding.dividing_while_loading(process, trains_weights, offloads))
+        stack.enter_context(_reading(config, process, quantization, is_fsdp))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, options)
@@ -146,6 +151,26 @@ def load_base(
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
     return model
+
+
+def _reading(
+    config: Config, process: Process, quantization: BitsAndBytesConfig | None, is_fsdp: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which weights are quantised or divided as they are read."""
+    if quantization is not None:
+        return packing_experts(quantization)
+    if config.tuning.base_dtype == "float8":
+        return quantising_to_float8()
+    if is_fsdp:  # quantised weights are read whole first
+        trains_weights = config.tuning.mode == "full"
+        offloads = config.train.fsdp_offload
+        return sharding.dividing_while_loading(process, trains_weights, offloads)
+    return contextlib.nullcontext()
+
+
+def is_quantised(config: Config) -> bool:
+    """Return whether the base is quantised while it is read: to 4 bits or to float8."""
+    return config.tuning.mode == "qlora" or config.tuning.base_dtype == "float8"
 
 
 def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters
 from sft_play.models.experts import is_named, linear_names
+from sft_play.models.float8.adapters import refuse_merging
+from sft_play.models.float8.linear import has_float8
 
 
 def add_adapters(
@@ -60,6 +62,7 @@ def add_adapters(
         adapters.trainable_token_indices = _token_rows(model, token_ids)
     adapted = expert_adapters.add_adapters(model, adapters)
     _train_modules_in_float32(adapted)
+    refuse_merging(adapted)
     return adapted
 
 
@@ -148,6 +151,11 @@ def _modules_named(model: nn.Module, wanted: list[str]) -> list[str]:
         found += named
     for name in found:
         module = model.get_submodule(name)
+        if has_float8(module):
+            raise ConfigError(
+                f"tuning.lora.modules_to_save: {name} is quantised to float8, which cannot be "
+                "trained; set TUNING_BASE_DTYPE=auto, or leave it to the adapters"
+            )
         if any(isinstance(part, Linear4bit) for part in module.modules()):
             raise ConfigError(
                 f"tuning.lora.modules_to_save: {name} is quantised to 4 bits, which cannot be "

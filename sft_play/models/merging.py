@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from bitsandbytes import functional as bnb_functional
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
@@ -19,15 +18,15 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, Trainable
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
-from sft_play.models.expert_quantization import pack, packed_names
 from sft_play.models.load import loading_options, stored_config, stored_format
+from sft_play.models.rounding import Quantization, quantised_names, rounded
 from sft_play.models.vocabulary import tensor_files
 from sft_play.runs.files import write_json
 
@@ -58,8 +57,8 @@ class Merge:
     config: Config
     adapter: Path
     dtype: torch.dtype | None = None  # of what is written; None is that of each tensor of the base
-    quantization: BitsAndBytesConfig | None = None  # round the base as training did
-    base_dtype: torch.dtype | None = None  # of the weights that were packed in training
+    quantization: Quantization | None = None  # round the base as training did
+    base_dtype: torch.dtype | None = None  # of the weights that were quantised in training
 
 
 @dataclass
@@ -118,7 +117,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
     sources = sources_of(skeleton, files)
     packed: set[str] = set()
     if merge.quantization is not None:
-        packed = packed_names(skeleton.model, merge.quantization)
+        packed = quantised_names(skeleton.model, merge.quantization)
         if any(name in skeleton.deltas for name in packed):
             raise CannotStream("experts that were packed in 4 bits are packed together")
     target.mkdir(parents=True, exist_ok=True)
@@ -270,13 +269,6 @@ def read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
                     yield name, tensor
                     del tensor
                     name = next(remaining, None)
-
-
-def rounded(weight: Tensor, quantization: BitsAndBytesConfig) -> Tensor:
-    """Return a weight as a 4-bit base computes with it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    packed = pack(weight.to(device), quantization)
-    return bnb_functional.dequantize_4bit(packed.data, packed.quant_state).to(weight.device)
 
 
 def in_float32(tensor: Tensor) -> Tensor:

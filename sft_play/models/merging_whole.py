@@ -9,20 +9,21 @@ import torch
 from transformers import PreTrainedModel
 
 from sft_play.models.expert_adapters import load_adapter
-from sft_play.models.expert_quantization import packed_names
 from sft_play.models.load import load_base
-from sft_play.models.merging import Merge, rounded
+from sft_play.models.merging import Merge
+from sft_play.models.rounding import quantised_names, rounded
 from sft_play.process import Process
 
 
 @torch.no_grad()
 def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     """Write the merged model to `target` and return it."""
-    lora = merge.config.tuning.model_copy(update={"mode": "lora"})
+    plain = {"mode": "lora", "base_dtype": "auto"}
+    lora = merge.config.tuning.model_copy(update=plain)
     unquantised = merge.config.model_copy(update={"tuning": lora})
     base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
     if merge.quantization is not None:
-        for name in packed_names(base, merge.quantization):
+        for name in quantised_names(base, merge.quantization):
             weight = base.get_parameter(name)
             packed = rounded(weight.data.to(merge.base_dtype), merge.quantization)
             weight.data = packed.to(weight.dtype)

@@ -13,7 +13,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import advice, device_map, memory, offloading, recipe, sources, switches
+from sft_play.plan import advice, device_map, float8, memory, offloading, recipe, sources, switches
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import (
@@ -71,6 +71,7 @@ def resolve(
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     ranks = device_map.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
     _require_backend(loaded.config, hardware)
+    float8.require_float8(loaded, hardware)
     sources.require(loaded)
     first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
     planned = _resolve(loaded, hardware, environ, ranks, first)
@@ -308,6 +309,7 @@ def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
             "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
             "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
+    float8.refuse_deepspeed(loaded, inputs.ranks)
     unsharded = [name for name in UNSHARDED if getattr(config.tuning.lora, name)]
     if inputs.zero_stage == 3 and config.tuning.mode != "full" and unsharded:
         raise ConfigError(

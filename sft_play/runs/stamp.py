@@ -93,6 +93,8 @@ def wanted(config: Config) -> Stamp:
     if tuning.mode == "qlora":
         double = tuning.bnb_4bit_use_double_quant
         quantisation = f"{tuning.bnb_4bit_quant_type}, double {double}"
+    if tuning.base_dtype == "float8":
+        quantisation = "float8 e4m3, a scale a row"
     base = Path(config.model.name)
     return {
         "backend": tuning.backend,

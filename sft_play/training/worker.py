@@ -359,6 +359,8 @@ def log_large_weights(context: RunContext) -> None:
     if files:
         found = f"{size / 1e9:.1f} GB in {len(files)} files"
     quantised = ", quantised to 4 bits" if context.config.tuning.mode == "qlora" else ""
+    if context.config.tuning.base_dtype == "float8":
+        quantised = ", quantised to float8"
     logger.info("loading %s: %s to %s%s", model.name, found, context.process.device, quantised)
 
 

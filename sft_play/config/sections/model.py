@@ -240,6 +240,11 @@ class TuningSection(Section):
         description="Also quantise the quantisation constants of a qlora base under backend bnb "
         "(0.37 bit a weight less).",
     )
+    base_dtype: Literal["auto", "float8"] = Field(
+        "auto",
+        description="float8: the frozen linear weights of a lora base in 8 bits (e4m3, a scale a "
+        "row), and products of 8-bit numbers; a GPU needs capability 8.9. auto keeps model.dtype.",
+    )
     allow_untrained_tokens: bool = Field(
         False,
         description="Train adapters although the rows use added tokens whose embedding or output "

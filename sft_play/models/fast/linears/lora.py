@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from sft_play.models.fast.linears.float8 import (
+    add_input_gradient,
+    float8_output,
+    quantise_shared,
+)
 from sft_play.models.fast.setup import is_training
+from sft_play.models.float8.adapters import Float8LoraLinear
+from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.partitioned import gathered, is_hooked_by_deepspeed, is_missing
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
@@ -39,10 +46,11 @@ FEW_TOKENS = 64
 class FrozenLinear(NamedTuple):
     """The frozen part of a LoRA linear, or of a linear without an adapter."""
 
-    weight: Tensor  # (out, in), or packed 4-bit
+    weight: Tensor  # (out, in), or packed 4-bit, or float8 with row_scales
     bias: Tensor | None  # (out,)
     scale: float  # of the adapter, 0 without one
     rank: int  # of the adapter, 0 without one
+    row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
 
 
 class Adapters(NamedTuple):
@@ -80,7 +88,7 @@ def _why_adapter_not_fusable(module: LoraLayer) -> str | None:
 
 
 def _why_base_not_fusable(base: nn.Module) -> str | None:
-    if type(base) not in (nn.Linear, Linear4bit):
+    if type(base) not in (nn.Linear, Linear4bit, Float8Linear):
         return f"a base layer of type {type(base).__name__}"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "base weights that are trained"
@@ -111,27 +119,33 @@ def why_hooked(module: nn.Module) -> str | None:
     return None
 
 
-class FusedLoraLinear(PeftLinear):
+class _FusedInTraining:
+    """The forward method of PEFT's LoRA linears, fused in training."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        if args or kwargs or not is_training(self) or why_not_fusable(self):
+            return super().forward(x, *args, **kwargs)
+        return _apply(x, (self,))[0]
+
+
+class FusedLoraLinear(_FusedInTraining, PeftLinear):
     """PEFT's LoRA linear, fused in training."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return y (..., out) of x (..., in)."""
-        if args or kwargs or not is_training(self) or why_not_fusable(self):
-            return super().forward(x, *args, **kwargs)
-        return _apply(x, (self,))[0]
 
-
-class FusedLoraLinear4bit(PeftLinear4bit):
+class FusedLoraLinear4bit(_FusedInTraining, PeftLinear4bit):
     """PEFT's LoRA linear over 4-bit weights, fused in training."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return y (..., out) of x (..., in)."""
-        if args or kwargs or not is_training(self) or why_not_fusable(self):
-            return super().forward(x, *args, **kwargs)
-        return _apply(x, (self,))[0]
+
+class FusedFloat8LoraLinear(_FusedInTraining, Float8LoraLinear):
+    """PEFT's LoRA linear over float8 weights, fused in training."""
 
 
-FUSED_CLASSES = {PeftLinear: FusedLoraLinear, PeftLinear4bit: FusedLoraLinear4bit}
+FUSED_CLASSES = {
+    PeftLinear: FusedLoraLinear,
+    PeftLinear4bit: FusedLoraLinear4bit,
+    Float8LoraLinear: FusedFloat8LoraLinear,
+}
 
 
 def fuse_lora_linear(module: LoraLayer) -> None:
@@ -197,18 +211,18 @@ def split_linears(
     linears: list[FrozenLinear] = []
     adapters: list[Tensor | None] = []
     for module in modules:
-        if not isinstance(module, LoraLayer):
-            linears.append(FrozenLinear(module.weight, module.bias, 0.0, 0))
-            adapters += [None, None]
-            continue
-        base = module.base_layer
-        name = next((name for name in module.active_adapters if name in module.lora_A), None)
+        base = getattr(module, "base_layer", module)
+        row_scales = getattr(base, "weight_scale", None)
+        name = None
+        if isinstance(module, LoraLayer):
+            name = next((name for name in module.active_adapters if name in module.lora_A), None)
         if name is None:
-            linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0))
+            linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0, row_scales))
             adapters += [None, None]
             continue
         a = module.lora_A[name].weight
-        linears.append(FrozenLinear(base.weight, base.bias, module.scaling[name], len(a)))
+        scaling = module.scaling[name]
+        linears.append(FrozenLinear(base.weight, base.bias, scaling, len(a), row_scales))
         adapters += [a, module.lora_B[name].weight]
     return tuple(linears), adapters
 
@@ -300,9 +314,16 @@ def project(
     """Return y_i (..., out_i) of x (..., in), and x A^T (N, R)."""
     flat = flatten_tokens(x)
     xa = None if adapters.a is None else flat @ adapters.a.t()
+    quantised = quantise_shared(flat, [linear.row_scales for linear in linears])
     outputs = []
     for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
+        if linear.row_scales is not None:
+            y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
+            if b is not None:
+                y.addmm_(xa[:, part], b.t(), alpha=linear.scale)
+            outputs.append(y.view(*x.shape[:-1], -1))
+            continue
         if b is None:
             outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
             continue
@@ -338,6 +359,9 @@ def input_gradient(
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
     dx = None if du is None else du @ adapters.a
     for grad, linear in zip(dy, linears, strict=True):
+        if linear.row_scales is not None:
+            dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales)
+            continue
         with gathered([linear.weight]):
             weight = dequantize(linear.weight, grad.dtype)
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)

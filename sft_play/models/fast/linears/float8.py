@@ -1,0 +1,36 @@
+"""The frozen part of LoRA linears over float8 weights; the formulas are in `models.float8`.
+
+An input that several linears share is quantised once. LoRA's thin products read the input as it
+was, and are added to what the float8 product has rounded to 16 bits.
+
+Legend: N tokens, `in` and `out` features.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sft_play.models.float8.products import input_product, product
+from sft_play.models.float8.quantise import Quantised, quantise
+
+
+def quantise_shared(x: Tensor, scales: Iterable[Tensor | None]) -> Quantised | None:
+    """Return x (N, in) in float8, None if none of the linears that read it has a scale a row."""
+    if all(scale is None for scale in scales):
+        return None
+    return quantise(x)
+
+
+def float8_output(
+    x: Quantised, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return y (N, out) in `dtype`, without an adapter's part."""
+    y = product(x, weight, scales, dtype)
+    return y if bias is None else y.add_(bias)
+
+
+def add_input_gradient(dx: Tensor | None, dy: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Return dx (N, in), with the part of dy (N, out) added to it."""
+    part = input_product(quantise(dy, scales), weight, dy.dtype)
+    return part if dx is None else dx.add_(part)

@@ -1,0 +1,102 @@
+"""A linear layer whose frozen weight is in float8, and that multiplies float8 numbers.
+
+Legend: N tokens, `in` and `out` features.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sft_play.models.float8.products import input_product, product
+from sft_play.models.float8.quantise import FLOAT8, Quantised, quantise
+
+
+class Float8Linear(nn.Linear):
+    """y = x W^T + b with x quantised per token, and its gradient with dy quantised per token.
+
+    `weight` (out, in) is float8, `weight_scale` (out,) float32.
+    """
+
+    weight_scale: Tensor
+    compute_dtype: torch.dtype  # of what it replaces; PEFT makes adapters in it first
+
+    @classmethod
+    def of(cls, linear: nn.Linear, quantised: Quantised) -> Self:
+        """Turn a plain linear into this one, in place: names and hooks stay."""
+        linear.compute_dtype = linear.weight.dtype
+        linear.__class__ = cls
+        linear.weight = nn.Parameter(quantised.values, requires_grad=False)
+        # transformers draws anew what it thinks was not loaded
+        quantised.scales._is_hf_initialized = True
+        linear.register_buffer("weight_scale", quantised.scales)
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y (..., out) of x (..., in), in autocast's dtype where it is on."""
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        y = _Float8Product.apply(x.to(dtype), self.weight, self.weight_scale)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+    def dequantised_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) that the layer computes with."""
+        return Quantised(self.weight, self.weight_scale).dequantised(dtype)
+
+    def as_plain(self, dtype: torch.dtype) -> nn.Linear:
+        """Return a plain linear with the dequantised weight."""
+        plain = nn.Linear(self.in_features, self.out_features, device="meta")
+        plain.weight = nn.Parameter(self.dequantised_weight(dtype), requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move to another device, but keep the types: half() would make nonsense of both."""
+
+        def keeping_type(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        bias = self._parameters.pop("bias")
+        try:
+            super()._apply(keeping_type, recurse)
+        finally:
+            self._parameters["bias"] = bias
+        if bias is not None:
+            bias.data = fn(bias.data)
+        return self
+
+
+class _Float8Product(torch.autograd.Function):
+    """x W^T. Saves nothing but the weight: no gradient of it is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        """Return y (..., out) of x (..., in)."""
+        # not saved: FSDP frees what a weight holds, and brings it back into the same tensor
+        ctx.weight = weight
+        ctx.scales = scales
+        flat = x.reshape(-1, x.shape[-1])
+        y = product(quantise(flat), weight, scales, x.dtype)
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of x."""
+        flat = dy.reshape(-1, dy.shape[-1])
+        dx = input_product(quantise(flat, ctx.scales), ctx.weight, dy.dtype)
+        return dx.view(*dy.shape[:-1], -1), None, None
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Return whether a linear, with or without adapters, has a float8 weight."""
+    return isinstance(getattr(module, "base_layer", module), Float8Linear)
+
+
+def has_float8(model: nn.Module) -> bool:
+    """Return whether a model has a float8 weight."""
+    return any(parameter.dtype == FLOAT8 for parameter in model.parameters())

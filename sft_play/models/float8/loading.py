@@ -1,0 +1,186 @@
+"""Which weights of a model become float8, and `from_pretrained` that quantises them as it reads.
+
+transformers reads one tensor after the other to its device and quantises it there, so beside the
+float8 model no more than one weight is there in 16 bits.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
+from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.experts import expert_weights, routing_linears
+from sft_play.models.float8.linear import Float8Linear
+from sft_play.models.float8.quantise import FLOAT8, MULTIPLE, quantise, why_not_quantised
+
+logger = logging.getLogger(__name__)
+
+METHOD = "sft_play_float8"
+NAMED = 3  # layers of one reason that the log names
+
+
+@dataclass
+class Float8Layers:
+    """What became of the linears of a model's layers, by name."""
+
+    quantised: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)  # why they stay as they were loaded
+
+    def lines(self) -> list[str]:
+        """Return the log lines: a count, and a line for each reason."""
+        count = len(self.quantised)
+        lines = [f"float8: {count} of {count + len(self.kept)} linears of the layers"]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.kept.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            lines.append(f"float8: {', '.join(names[:NAMED])}{more} not: {reason}")
+        return lines
+
+
+def float8_candidates(model: PreTrainedModel) -> Float8Layers:
+    """Return the linears of a model's layers that may become float8, and why others do not.
+
+    Those are frozen linears of the decoder: not embeddings, the head, routers or 3-D experts.
+    """
+    routers = routing_linears(model)
+    of_layers = {module for layer in decoder_layers(model) for module in layer.modules()}
+    found = Float8Layers()
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or module not in of_layers:
+            continue
+        if name in routers:
+            found.kept[name] = "it chooses experts"
+        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+            found.kept[name] = f"its sizes are no multiples of {MULTIPLE}"
+        else:
+            found.quantised.append(name)
+    for weight in expert_weights(model):
+        found.kept[weight.name] = "experts in one parameter"
+    return found
+
+
+class Float8Config(QuantizationConfigMixin):
+    """What `from_pretrained` is given to quantise to float8 while it reads."""
+
+    def __init__(self) -> None:
+        self.quant_method = METHOD
+
+
+class Float8Quantizer(HfQuantizer):
+    """transformers' interface for quantising while weights are read."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self.layers = float8_candidates(model)
+        self._wanted = {f"{name}.weight" for name in self.layers.quantised}
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
+        for line in self.layers.lines():
+            logger.info("%s", line)
+        self.remove_quantization_config(model)  # what the files say of the model still holds
+        return model
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        """Return whether a parameter is to be stored in float8."""
+        return param_name in self._wanted
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Return the bytes of a weight."""
+        return 1 if param_name in self._wanted else param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that quantises a weight."""
+        return _Quantise(self.layers)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Return whether the model itself can be saved: adapters are, it is not."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether adapters can be trained over it."""
+        return True
+
+
+class _Quantise(ConversionOps):
+    """Quantise one weight, and make its layer one of float8."""
+
+    def __init__(self, layers: Float8Layers):
+        self.layers = layers
+
+    def convert(
+        self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return the weights by name: in float8, or as they were where that cannot hold them."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            module_name = name.removesuffix(".weight")
+            tensors[name] = quantise_layer(
+                model.get_submodule(module_name), weight, module_name, self.layers
+            )
+        return tensors
+
+
+def quantise_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8Layers) -> Tensor:
+    """Make a linear one of float8, with `weight`; return what its parameter now is.
+
+    A layer that float8 cannot hold stays plain, and `layers` says why.
+    """
+    quantised = quantise(weight)
+    reason = why_not_quantised(weight, quantised)
+    if reason is None:
+        return Float8Linear.of(linear, quantised).weight
+    layers.quantised.remove(name)
+    layers.kept[name] = reason
+    return weight
+
+
+def float8_config(config: Config, stored: str | None) -> Float8Config:
+    """Return what `from_pretrained` is given.
+
+    Raises: ConfigError for a base whose files hold quantised weights, in a format `stored`.
+    """
+    if stored is not None:
+        raise ConfigError(
+            f"tuning.base_dtype=float8: the files of model.name={config.model.name} hold {stored} "
+            "weights, which float8 would round a second time; set TUNING_BASE_DTYPE=auto"
+        )
+    return Float8Config()
+
+
+def leave_to_each_rank(model: nn.Module) -> None:
+    """Keep DDP from sending float8 weights and their scales: every rank reads the same files.
+
+    gloo cannot send float8.
+    """
+    names = [name for name, weight in model.named_parameters() if weight.dtype == FLOAT8]
+    scales = [f"{name}_scale" for name in names]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names + scales)
+
+
+@contextlib.contextmanager
+def quantising_to_float8() -> Iterator[None]:
+    """Let `from_pretrained` understand Float8Config in this context."""
+    AUTO_QUANTIZER_MAPPING[METHOD] = Float8Quantizer
+    try:
+        yield
+    finally:
+        del AUTO_QUANTIZER_MAPPING[METHOD]

@@ -1,0 +1,41 @@
+"""Where a base in float8 can run. Pure: no torch, no I/O."""
+
+from sft_play.config.loader import LoadedConfig
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan.devices import Hardware
+from sft_play.plan.ranks import Ranks
+
+FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with float8 tensor cores
+
+
+def is_float8(config: Config) -> bool:
+    """Return whether the base is to be in float8."""
+    return config.tuning.base_dtype == "float8"
+
+
+def supports_float8(hardware: Hardware) -> bool:
+    """Return whether every GPU here multiplies float8 numbers; a CPU computes what they would."""
+    return all(gpu.capability >= FLOAT8_CAPABILITY for gpu in hardware.gpus)
+
+
+def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
+    """Raise EnvironmentFault where a base in float8 is asked for and a GPU has no float8."""
+    if not is_float8(loaded.config) or supports_float8(hardware):
+        return
+    gpu = next(gpu for gpu in hardware.gpus if gpu.capability < FLOAT8_CAPABILITY)
+    raise EnvironmentFault(
+        f"{loaded.described('tuning.base_dtype')}: cuda:{gpu.index} {gpu.name} has capability "
+        f"{gpu.capability[0]}.{gpu.capability[1]}, and float8 products need 8.9 (Ada, Hopper and "
+        "later); set TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
+    )
+
+
+def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
+    """Raise ConfigError for a base in float8 under DeepSpeed."""
+    if is_float8(loaded.config) and ranks.strategy == "deepspeed":
+        raise ConfigError(
+            f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
+            "train with make train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), "
+            "or set TUNING_BASE_DTYPE=auto"
+        )

@@ -1,0 +1,292 @@
+"""Float8 bases: what quantising does to numbers, which layers are quantised, and what they compute."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
+from sft_play.models.fast.linears import float8 as fused_float8
+from sft_play.models.float8.linear import Float8Linear, is_float8
+from sft_play.models.float8.products import product
+from sft_play.models.float8.quantise import FLOAT8, LARGEST, quantise, why_not_quantised
+from sft_play.models.load import load_base, load_model
+from sft_play.process import Process
+
+CPU = Process.alone(torch.device("cpu"))
+CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def config_of(tiny_base):
+    """A function that returns the config of a float8 run of the tiny model, or of another folder."""
+
+    def config(name=None, train=None, **tuning) -> Config:
+        return Config.model_validate(
+            {
+                "model": {"name": str(name or tiny_base), "max_seq_len": 64},
+                "tuning": {"base_dtype": "float8", **tuning},
+                "train": train or {},
+            }
+        )
+
+    return config
+
+
+def float8_linear(out_features: int = 48, in_features: int = 32) -> tuple[Float8Linear, nn.Linear]:
+    """Return a float8 linear, and a plain one with the weight that it computes with."""
+    linear = nn.Linear(in_features, out_features)
+    with torch.no_grad():
+        linear.weight.copy_(numbers(out_features, in_features))
+    layer = Float8Linear.of(linear, quantise(linear.weight.detach()))
+    return layer, layer.as_plain(torch.float32)
+
+
+# The quantiser
+
+
+def test_the_largest_number_of_a_row_becomes_the_largest_of_e4m3():
+    x = numbers(5, 64) * torch.tensor([[1e-6], [1.0], [300.0], [1e8], [1e-30]])
+    values, scales = quantise(x)
+    assert values.dtype == FLOAT8 and scales.dtype == torch.float32
+    torch.testing.assert_close(scales, x.abs().amax(1) / LARGEST)
+    assert (values.float().abs().amax(1) == LARGEST).all()
+
+
+def test_no_number_is_off_by_more_than_a_17th_of_itself():
+    x = numbers(64, 512)
+    error = (quantise(x).dequantised(torch.float32) - x).abs() / x.abs()
+    within_normal_range = x.abs() > x.abs().amax(1, keepdim=True) / 28_672
+    assert error[within_normal_range].max() <= 1 / 17 + 1e-6
+    assert error[within_normal_range].max() > 0.05, "the bound is that of e4m3"
+
+
+def test_a_row_of_zeros_stays_zero_with_scale_1():
+    found = quantise(torch.stack([torch.zeros(16), torch.ones(16)]))
+    assert found.scales[0] == 1 and not found.values[0].float().any()
+    assert found.dequantised(torch.float32)[1].eq(1).all()
+
+
+def test_an_outlier_token_costs_no_other_token_a_bit():
+    x = numbers(4, 64)
+    with_outlier = x.clone()
+    with_outlier[2, 7] = 1e6
+    rows = [0, 1, 3]
+    assert torch.equal(
+        quantise(with_outlier).dequantised(torch.float32)[rows],
+        quantise(x).dequantised(torch.float32)[rows],
+    )
+
+
+def test_columns_are_scaled_before_the_largest_is_sought():
+    x, scales = numbers(3, 16), numbers(16, seed=1).abs()
+    found = quantise(x, scales)
+    expected = quantise(x * scales)
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales)
+
+
+# Which weights stay
+
+
+@pytest.mark.parametrize(("outlier", "is_kept"), [(1e3, False), (1e6, True)])
+def test_a_row_whose_outlier_pushes_the_others_below_the_range_of_e4m3_is_not_quantised(
+    outlier, is_kept
+):
+    weight = numbers(8, 64)
+    weight[1] = 0
+    assert why_not_quantised(weight, quantise(weight)) is None
+    weight[3, 5] = outlier
+    reason = why_not_quantised(weight, quantise(weight))
+    assert bool(reason) == is_kept
+    assert not is_kept or reason.startswith("outliers: half of a row would be off by ")
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_weight_that_is_not_finite_is_not_quantised(bad):
+    weight = numbers(4, 16)
+    weight[1, 2] = bad
+    assert why_not_quantised(weight, quantise(weight)) == "its weight is not finite"
+
+
+# The layer
+
+
+def test_a_float8_layer_multiplies_what_quantising_left_of_input_and_weight():
+    layer, plain = float8_linear()
+    x = numbers(7, 32, seed=1)
+    expected = plain(quantise(x).dequantised(torch.float32))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert (layer(x) - plain(x)).norm() / plain(x).norm() < 0.05
+
+
+def test_its_gradient_is_that_of_the_output_quantised_with_the_scales_of_the_weight():
+    layer, plain = float8_linear()
+    x = numbers(2, 5, 32).requires_grad_()
+    dy = numbers(2, 5, 48, seed=1)
+    layer(x).backward(dy)
+    scales = layer.weight_scale
+    rounded = quantise(dy.view(10, 48), scales).dequantised(torch.float32) / scales
+    torch.testing.assert_close(x.grad.view(10, 32), rounded @ plain.weight, rtol=1e-5, atol=1e-5)
+    exact = dy.view(10, 48) @ plain.weight
+    assert (x.grad.view(10, 32) - exact).norm() / exact.norm() < 0.05
+
+
+def test_autocast_gives_the_type_of_the_output_and_no_other_sums():
+    layer, _ = float8_linear()
+    x = numbers(3, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    rounded = x.bfloat16()
+    expected = product(quantise(rounded), layer.weight, layer.weight_scale, torch.float32)
+    torch.testing.assert_close(y, expected.bfloat16() + layer.bias.bfloat16())
+
+
+@pytest.mark.parametrize("convert", ["half", "float", "bfloat16"])
+def test_a_float8_weight_and_its_scales_keep_their_types(convert):
+    layer, _ = float8_linear()
+    before = layer.dequantised_weight(torch.float32)
+    getattr(layer, convert)()
+    assert (layer.weight.dtype, layer.weight_scale.dtype) == (FLOAT8, torch.float32)
+    assert layer.bias.dtype == getattr(torch, convert if convert != "float" else "float32")
+    assert torch.equal(layer.dequantised_weight(torch.float32), before)
+
+
+# Models
+
+
+def test_the_linears_of_the_layers_are_in_float8_and_nothing_else(config_of, caplog):
+    with caplog.at_level(logging.INFO):
+        model = load_base(config_of(), CPU)
+    quantised = {name for name, weight in model.named_parameters() if weight.dtype == FLOAT8}
+    assert len(quantised) == 14 and all(name.startswith("model.layers.") for name in quantised)
+    others = {weight.dtype for name, weight in model.named_parameters() if name not in quantised}
+    assert others == {torch.float32}
+    assert "float8: 14 of 14 linears of the layers" in caplog.text
+    assert model.config.to_dict().get("quantization_config") is None
+
+
+def test_adapters_over_float8_begin_as_those_over_16_bits(config_of):
+    def adapters(base_dtype: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = config_of(train={"fast_path": False}, base_dtype=base_dtype)
+        model = load_model(config, CPU_BF16)
+        return {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+
+    over_float8, over_16_bits = adapters("float8"), adapters("auto")
+    assert {weight.dtype for weight in over_float8.values()} == {torch.float32}
+    assert over_float8.keys() == over_16_bits.keys()
+    assert all(torch.equal(over_float8[name], over_16_bits[name]) for name in over_float8)
+
+
+def test_a_layer_with_outliers_stays_as_it_was_and_the_log_says_so(
+    config_of, tiny_base, tmp_path, caplog
+):
+    weights = load_file(tiny_base / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    weights[f"{name}.weight"][5, 0] = 1e5
+    for path in tiny_base.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        model = load_base(config_of(tmp_path), CPU)
+    kept = model.get_submodule(name)
+    assert not is_float8(kept) and torch.equal(kept.weight, weights[f"{name}.weight"])
+    assert is_float8(model.get_submodule("model.layers.1.mlp.gate_proj"))
+    assert "float8: 13 of 14 linears of the layers" in caplog.text
+    assert f"float8: {name} not: outliers: half of a row would be off by" in caplog.text
+
+
+def test_experts_and_routers_stay_as_they_were(config_of, base_of, caplog):
+    with caplog.at_level(logging.INFO):
+        model = load_base(config_of(base_of("mixtral")), CPU)
+    quantised = {name for name, weight in model.named_parameters() if weight.dtype == FLOAT8}
+    assert quantised and all("self_attn" in name for name in quantised)
+    assert "not: experts in one parameter" in caplog.text
+
+
+def test_merging_into_float8_in_memory_is_refused(config_of):
+    model = load_model(config_of(), CPU)
+    with pytest.raises(ValueError, match="cannot be merged into float8 weights"):
+        model.merge_and_unload()
+
+
+def test_a_float8_linear_cannot_be_trained_whole(config_of):
+    lora = {"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError, match="is quantised to float8"):
+        load_model(config_of(lora=lora), CPU)
+
+
+def test_a_base_whose_files_are_quantised_is_refused(config_of, monkeypatch):
+    monkeypatch.setattr("sft_play.models.load.stored_format", lambda stored: "mxfp4")
+    with pytest.raises(ConfigError, match="float8 would round a second time"):
+        load_base(config_of(), CPU)
+
+
+# Fused
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_base):
+    """Loss and gradients of one step, fused and by the modules' own code, in float32 and bfloat16."""
+    ids = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0))
+
+    def step(fast_path: bool, process: Process):
+        torch.manual_seed(0)
+        config = Config.model_validate(
+            {
+                "model": {"name": str(tiny_base), "max_seq_len": 64},
+                "tuning": {"base_dtype": "float8"},
+                "train": {"fast_path": fast_path},
+            }
+        )
+        model = load_model(config, process).train()
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.copy_(0.05 * numbers(*weight.shape))
+        with process.autocast():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        on = model.get_base_model().fast_path.on
+        grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        return loss.detach(), torch.cat([grad.flatten() for grad in grads]), on
+
+    found = {}
+    for process in (CPU, CPU_BF16):
+        found[process.compute_dtype] = (step(True, process), step(False, process))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float32, 0.01), (torch.bfloat16, 0.15)], ids=str
+)
+def test_a_fused_step_over_float8_is_that_of_the_own_code(steps, dtype, allowed):
+    (fused_loss, fused, on), (loss, own, off) = steps[dtype]
+    assert {"attention", "linears", "mlp"} <= on.keys() and not off
+    assert fused_loss.item() == pytest.approx(loss.item(), rel=allowed / 10)
+    # a number beside a border of e4m3 falls on another side: an eighth of it
+    assert (fused - own).norm() / own.norm() < allowed
+
+
+def test_linears_that_share_an_input_quantise_it_once(config_of, monkeypatch):
+    model = load_model(config_of(train={"fast_path": True}), CPU).train()
+    shapes = []
+
+    def counted(x, *scales):
+        shapes.append((tuple(x.shape), bool(scales)))
+        return quantise(x, *scales)
+
+    monkeypatch.setattr(fused_float8, "quantise", counted)
+    model(input_ids=torch.arange(3, 13)[None]).logits.sum().backward()
+    # of each of two layers: forward those of q k v, of o, of gate and up, and of down; backward one
+    # of each linear's output, but for the first layer's q, k and v, whose input has no gradient
+    assert sum(not scaled for _, scaled in shapes) == 2 * 4
+    assert sum(scaled for _, scaled in shapes) == 2 * 7 - 3
