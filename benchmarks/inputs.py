@@ -60,7 +60,7 @@ def model_settings(shape: str, layers: int | None = None) -> dict[str, object]:
     else:
         settings = {
             **known_models()[shape],
-            "max_position_embeddings": 131072,
+            "max_position_embeddings": 262144,
             "rope_theta": 500000.0,
         }
         if settings["model_type"] == "gemma3":  # its name with the part that sees

@@ -173,6 +173,7 @@ _WORKLOADS = (
     _bfloat16("gpt-oss-20b-8-layers-lora-2048", GPT_OSS_20B, layers=8),
     _bfloat16("8b-lora-32768", LLAMA_8B, rows=(1,)),
     _bfloat16("8b-lora-131072", LLAMA_8B, rows=(1,)),
+    _bfloat16("8b-lora-262144", LLAMA_8B, rows=(1,)),  # its activations on the host
     # "speed-optimized" and "memory-constrained" training of a guide to several GPUs
     _recipe("8b-recipe-2048", LLAMA_8B, 8, 4, "ddp", 2048, steps=10),
     _recipe("8b-recipe-1024", LLAMA_8B, 1, 64, "zero2", 1024, steps=10),

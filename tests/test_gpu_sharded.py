@@ -1,0 +1,90 @@
+"""A model that two real GPUs share: QLoRA, weights in host memory, resume, evaluation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_runs import run_make
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+SETTINGS = {
+    "CONFIG": "configs/tiny.yaml",
+    "NUM_GPUS": "2",
+    "TRAIN_MAX_STEPS": "6",
+    "TRAIN_LOGGING_STEPS": "1",
+    "TRAIN_SAVE_STRATEGY": "steps",
+    "TRAIN_SAVE_STEPS": "3",
+    "TRAIN_GENERATION_MAX_ROWS": "16",
+}
+SECONDS = 400
+TOLERANCE = 2e-2  # bfloat16 sums in another order; losses are about 5
+ZERO3 = {"DEEPSPEED_CONFIG": "configs/deepspeed_zero3.json"}
+SHARED = [
+    pytest.param("train-distributed", {"TRAIN_STRATEGY": "fsdp"}, id="fsdp-lora"),
+    pytest.param(
+        "train-distributed", {"TRAIN_STRATEGY": "fsdp", "TUNING_MODE": "qlora"}, id="fsdp-qlora"
+    ),
+    pytest.param(
+        "train-distributed",
+        {"TRAIN_STRATEGY": "fsdp", "TRAIN_FSDP_OFFLOAD": "true"},
+        id="fsdp-offload-lora",
+    ),
+    pytest.param(
+        "train-distributed",
+        {"TRAIN_STRATEGY": "fsdp", "TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-4"},
+        id="fsdp-full",
+    ),
+    pytest.param("train-deepspeed", {}, id="zero2-lora"),
+    pytest.param("train-deepspeed", ZERO3, id="zero3-lora"),
+]
+
+
+def train(target: str, folder: Path, **variables: str) -> dict[str, Any]:
+    """Train a run to its end and return run.json."""
+    run_make(target, folder, SECONDS, **{**SETTINGS, **variables})
+    return json.loads((folder / "run" / "run.json").read_text())
+
+
+def losses(report: dict[str, Any]) -> list[float]:
+    return [logged["loss"] for logged in report["loss"]]
+
+
+@pytest.mark.parametrize(("target", "variables"), SHARED)
+def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
+    tmp_path: Path, target: str, variables: dict[str, str]
+) -> None:
+    whole = {
+        name: text for name, text in variables.items() if name.startswith(("TUNING", "TRAIN_LEARN"))
+    }
+    expected = train("train-distributed", tmp_path / "ddp", TRAIN_STRATEGY="ddp", **whole)
+    report = train(target, tmp_path / "shared", **variables)
+    assert losses(report) == pytest.approx(losses(expected), abs=TOLERANCE)
+    for when in ("before", "after"):
+        found, wanted = (run["metrics"][when]["eval_loss"] for run in (report, expected))
+        assert found == pytest.approx(wanted, abs=TOLERANCE)
+
+    checkpoint = tmp_path / "shared" / "run" / "checkpoints" / "checkpoint-3"
+    again = {"TRAIN_RESUME_FROM": str(checkpoint), **variables}
+    resumed = train(target, tmp_path / "resumed", **again)
+    assert resumed["resumed_from"].endswith("checkpoint-3")
+    assert losses(resumed)[-3:] == pytest.approx(losses(report)[-3:], abs=TOLERANCE)
+    gpus = [round(gpu["peak_bytes"] / 2**20) for gpu in report["memory_by_rank"]]
+    print(f"\n{target} {variables}: peak MiB {gpus}, losses {losses(report)}")
+
+
+def test_two_gpus_score_what_one_scores(tmp_path: Path) -> None:
+    train("train", tmp_path, NUM_GPUS="1")
+    folder = tmp_path / "run"
+    scores = []
+    for gpus in ("1", "2"):
+        words = {"RUN": str(folder), "NUM_GPUS": gpus}
+        run_make("eval", tmp_path, SECONDS, **words)
+        scores.append(json.loads((folder / "eval" / "again.json").read_text()))
+    one, two = scores
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
+    assert two["rougeL"] == pytest.approx(one["rougeL"], abs=1e-6)

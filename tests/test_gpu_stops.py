@@ -1,0 +1,186 @@
+"""Runs on GPUs that are stopped and killed, and go on: `make test-gpu`, with the figures printed.
+
+A run of 4-bit LoRA is stopped by Ctrl-C, and killed while it writes a checkpoint. The same command
+again goes on, and its losses are those of a run that was left alone.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from make_runs import ROOT, run_make
+
+from sft_play.errors import ExitClass
+from sft_play.runs import checkpoints
+from sft_play.runs.folder import RunFolder
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+needs_unsloth = pytest.mark.skipif(
+    importlib.util.find_spec("unsloth") is None,
+    reason="unsloth is not installed (make install-unsloth)",
+)
+
+STEPS = 16
+SETTINGS = {
+    "CONFIG": "configs/tiny.yaml",
+    "RUN": "run",
+    "RESUME": "auto",
+    "TUNING_MODE": "qlora",
+    "TRAIN_MAX_STEPS": str(STEPS),
+    "TRAIN_LOGGING_STEPS": "1",
+    "TRAIN_SAVE_STRATEGY": "steps",
+    "TRAIN_SAVE_STEPS": "1",
+    "TRAIN_EVAL_STRATEGY": "no",
+    "TRAIN_PREDICT_WITH_GENERATE": "false",
+}
+SECONDS = 400
+# A kernel that adds in another order each time rounds bfloat16 otherwise; losses are about 5.
+TOLERANCE = 2e-2
+STARTS = [
+    pytest.param("train-bnb", {}, id="bnb"),
+    pytest.param("train-unsloth", {}, id="unsloth", marks=needs_unsloth),
+    pytest.param("train-distributed", {"NUM_GPUS": "2"}, id="ddp", marks=needs_two),
+    pytest.param("train-deepspeed", {"NUM_GPUS": "2"}, id="zero2", marks=needs_two),
+]
+
+
+class Started:
+    """A make target that runs: its processes, and the folder of its run."""
+
+    def __init__(self, target: str, variables: Mapping[str, str], outputs: Path):
+        words = {**SETTINGS, **variables, "TRAIN_OUTPUT_DIR": str(outputs), "PY": sys.executable}
+        self.folder = RunFolder(outputs / "run")
+        self.output = outputs / "output.txt"
+        outputs.mkdir(parents=True)
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                ["make", target, *(f"{name}={value}" for name, value in words.items())],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for something that happens while the run goes on."""
+        deadline = time.monotonic() + SECONDS
+        while not is_so():
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.output.read_text()[-3000:]
+            time.sleep(0.001)
+
+    def has_logged(self, text: str) -> bool:
+        """Return whether a text is in the log of the main rank."""
+        log = self.folder.logs / "rank-0.log"
+        return log.exists() and text in log.read_text()
+
+    def signal_all(self, number: signal.Signals) -> float:
+        """Send a signal to every process, as a terminal or an administrator does.
+
+        Returns the seconds until all have ended.
+        """
+        parent = psutil.Process(self.process.pid)
+        everyone = [*parent.children(recursive=True), parent]
+        began = time.monotonic()
+        if number == signal.SIGKILL:
+            for process in everyone:
+                process.kill()
+        else:
+            os.killpg(self.process.pid, number)
+        _, alive = psutil.wait_procs(everyone, timeout=SECONDS)
+        assert not alive, alive
+        self.process.wait()
+        return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, float]]:
+    """A function that returns the losses of a run that was left alone, trained once."""
+    found: dict[str, dict[int, float]] = {}
+
+    def losses(target: str, variables: Mapping[str, str]) -> dict[int, float]:
+        if target not in found:
+            outputs = tmp_path_factory.mktemp(target)
+            run_make(target, outputs, SECONDS, **{**SETTINGS, **variables})
+            found[target] = losses_of(RunFolder(outputs / "run"))
+            assert sorted(found[target]) == list(range(1, STEPS + 1))
+        return found[target]
+
+    return losses
+
+
+def report_of(folder: RunFolder) -> dict[str, Any]:
+    return json.loads((folder.path / "run.json").read_text())
+
+
+def losses_of(folder: RunFolder) -> dict[int, float]:
+    """Return the loss of each step."""
+    return {logged["step"]: logged["loss"] for logged in report_of(folder)["loss"]}
+
+
+def staged(folder: RunFolder) -> list[Path]:
+    """Return the checkpoints from step 5 on that are being written."""
+    staging = folder.checkpoints / checkpoints.STAGING
+    found = staging.glob("checkpoint-*") if staging.exists() else ()
+    return [path for path in found if checkpoints.step_of(path) >= 5]
+
+
+def check_goes_on(
+    started: Started, target: str, variables: Mapping[str, str], expected: dict[int, float]
+) -> str:
+    """Type the same command again, and return how near its losses are to the expected ones."""
+    outputs = started.folder.path.parent
+    run_make(target, outputs, SECONDS, **{**SETTINGS, **variables})
+    report = report_of(started.folder)
+    assert (report["status"], report["global_step"]) == ("done", STEPS)
+    begun = checkpoints.step_of(Path(report["resumed_from"]))
+    assert begun >= 4
+    found = losses_of(started.folder)
+    compared = [step for step in range(begun + 1, STEPS + 1) if step in found]
+    assert len(compared) == STEPS - begun
+    largest = max(abs(found[step] - expected[step]) for step in compared)
+    assert largest <= TOLERANCE
+    return f"goes on from step {begun}, largest difference of a loss {largest:.2e}"
+
+
+@pytest.mark.parametrize(("target", "variables"), STARTS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, undisturbed, target: str, variables: dict[str, str]
+) -> None:
+    expected = undisturbed(target, variables)
+    started = Started(target, variables, tmp_path / "outputs")
+    started.wait_until(lambda: started.has_logged(f"step 4/{STEPS} "))
+    seconds = started.signal_all(signal.SIGINT)
+    report = report_of(started.folder)
+    assert report["exit_class"] == ExitClass.STOPPED, report["cause"]
+    (newest,) = (path for path in started.folder.checkpoints.glob(f"*-{report['global_step']}"))
+    assert newest.is_dir(), "no step is lost"
+    words = check_goes_on(started, target, variables, expected)
+    print(f"\nCtrl-C {target}: ended after {seconds:.1f} s, {words}")
+
+
+@pytest.mark.parametrize(("target", "variables"), STARTS)
+def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
+    tmp_path: Path, undisturbed, target: str, variables: dict[str, str]
+) -> None:
+    expected = undisturbed(target, variables)
+    started = Started(target, variables, tmp_path / "outputs")
+    started.wait_until(lambda: bool(staged(started.folder)))
+    started.signal_all(signal.SIGKILL)
+    left = [path.name for path in staged(started.folder)]
+    words = check_goes_on(started, target, variables, expected)
+    print(f"\nSIGKILL {target}: {', '.join(left) or 'nothing'} was half written, {words}")
