@@ -110,3 +110,12 @@ def run_folder(
     write_text(folder.evaluation / "before.jsonl", before)
     write_text(folder.evaluation / "after.jsonl", after)
     return folder
+
+
+def scored_lines(scores: dict[str, list[float]]) -> str:
+    """Return eval/<when>.jsonl of rows with several scores."""
+    lines = answer_lines(scores["rougeL"]).splitlines()
+    values = [json.loads(line) for line in lines]
+    for row, value in enumerate(values):
+        value |= {name: of_rows[row] for name, of_rows in scores.items()}
+    return "".join(json.dumps(value) + "\n" for value in values)

@@ -7,17 +7,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder
+from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
 
 from sft_play.commands.call import Call
 from sft_play.commands.compare import write_report_again
 from sft_play.commands.train import failure_recorded
 from sft_play.config.invocation import Invocation
 from sft_play.errors import DataError, ExitClass
+from sft_play.monitor.runs import run_table
 from sft_play.reporting import bootstrap, charts
 from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
 from sft_play.reporting.summary import read_summary
-from sft_play.reporting.write import write_report, write_report_or_warn
+from sft_play.reporting.write import report_page, write_report, write_report_or_warn
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.report import Check, LengthHistogram, LoggedStep, RunReport
 
@@ -165,7 +166,7 @@ def test_the_json_twin_says_what_the_page_says(tmp_path):
     [
         (0.5, [0.25, 1.0], "Done: better on the test rows", "good"),
         (4.5, [0.0, 0.1], "Done, but worse on the test rows", "bad"),
-        (0.5, [0.0, 0.5], "better on the test rows by one score, not clearly", "open"),
+        (0.5, [0.0, 0.5], "better on the test rows by loss, by no other score", "open"),
         (0.5, [0.0, 0.1], "the scores of the test rows do not agree", "open"),
         (3.5, [0.0, 0.5], "Done: no clear difference", "open"),
     ],
@@ -182,6 +183,35 @@ def test_a_run_is_called_better_only_where_its_scores_are(tmp_path, after, rouge
     verdict = read_summary(folder).verdict
     assert headline in verdict.headline
     assert verdict.tone == tone
+
+
+def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
+    before = {"rougeL": [0.25] * ROWS, "exact_match": [0.0] * ROWS, "bleu": [4.0] * ROWS}
+    after = {"rougeL": [0.75] * ROWS, "exact_match": [0.0, 1.0] * 10, "bleu": [30.0] * ROWS}
+    means = {"eval_loss": 1.0, "rougeL": 0.75, "exact_match": 0.5, "answers": 20}
+    metrics = {
+        "before": {"eval_loss": 3.5, "rougeL": 0.25, "exact_match": 0.0, "bleu": 3.0},
+        # of all answers together: no mean of rows
+        "after": {**means, "bleu": 25.0, "bleu_low": 20.0, "bleu_high": 31.0},
+    }
+    history = [LoggedStep.from_log({"step": 3, "eval_loss": 1.5, "eval_exact_match": 0.25})]
+    folder = run_folder(
+        tmp_path / "run",
+        replace(DONE, metrics=metrics, history=history),
+        before=scored_lines(before),
+        after=scored_lines(after),
+    )
+    scores = {score.name: score for score in read_summary(folder).scores}
+    assert list(scores) == ["loss", "ROUGE-L", "bleu", "exact_match"]
+    assert scores["exact_match"].outcome == "better"
+    assert scores["exact_match"].difference.low > 0.2
+    assert scores["bleu"].after == bootstrap.Estimate(25.0, 20, 20.0, 31.0)
+    assert scores["bleu"].difference is None
+    page = Page(report_page(read_summary(folder)))
+    assert "exact_match (20 rows)" in page.words and "25.000 (20.000 to 31.000)" in page.words
+    assert "exact_match of the validation rows" in page.words
+    (line,) = run_table(tmp_path)
+    assert "eval_loss=1.0000 rougeL=0.750 bleu=25.000 [20.000, 31.000] exact_match=0.500" in line
 
 
 def test_the_loss_has_intervals_where_rows_have_losses(tmp_path):

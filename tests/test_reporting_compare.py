@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from report_folders import DONE, ROWS, answer_lines, run_folder
+from report_folders import DONE, ROWS, answer_lines, run_folder, scored_lines
 from test_reporting import HOSTILE, Page
 
 from sft_play.commands.call import Call
@@ -68,6 +68,42 @@ def test_scores_that_differ_by_chance_are_not_called_better(tmp_path):
     (rouge,) = [line for line in compare([one, other]).differences if line.score.name == "ROUGE-L"]
     assert rouge.score.change > 0
     assert rouge.score.outcome == "no clear difference"
+
+
+def test_every_metric_of_the_runs_is_compared(tmp_path):
+    folders = []
+    for name, right in (("one", 0.0), ("other", 1.0)):
+        scores = {"rougeL": [0.5] * ROWS, "exact_match": [right] * 15 + [0.0] * 5}
+        scores["bleu"] = [10.0] * ROWS
+        after = {"eval_loss": 0.5, "rougeL": 0.5, "exact_match": 0.75 * right, "bleu": 20.0 + right}
+        report = replace(DONE, metrics={"after": after})
+        if name == "other":
+            scores["words"] = [1.0] * ROWS
+            after["words"] = 1.0
+        folders.append(run_folder(tmp_path / name, report, after=scored_lines(scores)))
+    comparison = compare(folders)
+    found = {line.score.name: line.score for line in comparison.differences}
+    assert list(found) == ["loss", "ROUGE-L", "exact_match", "bleu"]
+    assert found["exact_match"].outcome == "better" and found["exact_match"].difference.low > 0.5
+    assert found["bleu"].change == 1.0, "of all answers, and not the mean of rows"
+    assert found["bleu"].difference is None
+    assert comparison.notes == ["other against one: words is not compared, one has none"]
+    text = compare_command(call_in(tmp_path), ["one", "other"], None, as_json=False)
+    head, _, other = text.splitlines()[:3]
+    assert head.split("  ")[0] == "run" and "exact_match" in head and "words" in head
+    assert "0.750 (0.550 to 0.900)" in other
+    page = Page((tmp_path / "compare-one-other.html").read_text(encoding="utf-8"))
+    assert "exact_match of the test rows" in page.words
+
+
+def test_a_score_of_all_answers_is_not_compared_where_the_rows_differ(tmp_path):
+    scores = {"rougeL": [0.5] * ROWS, "bleu": [10.0] * ROWS}
+    report = replace(DONE, metrics={"after": {"eval_loss": 0.5, "rougeL": 0.5, "bleu": 20.0}})
+    one = run_folder(tmp_path / "one", report, after=scored_lines(scores))
+    fewer = {name: values[:15] for name, values in scores.items()}
+    other = run_folder(tmp_path / "other", report, after=scored_lines(fewer))
+    notes = compare([one, other]).notes
+    assert notes[-1] == "other against one: bleu is of all rows, and the test rows differ"
 
 
 def test_runs_with_other_test_rows_are_said_to_have_them(tmp_path):

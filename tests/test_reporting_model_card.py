@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.schema import Config
+from sft_play.reporting.answer_scores import answer_scores
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import (
     CardFacts,
@@ -14,7 +15,6 @@ from sft_play.reporting.card_facts import (
     energy_of,
     hardware_of,
     licence_of,
-    other_scores,
 )
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.verdict import Score
@@ -54,8 +54,8 @@ def test_scores_of_other_metrics_have_the_intervals_of_the_run():
     after = {"eval_loss": 1.0, "answers": 20, "exact_match": 0.5}
     after |= {"exact_match_low": 0.25, "exact_match_high": 0.75}
     report = RunReport(run="a", metrics={"before": {"exact_match": 0.0}, "after": after})
-    (score,) = other_scores(report)
-    assert score.after == Estimate(0.5, 20, 0.25, 0.75) and score.before == Estimate(0.0, 0)
+    (score,) = answer_scores(report, [], [])
+    assert score.after == Estimate(0.5, 0, 0.25, 0.75) and score.before == Estimate(0.0, 0)
     text = card(facts=replace(NOTHING, scores=[score]))
     assert "| exact_match | 0 | 0.5 [0.25, 0.75] |  |" in text
 

@@ -22,10 +22,12 @@ from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.config.targets import GIVEN, GOALS
 from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
+from sft_play.reporting.answer_scores import title_of
 from sft_play.runs.asked import AskedRun
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
+from sft_play.runs.scores import recorded_scores
 
 ATTEMPTS = 100  # runs of one combination
 NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "HALVING", "RUN")  # of this command, not of its runs
@@ -308,16 +310,19 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
     width = max(len(str(trial.point)) for trial in trials)
-    titles = f"{'loss':>8}  {'ROUGE-L':>7}  {'step':>6}  {'minutes':>7}  status"
-    lines = [f"{'settings':<{width}}  {titles}"]
-    for trial in trials:
-        run = trial.run_at(None) or trial.latest()
-        report = run.read_report()
+    runs = [trial.run_at(None) or trial.latest() for trial in trials]
+    reports = [run.read_report() for run in runs]
+    found = [score.name for report in reports for score in recorded_scores(held_out(report))]
+    names = list(dict.fromkeys(["rougeL", *found]))
+    titles = [f"{title_of(name):>{max(7, len(title_of(name)))}}" for name in names]
+    head = f"{'loss':>8}  {'  '.join(titles)}  {'step':>6}  {'minutes':>7}  status"
+    lines = [f"{'settings':<{width}}  {head}"]
+    for trial, run, report in zip(trials, runs, reports, strict=True):
         scores = held_out(report)
         cause = (report.cause or "").partition("\n")[0]
         numbers = [
             as_cell(scores.get("eval_loss"), 8, 4),
-            as_cell(scores.get("rougeL"), 7, 3),
+            *(as_cell(scores.get(name), max(7, len(title_of(name))), 3) for name in names),
             as_cell(report.global_step, 6, 0),
             as_cell(minutes_of(trial.runs()), 7, 1),
         ]

@@ -5,6 +5,7 @@ from pathlib import Path
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder, listing
 from sft_play.runs.report import RunReport
+from sft_play.runs.scores import recorded_scores
 
 
 def run_table(output_dir: Path) -> list[str]:
@@ -20,8 +21,10 @@ def _run_line(folder: RunFolder, width: int) -> str:
     """Return name, status, steps and scores of a run."""
     report = folder.read_report()
     after = (report.metrics or {}).get("after", {})
-    scored = [name for name in ("eval_loss", "rougeL") if name in after]
-    scores = " ".join(f"{name}={after[name]:.4f}" for name in scored)
+    words = [score.words() for score in recorded_scores(after)]
+    if "eval_loss" in after:
+        words.insert(0, f"eval_loss={after['eval_loss']:.4f}")
+    scores = " ".join(words)
     mode = f"{report.mode or '-'}/{report.backend or '-'}"
     cause = (report.cause or report.warning or "").partition("\n")[0]
     facts = f"world={report.world_size or '-'} step={_step(folder, report)} {scores} {cause}"

@@ -16,6 +16,7 @@ from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.runs.report import LoggedStep, RankMemory, RunReport
+from sft_play.runs.scores import logged_scores
 
 GIB = 2**30
 CURVE_WIDTH = 60
@@ -81,6 +82,13 @@ class Follower:
             (line.values[name] for line in reversed(self.lines) if name in line.values), None
         )
 
+    def scores_of(self, rows: str) -> list[str]:
+        """Return the names of the scores of answers that were logged as `<rows>_<name>`."""
+        logged: dict[str, float] = {}
+        for line in self.lines:
+            logged |= line.values
+        return [score.name for score in logged_scores(logged, rows)]
+
     @property
     def answers(self) -> Sequence[SampleAnswer]:
         """The answers of the last evaluation that generated some."""
@@ -109,6 +117,8 @@ class Follower:
 def _line_of(step: LoggedStep) -> MetricsLine:
     """Return a log of run.json, which has no times."""
     known = {name: value for name, value in asdict(step).items() if value is not None}
+    scores = known.pop("eval_scores", {})
+    known |= {f"eval_{name}": value for name, value in scores.items()}
     return MetricsLine(known.pop("step"), steps=0, values=known)
 
 
@@ -187,7 +197,7 @@ def _loss_lines(run: Follower) -> Iterator[str]:
         yield f"loss   {losses[-1]:.4f} now, {losses[0]:.4f} first, {min(losses):.4f} lowest"
         yield from curve(losses, CURVE_WIDTH, CURVE_HEIGHT)
     for rows, title in (("eval", "validation rows"), ("test", "test rows")):
-        for name in ("loss", "rougeL"):
+        for name in ("loss", *run.scores_of(rows)):
             found = run.values(f"{rows}_{name}")
             if found:
                 shown = [f"{value:.4f} at step {step}" for step, value in found[-3:]]
@@ -251,8 +261,10 @@ def _answer_lines(answers: Sequence[SampleAnswer]) -> Iterator[str]:
 
 def pipe_line(run: Follower, line: MetricsLine) -> str | None:
     """Return a log in one line for a pipe; None for a line that logged no loss."""
-    names = ("loss", "grad_norm", "learning_rate", "mfu", "eval_loss", "eval_rougeL")
-    names += ("test_loss", "test_rougeL")
+    names = ["loss", "grad_norm", "learning_rate", "mfu", "eval_loss"]
+    names += [f"eval_{score.name}" for score in logged_scores(line.values, "eval")]
+    names.append("test_loss")
+    names += [f"test_{score.name}" for score in logged_scores(line.values, "test")]
     facts = [f"{name}={line.values[name]:.4g}" for name in names if name in line.values]
     if line.time is None or not any("loss" in fact for fact in facts):
         return None

@@ -1,14 +1,15 @@
 """The answers to the test rows, before and after training. Reads eval/; loads no torch."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sft_play.data.visible_text import make_visible
 from sft_play.runs.folder import RunFolder
 
 ROWS_SHOWN = 8  # of the most improved, and of the most worsened
 TEXT_LENGTH = 600  # characters of a text that are shown
+TEXTS = ("origin", "prompt", "expected", "answer", "was_cut")  # keys of a line, but for scores
 LEAST_CHANGE = 0.005  # of ROUGE-L that counts as a change, half of the last digit shown
 
 
@@ -20,8 +21,13 @@ class Answer:
     prompt: str
     expected: str
     answer: str
-    rouge_l: float | None = None  # in [0, 1]
+    scores: Mapping[str, float] = field(default_factory=dict)  # by metric, as far as it has one
     was_cut: bool | None = None  # by train.generation_max_new_tokens
+
+    @property
+    def rouge_l(self) -> float | None:
+        """ROUGE-L, in [0, 1]."""
+        return self.scores.get("rougeL")
 
     @property
     def row(self) -> tuple[str, str]:
@@ -55,9 +61,14 @@ def read_answers(folder: RunFolder, when: str) -> list[Answer]:
     return [_answer(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+def same_rows(before: Sequence[Answer], after: Sequence[Answer]) -> bool:
+    """Return whether both lists answer the same rows in the same order."""
+    return [answer.row for answer in before] == [answer.row for answer in after]
+
+
 def scored_pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
     """Return the rows that are scored in both; none where the two lists differ in their rows."""
-    if [answer.row for answer in before] != [answer.row for answer in after]:
+    if not same_rows(before, after):
         return []
     pairs = zip(before, after, strict=True)
     return [
@@ -119,6 +130,10 @@ def _answer(line: str) -> Answer:
         prompt=values["prompt"],
         expected=values["expected"],
         answer=values["answer"],
-        rouge_l=values.get("rougeL"),
+        scores={
+            name: value
+            for name, value in values.items()
+            if name not in TEXTS and isinstance(value, int | float)
+        },
         was_cut=values.get("was_cut"),
     )

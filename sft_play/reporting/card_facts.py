@@ -5,15 +5,15 @@ guessed.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import Config
 from sft_play.reporting import answers
-from sft_play.reporting.bootstrap import Estimate
+from sft_play.reporting.answer_scores import answer_scores
 from sft_play.reporting.row_losses import read_losses
-from sft_play.reporting.summary import loss_score, rouge_score, used_settings
+from sft_play.reporting.summary import loss_score, used_settings
 from sft_play.reporting.verdict import Score
 from sft_play.runs import metrics
 from sft_play.runs.asked import AskedRun
@@ -23,10 +23,6 @@ from sft_play.runs.report import RunReport
 
 LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
-# Names of run.json's metrics that have a place of their own, and the ends of intervals
-OWN_NAMES = ("eval_loss", "eval_loss_seconds", "rougeL", "answers", "cut_answers")
-OWN_NAMES += ("max_new_tokens", "generation_seconds")
-BOUNDS = ("_low", "_high")
 JOULES_A_KWH = 3.6e6
 OF_PLACES = ("data.cache_dir", "train.output_dir", "train.run_name")  # say nothing of the weights
 
@@ -63,8 +59,7 @@ class CardFacts:
         """Return the facts of a run whose report may not be written yet."""
         before, after = (answers.read_answers(folder, when) for when in ("before", "after"))
         losses = [read_losses(folder, when) for when in ("before", "after")]
-        scores = [loss_score(report, *losses), rouge_score(report, before, after)]
-        scores += other_scores(report)
+        scores = [loss_score(report, *losses), *answer_scores(report, before, after)]
         asked = AskedRun.read(folder)
         return cls(
             scores=[score for score in scores if score is not None],
@@ -73,26 +68,6 @@ class CardFacts:
             energy=energy_of(metrics.read(folder.metrics).lines),
             licence=licence_of(Path(config.model.name)),
         )
-
-
-def other_scores(report: RunReport) -> list[Score]:
-    """Return the scores of train.metrics, with the intervals that run.json has."""
-    before, after = ((report.metrics or {}).get(when, {}) for when in ("before", "after"))
-    names = [name for name in after if name not in OWN_NAMES and not name.endswith(BOUNDS)]
-    found = []
-    for name in names:
-        difference = None  # of the rows, which are not kept by metric
-        estimates = (_recorded(before, name), _recorded(after, name))
-        found.append(Score(name, *estimates, difference, higher_is_better=True))
-    return found
-
-
-def _recorded(metrics: Mapping[str, float], name: str) -> Estimate | None:
-    """Return a score of run.json with its interval, where it has one."""
-    if name not in metrics:
-        return None
-    low, high = (metrics.get(f"{name}{bound}") for bound in BOUNDS)
-    return Estimate(metrics[name], int(metrics.get("answers", 0)), low, high)
 
 
 def chosen_settings(folder: RunFolder, asked: AskedRun) -> list[ChosenSetting]:

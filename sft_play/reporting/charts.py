@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sft_play.reporting.answer_scores import title_of
 from sft_play.runs.report import LengthHistogram, LoggedStep
 
 # The area of the curves in a drawing of WIDTH x HEIGHT, in SVG units
@@ -129,6 +130,13 @@ def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Dra
         line_chart("Gradient norm", _series(runs, "grad_norm")),
         line_chart("Tokens per second", _series(runs, "tokens_per_second")),
     ]
+    scores = [
+        line_chart(f"{title_of(name)} of the validation rows", _score_series(runs, name))
+        for name in dict.fromkeys(
+            name for _, steps in runs for step in steps for name in step.scores
+        )
+    ]
+    charts[1:1] = scores
     if len(runs) > 1:
         charts.insert(1, line_chart("Validation loss", _series(runs, "eval_loss")))
     return [chart for chart in charts if chart is not None]
@@ -198,6 +206,14 @@ def _series(runs: Sequence[tuple[str, Sequence[LoggedStep]]], name: str) -> list
         points = [(x, y) for x, y in values if y is not None]
         series.append(Series(run, points))
     return series
+
+
+def _score_series(runs: Sequence[tuple[str, Sequence[LoggedStep]]], name: str) -> list[Series]:
+    """Return a score of the validation rows of every run."""
+    return [
+        Series(run, [(step.step, step.scores[name]) for step in history if name in step.scores])
+        for run, history in runs
+    ]
 
 
 def _axis(values: Sequence[float], start: float, end: float, padding: float = 0.0) -> _Axis:

@@ -10,10 +10,11 @@ from typing import Self
 from sft_play.config.layers import defaults
 from sft_play.config.messages import word
 from sft_play.reporting import bootstrap
+from sft_play.reporting.answer_scores import ROUGE_L, is_mean_of_rows, title_of
 from sft_play.reporting.answers import Answer, read_answers
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
 from sft_play.reporting.row_losses import RowLoss, loss_difference, read_losses
-from sft_play.reporting.summary import LOSS, ROUGE_L, RunSummary, read_summary
+from sft_play.reporting.summary import LOSS, RunSummary, read_summary
 from sft_play.reporting.verdict import Score
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedStep
@@ -32,7 +33,7 @@ class ComparedRun:
     headline: str
     steps: int | None
     loss: Estimate | None
-    rouge_l: Estimate | None
+    scores: dict[str, Estimate | None]  # of the answers, by title
     tokens_per_second: float | None
     peak_bytes: int | None
     seconds: float | None
@@ -87,7 +88,7 @@ def compare(folders: Sequence[RunFolder]) -> Comparison:
     notes: list[str] = []
     for summary, test in zip(summaries[1:], rows[1:], strict=True):
         pair = _Pair(summaries[0], summary, rows[0], test)
-        for found in (pair.loss(), pair.rouge_l()):
+        for found in (pair.loss(), *pair.of_answers()):
             if found.difference is not None:
                 differences.append(found.difference)
             if found.note is not None:
@@ -126,7 +127,7 @@ def _compared(summary: RunSummary) -> ComparedRun:
         headline=summary.verdict.headline,
         steps=report.global_step,
         loss=scores.get(LOSS),
-        rouge_l=scores.get(ROUGE_L),
+        scores={name: score for name, score in scores.items() if name != LOSS},
         tokens_per_second=report.tokens_per_second,
         peak_bytes=report.peak_bytes.measured if report.peak_bytes else None,
         seconds=(report.seconds or {}).get("total"),
@@ -177,32 +178,58 @@ class _Pair:
         difference = loss_difference(self.first_rows.losses, self.other_rows.losses)
         return self._found(Score(LOSS, early, late, difference, higher_is_better=False), late.rows)
 
-    def rouge_l(self) -> _Found:
-        """Return how ROUGE-L differs on the rows that both answered, or why that is unknown."""
+    def of_answers(self) -> list[_Found]:
+        """Return how the scores of answers differ, or why that is unknown; ROUGE-L first."""
+        names = [_names(test.answers) for test in (self.first_rows, self.other_rows)]
+        both = [name for name in names[0] if name in names[1]]
+        if not both:
+            return [self._unscored(ROUGE_L, _after(self.first, ROUGE_L))]
+        found = [self._of_metric(name, is_first=name == both[0]) for name in both]
+        for name in dict.fromkeys([*names[0], *names[1]]):
+            if name not in both:
+                found.append(self._unscored(title_of(name), _after(self.first, title_of(name))))
+        return found
+
+    def _of_metric(self, name: str, is_first: bool) -> _Found:
+        """Return how a score differs on the rows that both answered; the first one notes rows."""
         answered = (self.first_rows.answers, self.other_rows.answers)
-        if not all(answered):
-            return self._unscored(ROUGE_L, _after(self.first, ROUGE_L))
-        early, late = _common_scores(*answered)
+        early, late = _common_scores(name, *answered)
         if len(early) < MIN_ROWS:
             note = (
-                f"ROUGE-L is not compared, because {len(early)} scored test rows are the same; "
-                f"{MIN_ROWS} are needed"
+                f"{title_of(name)} is not compared, because {len(early)} scored test rows are the "
+                f"same; {MIN_ROWS} are needed"
             )
             return self._only_note(note)
-        score = Score(
-            ROUGE_L,
-            bootstrap.estimate(early),
-            bootstrap.estimate(late),
-            bootstrap.paired_difference(early, late),
-            higher_is_better=True,
-        )
+        every = len(early) == max(map(len, answered))
+        score = self._score(name, early, late, every)
+        if score is None:
+            return self._only_note(f"{title_of(name)} is of all rows, and the test rows differ")
         note = None
-        if len(early) < max(map(len, answered)):
+        if is_first and not every:
             note = (
-                f"{self._start}the test rows differ; ROUGE-L is compared on the {len(early)} rows "
-                f"of both ({len(answered[1])} and {len(answered[0])} were answered)"
+                f"{self._start}the test rows differ; {title_of(name)} is compared on the "
+                f"{len(early)} rows of both ({len(answered[1])} and {len(answered[0])} were "
+                "answered)"
             )
         return self._found(score, len(early), note)
+
+    def _score(
+        self, name: str, early: Sequence[float], late: Sequence[float], every: bool
+    ) -> Score | None:
+        """Return a score of both runs; None of a score of all rows where these differ."""
+        title = title_of(name)
+        if all(is_mean_of_rows(side.report, name, rows) for side, rows in self._sides):
+            estimates = (bootstrap.estimate(early), bootstrap.estimate(late))
+            difference = bootstrap.paired_difference(early, late)
+            return Score(title, *estimates, difference, higher_is_better=True)
+        if not every:
+            return None
+        recorded = (_after(self.first, title), _after(self.other, title))
+        return Score(title, *recorded, None, higher_is_better=True)
+
+    @property
+    def _sides(self) -> list[tuple[RunSummary, list[Answer]]]:
+        return [(self.first, self.first_rows.answers), (self.other, self.other_rows.answers)]
 
     @property
     def _start(self) -> str:
@@ -219,13 +246,19 @@ class _Pair:
         return self._only_note(f"{name} is not compared, {without} has none")
 
 
+def _names(answers: Sequence[Answer]) -> list[str]:
+    """Return the metrics of which some answers have a score, ROUGE-L first."""
+    names = dict.fromkeys(name for answer in answers for name in answer.scores)
+    return sorted(names, key=lambda name: name != "rougeL")
+
+
 def _common_scores(
-    first: Sequence[Answer], other: Sequence[Answer]
+    name: str, first: Sequence[Answer], other: Sequence[Answer]
 ) -> tuple[list[float], list[float]]:
-    """Return the ROUGE-L of the rows that both lists score, in the order of the second."""
-    by_row = {answer.row: answer.rouge_l for answer in first if answer.rouge_l is not None}
-    common = [answer for answer in other if answer.row in by_row and answer.rouge_l is not None]
-    return [by_row[answer.row] for answer in common], [answer.rouge_l for answer in common]
+    """Return a score of the rows that both lists score, in the order of the second."""
+    by_row = {answer.row: answer.scores[name] for answer in first if name in answer.scores}
+    common = [answer for answer in other if answer.row in by_row and name in answer.scores]
+    return [by_row[answer.row] for answer in common], [answer.scores[name] for answer in common]
 
 
 def _after(summary: RunSummary, name: str) -> Estimate | None:

@@ -8,12 +8,15 @@ from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.compare import ComparedRun, Comparison
 from sft_play.reporting.page import count, gib, render, seconds
 
-HEADINGS = ("run", "loss", "ROUGE-L, 95 % interval", "tokens/s", "peak memory", "time", "verdict")
+AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Return a table of the runs, the settings that differ, and how the scores differ."""
-    rows = [HEADINGS, *map(_cells, comparison.runs)]
+    titles = score_titles(comparison)
+    with_interval = [f"{title}, 95 % interval" for title in titles[:1]] + titles[1:]
+    headings = ("run", "loss", *with_interval, *AFTER_SCORES)
+    rows = [headings, *(_cells(run, titles) for run in comparison.runs)]
     *columns, _ = zip(*rows, strict=True)
     widths = [max(map(len, column)) for column in columns]
     lines = [_aligned(row, widths) for row in rows]
@@ -31,6 +34,11 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
+def score_titles(comparison: Comparison) -> list[str]:
+    """Return the scores of answers that any of the runs has."""
+    return list(dict.fromkeys(title for run in comparison.runs for title in run.scores))
+
+
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return what `compare --json` prints."""
     values = asdict(comparison)
@@ -45,15 +53,16 @@ def comparison_page(comparison: Comparison) -> str:
     return render(
         "compare.html.j2",
         comparison=comparison,
+        titles=score_titles(comparison),
         curves=charts.history_charts(comparison.histories),
     )
 
 
-def _cells(run: ComparedRun) -> tuple[str, ...]:
+def _cells(run: ComparedRun, titles: list[str]) -> tuple[str, ...]:
     return (
         run.run,
         _number(run.loss),
-        _with_interval(run.rouge_l),
+        *(_with_interval(run.scores.get(title)) for title in titles),
         count(run.tokens_per_second),
         gib(run.peak_bytes),
         seconds(run.seconds),

@@ -11,8 +11,9 @@ import yaml
 from sft_play.config.messages import word
 from sft_play.config.schema import settings
 from sft_play.plan.memory import PHASES
-from sft_play.reporting import answers, bootstrap
-from sft_play.reporting.answers import Answer, AnsweredRow
+from sft_play.reporting import answers
+from sft_play.reporting.answer_scores import answer_scores
+from sft_play.reporting.answers import AnsweredRow
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.checks import ShownCheck, shown_checks
 from sft_play.reporting.row_losses import (
@@ -28,7 +29,6 @@ from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport
 
 T = TypeVar("T")
 
-ROUGE_L = "ROUGE-L"
 LOSS = "loss"
 LEDGER_COUNTS = {
     "rows_in": "rows read",
@@ -121,8 +121,7 @@ def read_summary(folder: RunFolder) -> RunSummary:
     after = answers.read_answers(folder, "after")
     pairs = answers.scored_pairs(before, after)
     losses = loss_score(report, read_losses(folder, "before"), read_losses(folder, "after"))
-    rouge = rouge_score(report, before, after)
-    scores = [score for score in (losses, rouge) if score is not None]
+    scores = [*([losses] if losses else []), *answer_scores(report, before, after)]
     asked = AskedRun.read(folder)
     used = used_settings(folder)
     return RunSummary(
@@ -159,26 +158,6 @@ def loss_score(report: RunReport, before: list[RowLoss], after: list[RowLoss]) -
         estimates.append(loss_estimate(losses) if losses and plain else plain)
     difference = loss_difference(before, after)
     return Score(LOSS, *estimates, difference, higher_is_better=False)
-
-
-def rouge_score(report: RunReport, before: list[Answer], after: list[Answer]) -> Score | None:
-    """Return ROUGE-L, with intervals where every answer has its score; None without ROUGE-L."""
-    mean_before, mean_after = _metric(report, "rougeL")
-    if mean_before is None and mean_after is None:
-        return None
-    pairs = answers.scored_pairs(before, after)
-    difference = None
-    if pairs and len(pairs) == len(after):
-        difference = bootstrap.paired_difference(
-            [answer.rouge_l for answer, _ in pairs], [answer.rouge_l for _, answer in pairs]
-        )
-    return Score(
-        ROUGE_L,
-        _rouge_estimate(mean_before, before),
-        _rouge_estimate(mean_after, after),
-        difference,
-        higher_is_better=True,
-    )
 
 
 def _facts(report: RunReport, used: dict[str, str]) -> list[str]:
@@ -222,15 +201,6 @@ def _at(tree: Any, name: str) -> tuple[Any, bool]:
             return None, False
         node = node[key]
     return node, True
-
-
-def _rouge_estimate(mean: float | None, found: list[Answer]) -> Estimate | None:
-    if mean is None:
-        return None
-    scored = [answer.rouge_l for answer in found if answer.rouge_l is not None]
-    if not scored or len(scored) < len(found):
-        return Estimate(mean, len(found))
-    return bootstrap.estimate(scored)
 
 
 def _memory(report: RunReport) -> list[PhaseMemory]:

@@ -1,5 +1,6 @@
 """How a run ended, whether it scored better, and what to type next. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,8 +108,15 @@ def _done(folder: RunFolder, scores: list[Score], warning: str | None) -> Verdic
         return Verdict("open", "Done: no clear difference on the test rows", reasons, chat)
     headline = "Done: the scores of the test rows do not agree"
     if "worse" not in outcomes:
-        headline = "Done: better on the test rows by one score, not clearly by the other"
+        better = [score.name for score in scores if score.outcome == "better"]
+        headline = f"Done: better on the test rows by {listed(better)}, by no other score clearly"
     return Verdict("open", headline, reasons, chat)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def score_sentence(score: Score) -> str:

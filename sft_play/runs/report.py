@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+from sft_play.runs.scores import logged_scores
+
 T = TypeVar("T")
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
 
@@ -70,6 +72,7 @@ class LoggedStep:
     router_aux_loss: float | None = None  # the mean load-balancing loss, without its coefficient
     eval_loss: float | None = None  # of the validation rows
     eval_rougeL: float | None = None  # the trainer's name
+    eval_scores: dict[str, float] | None = None  # of train.metrics, by name
 
     @classmethod
     def from_log(cls, entry: Mapping[str, Any]) -> "LoggedStep | None":
@@ -77,7 +80,20 @@ class LoggedStep:
         names = [field.name for field in fields(cls)]
         values = {name: entry[name] for name in names if name in entry}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        others = {
+            score.name: score.mean
+            for score in logged_scores(entry, "eval")
+            if score.name != "rougeL" and math.isfinite(score.mean)
+        }
+        if others:
+            finite["eval_scores"] = others
         return cls(**finite) if len(finite) > 1 else None
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The scores of answers to the validation rows, by name."""
+        rouge_l = {} if self.eval_rougeL is None else {"rougeL": self.eval_rougeL}
+        return rouge_l | (self.eval_scores or {})
 
 
 @dataclass(frozen=True)

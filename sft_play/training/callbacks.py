@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
+from sft_play.runs.scores import logged_scores
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +278,8 @@ class Progress(TrainerCallback):
         has_loss = "loss" in logs or "eval_loss" in logs
         if not self.is_shown or not has_loss:
             return
-        names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rougeL")
+        names = ["loss", "grad_norm", "learning_rate", "eval_loss"]
+        names += [f"eval_{score.name}" for score in logged_scores(logs, "eval")]
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
         if "tokens_per_second" in logs:
             facts += f" tokens_per_second={logs['tokens_per_second']:.0f}"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from sft_play.evaluation.scores import GenerationScores, Question
+from sft_play.reporting.answer_scores import title_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.held_out import HeldOutEvaluation
@@ -56,7 +57,10 @@ def score_lines(held_out: HeldOutEvaluation) -> list[str]:
 
 def _generation_lines(before: GenerationScores, after: GenerationScores) -> list[str]:
     """Return the rows of the table that are about generated answers."""
-    lines = [f"{'ROUGE-L':<16}{before.rouge_l.mean:>10.3f}{after.rouge_l.mean:>10.3f}"]
+    lines = []
+    for early, late in zip(before.scores, after.scores, strict=True):
+        title = title_of(early.name)
+        lines.append(f"{title:<16}{early.estimate.mean:>10.3f}{late.estimate.mean:>10.3f}")
     if not before.cut_answers and not after.cut_answers:
         return lines
     lines.append(f"{'cut answers':<16}{before.cut_answers:>10}{after.cut_answers:>10}")
