@@ -1,0 +1,88 @@
+"""Every Triton kernel becomes machine code for each generation of GPUs, on a host without one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sft_play.models.fast.norms.rms import GEMMA, LLAMA
+
+pytest.importorskip("triton", reason="there is no Triton for this system")
+
+from kernel_compiler import compiling_for
+
+from sft_play.models.fast.experts import kernels as experts
+from sft_play.models.fast.linears import glu_kernels
+from sft_play.models.fast.loss import kernel as loss
+from sft_play.models.fast.norms import residual_kernels
+
+ROWS, FEATURES, CHOICES = 8, 64, 2
+CAPABILITIES = [
+    pytest.param(80, id="A100", marks=pytest.mark.long),
+    pytest.param(89, id="RTX 4090, L40S", marks=pytest.mark.long),
+    pytest.param(90, id="H100, H200"),
+    pytest.param(100, id="B200", marks=pytest.mark.long),
+    pytest.param(120, id="RTX 5090", marks=pytest.mark.long),
+]
+DTYPES = [
+    torch.bfloat16,
+    pytest.param(torch.float16, marks=pytest.mark.long),
+    pytest.param(torch.float32, marks=pytest.mark.long),
+]
+
+
+def rows(dtype: torch.dtype, features: int = FEATURES, count: int = ROWS) -> torch.Tensor:
+    return torch.zeros(count, features, dtype=dtype)
+
+
+def glu(dtype: torch.dtype) -> None:
+    gate, up, dh = (rows(dtype) for _ in range(3))
+    for activation in ("silu", "gelu_tanh"):
+        glu_kernels.forward(gate, up, activation)
+        glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
+        glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
+
+
+def cross_entropy(dtype: torch.dtype) -> None:
+    targets = torch.zeros(ROWS, dtype=torch.int64)
+    loss.nll_and_gradient_(rows(dtype), targets)
+    loss.nll_and_gradient_(rows(dtype), targets, softcap=30.0)
+
+
+def norms(dtype: torch.dtype) -> None:
+    x, weight = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
+    for kind in (LLAMA, GEMMA):
+        residual_kernels.forward(x, None, weight, 1e-6, kind)
+        _, s, inverse = residual_kernels.forward(x, x, weight, 1e-6, kind)
+        residual_kernels.backward(x, x, s, weight, inverse, kind)
+
+
+def mixture(dtype: torch.dtype) -> None:
+    order = torch.zeros(ROWS * CHOICES, dtype=torch.int64)
+    experts.take_tokens(rows(dtype), order, CHOICES)
+    places = torch.zeros(ROWS, CHOICES, dtype=torch.int64)
+    parts = (rows(dtype, count=ROWS * CHOICES),)
+    experts.sum_choices(parts, places, None)
+    experts.sum_choices((*parts, *parts), places, torch.zeros(ROWS, CHOICES))
+    dh, y, weights = rows(dtype), rows(dtype, 2 * FEATURES), torch.zeros(ROWS)
+    for activation in ("silu", "gelu_tanh"):
+        experts.glu_backward(dh, y, weights, activation)
+    experts.clamped_glu_forward(y, 1.702, 7.0)
+    experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
+
+
+LAUNCHES = [glu, cross_entropy, norms, mixture]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_kernel_compiles(
+    launch: Callable[[torch.dtype], None], dtype: torch.dtype, capability: int
+) -> None:
+    with compiling_for(capability) as compiled:
+        launch(dtype)
+    assert compiled
+    for kernel in compiled:
+        assert kernel.metadata.target.arch == capability
+        assert kernel.asm["cubin"]
