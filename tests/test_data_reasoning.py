@@ -90,9 +90,70 @@ def test_empty_keeps_the_reasoning_that_there_is_and_drop_does_not():
 
 def test_reasoning_behind_a_block_that_the_prompt_closed_names_both_remedies():
     assert trained(CLOSED, PLAIN) == "A rose.<|im_end|>"
-    with pytest.raises(RenderError, match=r"enable_thinking: true.* DATA_REASONING=drop"):
+    with pytest.raises(RenderError, match=r"the row has reasoning; DATA_REASONING=drop leaves"):
         trained(CLOSED, THOUGHT)
     assert trained(CLOSED, THOUGHT, "drop") == "A rose.<|im_end|>"
+    for name in ("enable_thinking", "thinking"):
+        on, off = CLOSED.replace("\\n</think>\\n\\n' }}{% endif %}", "' }}{% endif %}"), CLOSED
+        switched = "{% if " + name + " %}" + on + "{% else %}" + off + "{% endif %}"
+        with pytest.raises(
+            RenderError, match=rf"\{{{name}: true}}' trains it, DATA_REASONING=drop"
+        ):
+            trained(switched, THOUGHT)
+
+
+def test_a_field_of_a_message_is_no_variable_that_lets_the_model_think():
+    template = "{% if messages[0].thinking or messages[0]['thinking'] %}{% endif %}" + CLOSED
+    with pytest.raises(RenderError) as refused:
+        trained(template, THOUGHT)
+    assert "MODEL_TEMPLATE_KWARGS" not in str(refused.value)
+
+
+# As GLM 4.7: a block is opened in the prompt, and an answer without reasoning has its end alone
+ENDED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}{% if m['role'] == 'assistant' %}"
+    "{% if m['reasoning_content'] %}{{ '<think>' + m['reasoning_content'] }}{% endif %}"
+    "{{ '</think>' }}{% endif %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>' }}{% endif %}"
+)
+
+
+def test_an_answer_that_has_the_end_of_a_block_alone_trains_an_empty_one():
+    """Opened and closed marks begin alike: the text is not cut at their first difference."""
+    assert trained(ENDED, PLAIN, "empty") == "</think>A rose.<|im_end|>"
+    assert trained(ENDED, THOUGHT) == "It is a rose.</think>A rose.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [
+        ("<think>", "</think>"),
+        ("<|channel>thought", "<channel|>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ],
+)
+def test_an_empty_block_that_only_the_prompt_has_is_read_before_the_answer(opened, closed):
+    """As Gemma 4 31B and DeepSeek V3.2 without thinking: the prompt of use decides."""
+    template = "{% for m in messages %}" + TURN + "{{ m['content'] }}"
+    template += "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}"
+    template += "{{ '<|im_start|>assistant\n" + opened + "\n" + closed + "' }}{% endif %}"
+    assert trained(template, PLAIN) == "A rose.<|im_end|>"
+    with pytest.raises(RenderError, match=r"closes the think block .* DATA_REASONING=drop"):
+        trained(template, THOUGHT)
+    assert trained(template, THOUGHT, "drop") == "A rose.<|im_end|>"
+
+
+def test_marks_of_command_a_open_a_block_too():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}"
+        "{% if m['reasoning_content'] %}"
+        "{{ '<|START_THINKING|>' + m['reasoning_content'] + '<|END_THINKING|>' }}{% endif %}"
+        "{{ '<|START_TEXT|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|START_THINKING|>' }}{% endif %}"
+    )
+    end = "<|END_THINKING|><|START_TEXT|>A rose.<|im_end|>"
+    assert trained(template, PLAIN, "empty") == end
+    assert trained(template, THOUGHT) == f"It is a rose.{end}"
 
 
 def test_a_template_without_reasoning_names_the_setting_that_leaves_it_out():

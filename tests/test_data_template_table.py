@@ -98,14 +98,14 @@ def test_a_published_template_trains_or_names_the_setting_that_makes_it(name):
         assert thought == (kind == "with reasoning" and "drop" not in found.remedy)
 
 
-@pytest.mark.parametrize("name", ["deepseek_r1_distill", "nemotron_3_nano"])
-def test_every_remedy_that_an_error_names_works_where_the_template_has_it(name):
+@pytest.mark.parametrize(("name", "count"), [("deepseek_r1_distill", 1), ("nemotron_3_nano", 2)])
+def test_every_remedy_that_an_error_names_works(name, count):
     with pytest.raises(RenderError) as refused:
         trained(name, ANSWERS["ordinary"], "")
     remedies = REMEDY.findall(str(refused.value))
-    assert len(remedies) == 2
-    assert "A rose." in trained(name, ANSWERS["ordinary"], remedies[0])
-    if name == "nemotron_3_nano":
+    assert len(remedies) == count
+    assert trained(name, ANSWERS["ordinary"], remedies[0]).count("A rose.") == 1
+    if count == 2:
         assert trained(name, ANSWERS["ordinary"], remedies[1]) == "A rose.<|im_end|>"
 
 

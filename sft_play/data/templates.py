@@ -3,12 +3,13 @@
 Loads no torch; tokenizes nothing.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message
 from sft_play.data.template_limits import limited
@@ -86,6 +87,12 @@ class ChatTemplate:
     def jinja(self) -> str:
         """The text of the template for conversations without tools."""
         return self._plain.jinja
+
+    def with_variable(self, name: str, value: Any) -> Self:
+        """Return the template with another value of one of its variables."""
+        changed = copy.copy(self)
+        changed._variables = {**self._variables, name: value}
+        return changed
 
     def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
         """Return the text that asks the model for the next answer. Raises RenderError."""

@@ -69,7 +69,10 @@ class TrainingTextBuilder:
         self._stop = re.compile("|".join(map(re.escape, sorted(stop_tokens))))
         added = tokenizer.added_tokens_decoder.values()
         special = [re.escape(token.content) for token in added if token.special]
-        self._whitespace_or_special = re.compile("(?:" + "|".join([r"\s", *special]) + ")*")
+        any_special = "|".join(special) or r"(?!)"
+        self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
+        # Kimi K3 closes an answer with <|close|>response<|sep|>: a word between special tokens
+        self._ending = re.compile(rf"(?:\s|(?:{any_special})(?:\w+(?:{any_special}))?)*")
         # (role, has tool calls) of each message of conversations whose places were checked
         self._checked: set[tuple[tuple[str, bool], ...]] = set()
 
@@ -132,15 +135,15 @@ class TrainingTextBuilder:
         prompt = self._template.render_prompt(messages[:index], row.tools)
         text, generated = self._template.render_conversation(messages[: index + 1], row.tools)
         if not text.startswith(prompt):
-            opened = self._thoughts.opened(row, messages, index, prompt, text)
-            if opened is None:
+            behind = self._thoughts.behind_block(row, messages, index, prompt, text)
+            if behind is None:
                 raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
-            text, generated = opened, None
+            text, generated = behind, None
         check_prompt(row.messages[:index], prompt)
         found = self._stop.search(text, len(prompt))
         stop, end = found.span() if found else (len(text), len(text))
         answer = AnswerText(row.messages[index], index, text[len(prompt) : stop], text[end:])
-        check_answer(answer, self._whitespace_or_special if found else WHITESPACE)
+        check_answer(answer, self._ending if found else WHITESPACE)
         if not self._whitespace_or_special.fullmatch(text, end):
             raise RenderError(
                 f"the chat template writes {quote(answer.after.strip())} "
@@ -208,5 +211,6 @@ def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: 
     return (
         f"the chat template writes what is before messages[{index}] otherwise once it is answered, "
         f"so the answer cannot be found: the prompt has {quote(prompt[same:])} "
-        f"where the conversation has {quote(text[same:])}"
+        f"where the conversation has {quote(text[same:])}; MODEL_CHAT_TEMPLATE=mine.jinja takes a "
+        "template that writes both alike"
     )
