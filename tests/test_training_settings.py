@@ -87,6 +87,7 @@ ELSEWHERE = {
     "activation_offloading": "plan.inputs, models.offloading",
     "router_aux_loss_coef": "training.router_loss",
     "fast_path": "models.load",
+    "cuda_graphs": "models.fast.graphs",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "stop.StopAfter",
     "hang_timeout": "rank_watch.RankWatch",

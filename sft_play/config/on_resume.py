@@ -54,6 +54,7 @@ FREE = (
     "train.report_to",
     "train.reopen_saved",
     "train.fast_path",
+    "train.cuda_graphs",
     "train.ddp_find_unused_parameters",
     "train.ddp_broadcast_buffers",
     "train.ddp_bucket_cap_mb",

@@ -19,6 +19,7 @@ from sft_play.data.histogram import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
+from sft_play.models.fast.graphs.decoder import graph_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
@@ -220,6 +221,7 @@ def before_first_step(
         held_out.score("before")
     trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     # last: a probe's steps do not count
+    trainer.graphs = graph_layers(trainer.model, context.config, context.process)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 
@@ -316,6 +318,8 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
             if "loss" in entry
         ],
     )
+    if trainer.graphs is not None:
+        logger.info("%s", trainer.graphs.counts.line())
     if stopped is not None:
         folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
         cause = f"stopped {stopped} at step {step}; go on with TRAIN_RESUME_FROM={folder}"

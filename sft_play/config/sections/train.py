@@ -179,6 +179,11 @@ class TrainSection(Section):
         "wherever model, mode and device allow; false is plain transformers and PEFT (backend "
         "unsloth ignores it).",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="Replay the layers of adapter runs on one GPU as CUDA graphs, for small models "
+        "whose CPU is slower than the GPU. Not measured yet; docs/fast.md says where it works.",
+    )
     probe: bool | Auto = Field(
         "auto",
         description="Measure a step's memory before training and choose batch and checkpointing by "

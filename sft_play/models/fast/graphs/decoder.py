@@ -1,0 +1,149 @@
+"""The layers of a decoder as CUDA graphs, so that no step waits for the CPU to launch kernels.
+
+The first micro-batches of a shape run as always. Then forward and backward pass of the layers are
+recorded, and later micro-batches of that shape replay them: two launches instead of thousands. The
+output head stays outside, because every micro-batch has another number of labelled tokens.
+
+What is recorded reads tensors that stay where they are, `inputs.StaticInputs`, and adds to
+gradients that stay where they are, `inputs.StaticGradients`. Shapes are few: micro-batches have few
+widths (`packing.padded_width`), and documents are padded with empty ones to a power of two.
+
+Before it is used a recording proves itself: its output and gradients for a micro-batch that it was
+not recorded with are compared with those of the layers.
+
+Legend: B rows, T tokens of a row, N documents, H hidden features.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from sft_play.config.schema import Config
+from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, readable_call
+from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
+from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.setup import base_model_of, is_training
+from sft_play.process import Process
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 2  # micro-batches of a shape that run as always: kernels are chosen and compiled
+MOST_SHAPES = 8  # that are recorded; each takes memory for its inputs and output
+# Relative difference of a tensor. Backward kernels that add in another order each time differ by
+# 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
+MAX_DIFFERENCE = 2e-2
+
+
+@dataclass
+class GraphCounts:
+    """How the micro-batches of a run were computed."""
+
+    replayed: int = 0
+    launched: int = 0  # kernel by kernel
+    stopped: str | None = None  # why nothing is replayed any more
+
+    def line(self) -> str:
+        """Return the log line."""
+        reason = f"; {self.stopped}" if self.stopped else ""
+        total = self.replayed + self.launched
+        return f"cuda graphs: {self.replayed} of {total} micro-batches replayed{reason}"
+
+
+class GraphedDecoder:
+    """The forward method of a decoder in training: recorded passes for shapes that come again."""
+
+    def __init__(self, decoder: nn.Module, record: Record):
+        self.decoder = decoder
+        self.record = record
+        self.forward = decoder.forward
+        trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        self.gradients = StaticGradients(trained)
+        self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
+        self.seen: dict[Shape, int] = {}
+        self.recorded: dict[Shape, RecordedPass] = {}
+        self.counts = GraphCounts()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Return the decoder's output; in training its hidden states alone."""
+        call = readable_call(args, kwargs) if is_training(self.decoder) else None
+        if call is None or self.counts.stopped:
+            self.counts.launched += is_training(self.decoder)
+            return self.forward(*args, **kwargs)
+        recorded = self.recorded.get(call.shape)
+        if recorded is not None and recorded.is_proven:
+            self.counts.replayed += 1
+            return BaseModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
+        if recorded is None:
+            self._record_what_comes_again(call)
+        output = self.forward(*args, **kwargs)
+        if recorded is not None:
+            self._prove(recorded, call, output.last_hidden_state)
+        self.counts.launched += 1
+        return output
+
+    def _record_what_comes_again(self, call: DecoderCall) -> None:
+        self.seen[call.shape] = self.seen.get(call.shape, 0) + 1
+        if self.seen[call.shape] <= WARM_UP or len(self.recorded) == MOST_SHAPES:
+            return
+        try:
+            recorded = RecordedPass(self.forward, call, self.gradients, self.record)
+        except RuntimeError as error:  # what waits for the GPU cannot be recorded
+            self._stop(f"the layers cannot be recorded: {str(error).splitlines()[0]}")
+            return
+        self.recorded[call.shape] = recorded
+
+    def _prove(self, recorded: RecordedPass, call: DecoderCall, hidden: Tensor) -> None:
+        found = recorded.difference(call, hidden)
+        recorded.is_proven = found <= MAX_DIFFERENCE
+        if not recorded.is_proven:  # NaN, too
+            self._stop(f"a replay of {recorded.inputs.shape} differs by {found:.1e}")
+
+    def _stop(self, reason: str) -> None:
+        self.counts.stopped = reason
+        self.recorded.clear()
+        logger.warning("cuda graphs: %s; training goes on without them", reason)
+
+
+def graph_layers(
+    model: PreTrainedModel, config: Config, process: Process
+) -> "GraphedDecoder | None":
+    """Record the layers of a model from here on where train.cuda_graphs asks for it.
+
+    Call it before the first step, when the micro-batches are those of the run. Where layers cannot
+    be recorded a warning says why.
+    """
+    if not config.train.cuda_graphs:
+        return None
+    reason = why_not_graphed(model, config, process)
+    if reason is not None:
+        logger.warning("warning: train.cuda_graphs=true has no effect: %s", reason)
+        return None
+    decoder = base_model_of(model).get_decoder()
+    decoder.forward = GraphedDecoder(decoder, record_on_gpu())
+    return decoder.forward
+
+
+def why_not_graphed(model: PreTrainedModel, config: Config, process: Process) -> str | None:
+    """Return why the layers of a model cannot be recorded, None where they can."""
+    fused = fused_kernels_of(model).on
+    layers = decoder_layers(base_model_of(model))
+    reasons = {
+        "the model is not on a GPU": process.device.type != "cuda",
+        "several processes train": process.world_size > 1,
+        "the model is on several GPUs": len(process.devices) > 1,
+        "tuning.mode=full": config.tuning.mode == "full",
+        f"tuning.lora.dropout={config.tuning.lora.dropout}": config.tuning.lora.dropout > 0,
+        "train.neftune_noise_alpha": config.train.neftune_noise_alpha is not None,
+        "attention is not fused": "attention" not in fused,
+        "the loss is not fused": "loss" not in fused,
+        "tokens choose their experts": "experts" in fused,
+        "mixers begin anew at each document": "mixers" in fused,
+        "layers are recomputed": any(layer.gradient_checkpointing for layer in layers),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,0 +1,137 @@
+"""What recorded passes read and write: inputs and gradients in memory that stays where it is.
+
+Legend: B rows, T tokens of a row, N documents, H hidden features.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sft_play.models.fast.attention.masks import is_unmasked, unmasked
+from sft_play.models.fast.documents import Documents, named_documents
+
+MIN_DOCUMENTS = 16  # the number of documents is padded to this, or a power of two above it
+
+
+class Shape(NamedTuple):
+    """What micro-batches of one recording have in common."""
+
+    rows: int
+    tokens: int  # of a row
+    documents: int  # at most; 0 where rows are not packed
+    longest: int  # tokens of a document, at most
+
+
+class DecoderCall(NamedTuple):
+    """A call of a decoder that can be recorded."""
+
+    input_ids: Tensor  # (B, T)
+    position_ids: Tensor | None  # (B, T)
+    documents: Documents | None
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape whose recording computes this call."""
+        rows, tokens = self.input_ids.shape
+        if self.documents is None:
+            return Shape(rows, tokens, 0, tokens)
+        count = len(self.documents.boundaries) - 1
+        if count == rows and self.documents.longest == tokens:  # each row is one document
+            return Shape(rows, tokens, count, tokens)
+        most = max(MIN_DOCUMENTS, _power_of_two(count))
+        return Shape(rows, tokens, most, min(tokens, _power_of_two(self.documents.longest)))
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def readable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | None:
+    """Return a decoder's arguments as a call, None where something else is among them."""
+    known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
+    known |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    others = [value for name, value in kwargs.items() if name not in known]
+    if args or kwargs.get("use_cache") or any(value is not None for value in others):
+        return None
+    if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):
+        return None
+    return DecoderCall(kwargs["input_ids"], kwargs.get("position_ids"), named_documents(kwargs))
+
+
+class StaticInputs:
+    """The arguments of a decoder in memory that stays: each micro-batch is copied there."""
+
+    def __init__(self, call: DecoderCall):
+        self.shape = call.shape
+        self.input_ids = torch.empty_like(call.input_ids)
+        self.position_ids = None
+        if call.position_ids is not None:
+            self.position_ids = torch.empty_like(call.position_ids)
+        self.boundaries = None
+        if call.documents is not None:
+            size = self.shape.documents + 1
+            self.boundaries = call.documents.boundaries.new_empty(size)
+        self.fill(call)
+
+    def fill(self, call: DecoderCall) -> None:
+        """Copy a call of this shape. Documents that are missing are empty ones at the end."""
+        self.input_ids.copy_(call.input_ids)
+        if self.position_ids is not None:
+            self.position_ids.copy_(call.position_ids)
+        if self.boundaries is not None:
+            boundaries = call.documents.boundaries
+            self.boundaries[: len(boundaries)] = boundaries
+            self.boundaries[len(boundaries) :] = self.input_ids.numel()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the decoder's arguments."""
+        arguments: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        if self.position_ids is not None:
+            arguments["position_ids"] = self.position_ids
+        documents = None
+        if self.boundaries is not None:
+            longest = self.shape.longest
+            documents = Documents(self.boundaries, longest)
+            arguments |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
+            arguments |= {"max_length_q": longest, "max_length_k": longest}
+        return {**arguments, "attention_mask": unmasked(documents)}
+
+
+class StaticGradients:
+    """The gradients of trained parameters in memory that stays."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        self.buffers = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    def take_over(self) -> None:
+        """Make the buffers the gradients of the parameters, with what these hold by now.
+
+        Between steps Trainer sets gradients to None, which stands for zero.
+        """
+        missing: list[Tensor] = []
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            if parameter.grad is buffer:
+                continue
+            if parameter.grad is None:
+                missing.append(buffer)
+            else:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+        if missing:
+            torch._foreach_zero_(missing)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, in the order of the parameters."""
+        reached = [
+            (buffer, gradient)
+            for buffer, gradient in zip(self.buffers, gradients, strict=True)
+            if gradient is not None
+        ]
+        if reached:
+            buffers, found = zip(*reached, strict=True)
+            torch._foreach_add_(list(buffers), list(found))

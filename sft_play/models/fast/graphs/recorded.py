@@ -1,0 +1,137 @@
+"""Forward and backward pass of a decoder, recorded for one shape of micro-batch.
+
+Legend: B rows, T tokens of a row, N documents, H hidden features.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from sft_play.models.fast.graphs.inputs import DecoderCall, StaticGradients, StaticInputs
+
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], None]], Replay]
+
+
+class RecordedPass:
+    """Forward and backward pass of a decoder for one shape."""
+
+    def __init__(
+        self,
+        decoder: Callable[..., BaseModelOutputWithPast],
+        call: DecoderCall,
+        gradients: StaticGradients,
+        record: Record,
+    ):
+        self.decoder = decoder
+        self.inputs = StaticInputs(call)
+        self.gradients = gradients
+        self.hidden: Tensor  # (B, T, H), of the last replay
+        self.replay_forward = record(self._forward)
+        self.grad_hidden = torch.zeros_like(self.hidden)
+        self.replay_backward = record(self._backward)
+        self.is_proven = False
+
+    def _forward(self) -> None:
+        with _without_cast_cache(self.inputs.input_ids.device):
+            output = self.decoder(**self.inputs.arguments)
+        self.hidden = output.last_hidden_state
+
+    def _backward(self) -> None:
+        parameters = self.gradients.parameters
+        found = torch.autograd.grad(self.hidden, parameters, self.grad_hidden, allow_unused=True)
+        self.gradients.add(found)
+
+    def run(self, call: DecoderCall, anchor: Tensor) -> Tensor:
+        """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
+        self.inputs.fill(call)
+        self.gradients.take_over()
+        return _Replayed.apply(anchor, self)
+
+    def difference(self, call: DecoderCall, hidden: Tensor) -> float:
+        """Return the largest relative difference of a replay from what the layers compute.
+
+        `hidden` (B, T, H) is what they returned for the call, with its graph.
+        """
+        generator = torch.Generator(hidden.device).manual_seed(0)
+        grad = torch.randn(
+            hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator
+        )
+        parameters = self.gradients.parameters
+        expected = torch.autograd.grad(
+            hidden, parameters, grad, retain_graph=True, allow_unused=True
+        )
+        kept = [buffer.clone() for buffer in self.gradients.buffers]
+        torch._foreach_zero_(self.gradients.buffers)
+        self.inputs.fill(call)
+        self.replay_forward()
+        self.grad_hidden.copy_(grad)
+        self.replay_backward()
+        pairs = [(self.hidden.detach(), hidden.detach())]
+        for buffer, gradient in zip(self.gradients.buffers, expected, strict=True):
+            pairs.append((buffer, torch.zeros_like(buffer) if gradient is None else gradient))
+        largest = max(float(_relative_difference(*pair)) for pair in pairs)
+        torch._foreach_copy_(self.gradients.buffers, kept)
+        return largest
+
+
+def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
+    """Return |found - expected| / |expected|; 0 where both are 0."""
+    wide = expected.float()
+    size = wide.norm()
+    return (found.float() - wide).norm() / torch.where(size == 0, 1.0, size)
+
+
+def _without_cast_cache(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Keep autocast from reusing weights that it cast outside of a recording, or inside of one."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    dtype = torch.get_autocast_dtype(device.type)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+class _Replayed(torch.autograd.Function):
+    """A replayed forward pass whose gradient is a replayed backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, recorded: RecordedPass) -> Tensor:
+        """Return the hidden states (B, T, H). `anchor` only makes autograd ask for a gradient."""
+        ctx.recorded = recorded
+        with torch.enable_grad():
+            recorded.replay_forward()
+        return recorded.hidden.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_hidden: Tensor) -> tuple[None, None]:
+        """Add to the gradients of the parameters."""
+        ctx.recorded.grad_hidden.copy_(grad_hidden)
+        ctx.recorded.replay_backward()
+        return None, None
+
+
+def record_on_gpu() -> Record:
+    """Return a function that records kernels; all recordings share one pool of memory.
+
+    They may: between a forward pass and its backward pass no other is replayed.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(launch: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        try:
+            # threads that load data may use the GPU meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                launch()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+            raise
+        return graph.replay
+
+    return record

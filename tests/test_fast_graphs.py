@@ -1,0 +1,193 @@
+"""Replayed layers compute what the layers compute. Here a replay launches anew what was recorded.
+
+On a GPU it is a CUDA graph: test_gpu_graphs.py.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_fast_install import INPUTS, make, plain_model, settings
+from test_packed_training import CPU, MAX_SEQ_LEN, documents
+
+from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.graphs.decoder import GraphCounts, GraphedDecoder, why_not_graphed
+from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, StaticInputs
+from sft_play.models.fast.loss.head import fused_nll
+from sft_play.process import Process
+from sft_play.training.trainer import LOSS_POSITIONS, LOSS_TARGETS, collate_for_step
+
+MICRO_BATCHES = 3  # of a step
+
+
+def again(launch: Callable[[], None]) -> Callable[[], None]:
+    """Stand for a recording: its replay is another launch."""
+    launch()
+    return launch
+
+
+def micro_batches(count: int, is_packed: bool) -> Iterator[Batch]:
+    """Yield micro-batches of two sequences; packed ones hold one to four documents each."""
+    rows = TrainRows(documents(40))
+    collator = PackCollator(0, MAX_SEQ_LEN, True) if is_packed else PadCollator(0, MAX_SEQ_LEN)
+    draw = random.Random(0)
+    for _ in range(count):
+        sequences = []
+        for _ in range(2):
+            most = draw.randint(1, 4) if is_packed else 1
+            chosen = draw.sample(range(40), most)
+            while sum(len(rows.samples[index].ids) for index in chosen) > MAX_SEQ_LEN:
+                chosen.pop()
+            sequences.append(rows[chosen])
+        yield collate_for_step(collator, sequences)
+
+
+def trained(model: Any, batches: list[Batch]) -> list[tuple[float, list[torch.Tensor]]]:
+    """Return loss and gradients of each step of several micro-batches."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    steps = []
+    for start in range(0, len(batches), MICRO_BATCHES):
+        model.zero_grad()
+        total = 0.0
+        for batch in batches[start : start + MICRO_BATCHES]:
+            inputs = {name: batch[name] for name in INPUTS if name in batch}
+            labels = (batch[LOSS_POSITIONS], batch[LOSS_TARGETS])
+            loss = fused_nll(model, model, inputs, *labels) / 100
+            loss.backward()
+            total += loss.item()
+        steps.append((total, [parameter.grad.clone() for parameter in parameters]))
+    return steps
+
+
+def graphed(model: Any) -> GraphedDecoder:
+    base = model.get_base_model().get_decoder()
+    base.forward = GraphedDecoder(base, again)
+    return base.forward
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen2-window"])
+def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
+    name: str, is_packed: bool
+) -> None:
+    model = plain_model(name)
+    make(model)
+    batches = list(micro_batches(45, is_packed))
+    expected = trained(model, batches)
+    decoder = graphed(model)
+    found = trained(model, batches)
+    assert decoder.counts.replayed >= 6 and decoder.counts.stopped is None
+    assert decoder.counts.replayed + decoder.counts.launched == len(batches)
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for gradient, other in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_runs_the_layers_themselves() -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+    batch = next(micro_batches(1, True))
+    inputs = {name: batch[name] for name in INPUTS if name in batch}
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+    assert expected.shape[-1] == model.config.vocab_size
+    assert decoder.counts == GraphCounts() and not decoder.seen
+
+
+def test_a_recording_that_reads_other_memory_is_found_and_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = plain_model("llama")
+    make(model)
+    batches = list(micro_batches(24, False))
+    expected = trained(model, batches)
+    decoder = graphed(model)
+
+    def keeps_its_tokens(self: StaticInputs, call: DecoderCall) -> None:
+        if not hasattr(self, "was_filled"):
+            self.was_filled = True
+            self.input_ids.copy_(call.input_ids)
+
+    fill = StaticInputs.fill
+    StaticInputs.fill = keeps_its_tokens
+    try:
+        found = trained(model, batches)
+    finally:
+        StaticInputs.fill = fill
+    assert "differs by" in decoder.counts.stopped and "differs by" in caplog.text
+    assert decoder.counts.replayed == 0
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        torch.testing.assert_close(gradients, expected_gradients)
+
+
+def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureFixture) -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+
+    def refuses(launch: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nat line 7")
+
+    decoder.record = refuses
+    trained(model, list(micro_batches(9, False)))
+    assert decoder.counts.replayed == 0
+    words = "the layers cannot be recorded: operation not permitted when stream is capturing"
+    assert decoder.counts.stopped == words and f"{words}; training goes on" in caplog.text
+    assert decoder.counts.line() == f"cuda graphs: 0 of 9 micro-batches replayed; {words}"
+
+
+def test_documents_are_padded_to_few_shapes() -> None:
+    def shape_of(lengths: list[int], rows: int = 2) -> Shape:
+        boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        ids = torch.zeros(rows, sum(lengths) // rows, dtype=torch.int64)
+        return DecoderCall(ids, ids, Documents(boundaries, max(lengths))).shape
+
+    assert shape_of([64, 64]) == Shape(2, 64, 2, 64), "a row is a document"
+    assert shape_of([40, 24, 64]) == Shape(2, 64, 16, 64)
+    assert shape_of([20, 20, 24, 30, 34]) == Shape(2, 64, 16, 64)
+    assert shape_of([8] * 16) == Shape(2, 64, 16, 8)
+    assert shape_of([4] * 32) == Shape(2, 64, 32, 4)
+
+
+def test_gradients_stay_where_they_are() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    gradients = StaticGradients(parameters)
+    parameters[1].grad = torch.ones(2)  # of a micro-batch that was launched
+    gradients.buffers[0] += 5  # of the step before
+    gradients.take_over()
+    gradients.add([torch.ones(2), torch.ones(2), None])
+    gradients.take_over()
+    assert [parameter.grad.tolist() for parameter in parameters] == [[1, 1], [2, 2], [0, 0]]
+    for parameter, buffer in zip(parameters, gradients.buffers, strict=True):
+        assert parameter.grad is buffer
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tuning.mode": "full"}, "tuning.mode=full"),
+        ({"train.neftune_noise_alpha": 5}, "train.neftune_noise_alpha"),
+        ({"tuning.lora.dropout": 0.1}, "tuning.lora.dropout=0.1"),
+        ({}, None),
+    ],
+)
+def test_why_layers_are_not_recorded_is_said(change: dict[str, Any], reason: str | None) -> None:
+    model = plain_model("llama")
+    make(model)
+    values: dict[str, Any] = settings().model_dump()
+    for path, value in change.items():
+        *sections, name = path.split(".")
+        section = values
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    config = type(settings()).model_validate(values)
+    gpu = Process.alone(torch.device("cuda", 0))
+    assert why_not_graphed(model, config, gpu) == reason
+    assert why_not_graphed(model, config, Process.alone(CPU)) == "the model is not on a GPU"
