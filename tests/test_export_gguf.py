@@ -228,6 +228,7 @@ def test_without_llama_cpp_the_error_says_where_it_comes_from(tmp_path, monkeypa
 def test_the_converter_comes_out_of_the_source_distribution(tmp_path):
     source = tmp_path / "llama_cpp_python-1.tar.gz"
     wanted = ("convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py", "LICENSE")
+    wanted += ("models/templates/a.jinja",)
     with tarfile.open(source, "w:gz") as archive:
         for name in (*wanted, "src/llama.cpp"):
             member = tarfile.TarInfo(f"llama_cpp_python-1/vendor/llama.cpp/{name}")

@@ -47,7 +47,8 @@ def check_generation_marks(text: TrainingText, answers: Sequence[TokenSpan], enc
             raise RenderError(f"the template's generation marks leave out a part of {where}")
         if start and marked[start - 1]:
             raise RenderError(
-                f"the template's generation marks begin before {where}, in its prompt"
+                f"the template's generation marks begin before {where}, in its prompt; "
+                "MODEL_CHAT_TEMPLATE=mine.jinja takes one without the marks"
             )
         marks_end = marked.find(0, end) if 0 in marked[end:] else len(marked)
         if marks_end > end:

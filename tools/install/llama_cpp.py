@@ -17,8 +17,10 @@ from pathlib import Path
 
 PACKAGE = "llama-cpp-python"
 WITHIN = "vendor/llama.cpp/"
-# Of llama.cpp: the converter, the package of its models, gguf, and what its licences ask for
-PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/", "LICENSE", "licenses/")
+# Of llama.cpp: the converter, the package of its models, gguf, templates of published models that
+# the tests read, and what its licences ask for
+PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/", "models/templates/")
+PARTS += ("LICENSE", "licenses/")
 
 
 def main(words: list[str]) -> int:
