@@ -6,6 +6,23 @@ from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 
+# What to do where the system refuses a path, by its reason
+OF_PATH = {
+    errno.ENAMETOOLONG: "give it a shorter name",
+    errno.ELOOP: "its links point at each other: name the file or folder itself",
+    errno.EISDIR: "a folder stands where a file is to be: move it away",
+    errno.ENOTDIR: "a file stands where a folder is to be: move it away, or name another path",
+    errno.ETXTBSY: "another program uses it: wait, or name another path",
+    errno.EMFILE: "this shell allows no more: raise it with ulimit -n 65536, and start again",
+    errno.ENFILE: "this machine allows no more: end other programs, and start again",
+    errno.EFBIG: "this shell or the disk allows no larger one: ulimit -f says how large",
+    errno.EIO: "the disk does not answer: dmesg says more; resume once it does, or elsewhere",
+    errno.ESTALE: "the disk was unmounted or exported anew: mount it again, then resume",
+    errno.ENODEV: "the disk is gone: mount it again, then resume",
+    errno.ENXIO: "the disk is gone: mount it again, then resume",
+}
+SHOWN_PATH = 100  # characters of a path in a message
+
 
 class ExitClass(IntEnum):
     """What became of a run; written to run.json because make and torchrun flatten process codes."""
@@ -82,7 +99,8 @@ def of_class(exit_class: int | None, text: str) -> SftPlayError:
 
 def of_os_error(error: OSError) -> SftPlayError | None:
     """Return what a disk has refused, in words; None for an error of another kind."""
-    place = error.filename or "a file of the run"
+    path = str(error.filename or "a file of the run")
+    place = path if len(path) <= SHOWN_PATH else f"{path[:SHOWN_PATH]}..."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)
@@ -91,7 +109,9 @@ def of_os_error(error: OSError) -> SftPlayError | None:
             f"{error.strerror}: {place}; set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders that "
             "can be read and written"
         )
-    if error.errno == errno.ENOENT and not Path(place).parent.exists():
+    if error.errno in OF_PATH:
+        return EnvironmentFault(f"{error.strerror}: {place}; {OF_PATH[error.errno]}")
+    if error.errno == errno.ENOENT and not Path(path).parent.exists():
         return EnvironmentFault(
             f"{error.strerror}: {place}; its folder was removed meanwhile: start the run anew"
         )

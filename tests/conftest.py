@@ -258,6 +258,23 @@ def finished(plan_run, run_worker) -> Callable:
 
 
 @pytest.fixture(scope="session")
+def uninterrupted(plan_run) -> Callable:
+    """A function that returns a finished run of 12 steps by so many ranks, for those that are killed."""
+    from faults.bench import TWELVE, TWELVE_OF_TWO
+    from rank_processes import run_ranks
+
+    runs = {}
+
+    def run(ranks: int):
+        if ranks not in runs:
+            runs[ranks] = plan_run(TWELVE if ranks == 1 else TWELVE_OF_TWO, num_gpus=ranks)
+            assert set(run_ranks(runs[ranks], ranks)) == {0}
+        return runs[ranks]
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def losses_of() -> Callable:
     """A function that returns the logged losses of a run."""
     return lambda folder: [entry["loss"] for entry in run_json(folder)["loss"]]

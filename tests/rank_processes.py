@@ -76,6 +76,16 @@ def run_two(target: Target, *arguments: Any, output: Path | None = None) -> list
     return [wait_for(rank) for rank in ranks]
 
 
+def run_ranks(folder: RunFolder, ranks: int) -> list[int]:
+    """Run a planned run in processes of its own, as `work`; return their exit codes."""
+    port, output = free_port(), folder.path / "output.txt"
+    started = [
+        start_rank(work, (folder.path,), rank, port, output, world_size=ranks)
+        for rank in range(ranks)
+    ]
+    return [wait_for(rank) for rank in started]
+
+
 def wait_for(rank: BaseProcess, seconds: float = SECONDS) -> int:
     """Return the exit code of a rank; one that does not end is killed."""
     rank.join(seconds)

@@ -18,6 +18,7 @@ def main() -> int:
     from faults import page
 
     os.environ[page.VARIABLE] = "yes"
+    os.environ["OMP_NUM_THREADS"] = "1"  # sums of as many parts everywhere
     files = [str(TESTS / name) for name in ("test_faults.py", "test_fault_counts.py")]
     words = [word for word in os.environ.get("ROWS", "").split(",") if word]
     options = ["-p", "no:xdist", "-rs"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from faults.files import flip
-from faults.processes import kill_inside_a_save
+from faults.kills import kill_inside_a_save
 from run_files import run_json
 
 from sft_play.errors import CheckpointError, DivergedError, ExitClass

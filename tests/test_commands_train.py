@@ -1,6 +1,9 @@
 """A run's name, and which run the other commands take."""
 
+import json
 import os
+import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from sft_play.config import invocation
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.monitor.runs import run_table
 from sft_play.runs import folder as folders
+from sft_play.runs import lock
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
@@ -82,6 +86,45 @@ def test_a_front_end_that_was_killed_leaves_a_run_that_died(tmp_path: Path) -> N
     given_up = folders.give_up_name(tmp_path, "a")
     assert given_up is not None
     assert given_up.name == "a-untrained-1"
+
+
+GONE = json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "started": 1.0})
+HERE = json.dumps(asdict(lock.Holder.this_process()))
+
+
+@pytest.mark.parametrize(
+    ("names", "holder", "expected"),
+    [
+        (("plan.json", "config.yaml", ".run.json.0123"), GONE, True),
+        ((), "", True),  # killed before it had written its name
+        (("plan.json", "config.yaml"), HERE, False),
+        (("plan.json", "notes.txt"), GONE, False),
+        (("plan.json", "config.yaml"), None, False),
+        (("plan.json", "run.json"), GONE, False),
+    ],
+)
+def test_a_run_that_was_killed_before_its_first_report_gives_its_name_up(
+    tmp_path: Path, names: tuple[str, ...], holder: str | None, expected: bool
+) -> None:
+    folder = RunFolder(tmp_path / "a")
+    folder.path.mkdir()
+    for name in names:
+        (folder.path / name).touch()
+    if holder is not None:
+        (folder.path / lock.NAME).write_text(holder)
+    assert lock.is_abandoned(folder) == expected
+    if "run.json" not in names:
+        given_up = folders.give_up_name(tmp_path, "a", lock.is_abandoned)
+        assert (given_up is not None) == expected
+
+
+def test_a_report_that_was_cut_off_hides_no_other_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        ended(tmp_path, name, "done", "adapter")
+    (tmp_path / "a" / "run.json").write_text('{"status": "do')
+    lines = run_table(tmp_path)
+    assert "a  unknown" in lines[0] and "run.json cannot be read" in lines[0]
+    assert lines[1].startswith("b  done")
 
 
 def test_the_latest_run_is_the_latest_with_weights_and_the_skipped_ones_are_named(

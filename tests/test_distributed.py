@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from make_runs import QUIET, Launched
 from rank_processes import SECONDS, run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file
@@ -27,7 +28,6 @@ from sft_play.runs.folder import RunFolder
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # two ranks on two cores
 # 10 rows, 8 a step: two steps an epoch, and the second holds 2 rows and 6 fillers
 STEPS = {
     "train.max_steps": None,
@@ -37,61 +37,6 @@ STEPS = {
     "train.save_strategy": "no",
 }
 STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
-
-
-class Launched:
-    """A make target that runs, in a session of its own, and its output."""
-
-    def __init__(
-        self, output_dir: Path, target: str, settings: dict[str, object], **variables: str
-    ):
-        words = {
-            name.upper().replace(".", "_"): "null" if value is None else value
-            for name, value in {**settings, "train.output_dir": output_dir}.items()
-        }
-        words |= {
-            "CONFIG": "tests/fixtures/empty.yaml",
-            "DEVICE": "cpu",
-            "RUN": "run",
-            "PY": sys.executable,
-            "NUM_GPUS": "2",
-            **variables,
-        }
-        command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
-        self.log, self.folder = output_dir / "make.log", RunFolder(output_dir / "run")
-        with self.log.open("w") as log:
-            self.make = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **QUIET},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_for(self, text: str) -> None:
-        """Return once the output holds `text`, with `everyone` the processes below make that run then."""
-        deadline = time.monotonic() + SECONDS
-        while text not in self.log.read_text():
-            assert self.make.poll() is None and time.monotonic() < deadline, self.log.read_text()[
-                -3000:
-            ]
-            time.sleep(0.05)
-        self.everyone = psutil.Process(self.make.pid).children(recursive=True)
-
-    def ranks(self) -> list[psutil.Process]:
-        """Return the processes that run the worker, rank 0 first."""
-        found = [
-            p
-            for p in psutil.process_iter(["environ", "cmdline"])
-            if str(self.folder.path) in (p.info["cmdline"] or [])
-            and "RANK" in (p.info["environ"] or {})
-        ]
-        return sorted(found, key=lambda p: int(p.info["environ"]["RANK"]))
-
-    def finish(self) -> None:
-        """Wait for an end without an error."""
-        assert self.make.wait(SECONDS) == 0, self.log.read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")

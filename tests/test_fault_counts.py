@@ -1,33 +1,49 @@
 """Faults by the hundred: `make test-faults`, which writes what was seen to docs/reliability.md."""
 
+import json
 import os
 import random
-import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import psutil
 import pytest
 import test_config_errors as bad
 import torch
 from faults import page
-from faults.bench import EVERY_STEP, Bench, Fault, meet
+from faults.bench import EVERY_STEP, QUIET, Bench, Fault, meet, processes_of
+from faults.disks import called
 from faults.files import flip
 from faults.front import CANARY, PAYLOADS
 from faults.table import FAULTS
+from make_runs import Launched
+from pydantic import ValidationError
+from rank_processes import start_rank, wait_for, work
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 from test_data_cache import KEY, fill
+from test_runs_resumed import SOME_VALUES
 
-from sft_play.config.schema import env_name
+from benchmarks import sealing
+from sft_play.config.on_resume import MUST_MATCH
+from sft_play.config.schema import Config, env_name, kinds, settings
 from sft_play.data import cache
+from sft_play.plan.launch import free_port
 from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.resumed import QUANTISATION
+from sft_play.training.trainer import SftTrainer
 
+AS_UNINTERRUPTED = "the run goes on, and ends with the same losses and weights as one that was not"
+Start = Callable[..., tuple[RunFolder, list]]
 pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[1]
 MOST = int(os.environ.get("COUNT") or 10**6)
@@ -80,7 +96,7 @@ def test_flips_of_the_token_cache(tmp_path):
     assert found == total
 
 
-def called(words: list[str], environ: Mapping[str, str], folder: Path) -> tuple[int, str, float]:
+def call(words: list[str], environ: Mapping[str, str], folder: Path) -> tuple[int, str, float]:
     """Return code, errors and CPU seconds of a call of the command line."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -120,7 +136,7 @@ def test_bad_configs(tmp_path):
     calls = bad_calls(tmp_path)[:MOST]
     slowest, refused, wrong = 0.0, 0, []
     for words, environ in calls:
-        code, said, seconds = called(words, environ, tmp_path)
+        code, said, seconds = call(words, environ, tmp_path)
         slowest = max(slowest, seconds)
         if code == 10 and "Traceback" not in said and said.strip():
             refused += 1
@@ -128,7 +144,7 @@ def test_bad_configs(tmp_path):
             wrong.append((words, environ, code, said[-200:]))
     words = "bad configs refused with class 10 and without a traceback; CPU seconds of the slowest"
     seen = f"{refused} of {len(calls)}, {slowest:.2f} s"
-    noted("bad-configs", words, "110 of 110, under 1 s", seen)
+    noted("bad-configs", words, f"{len(calls)} of {len(calls)}, under 1 s", seen)
     assert not wrong and slowest < 1
 
 
@@ -152,17 +168,16 @@ def test_words_that_a_shell_would_run(tmp_path):
 
 
 @pytest.fixture
-def bench_of(plan_run, run_worker, finished, settings_of, tmp_path) -> Callable[[int], Bench]:
+def bench_of(
+    plan_run, run_worker, finished, settings_of, uninterrupted, tmp_path
+) -> Callable[[int], Bench]:
     def make(number: int) -> Bench:
         folder = tmp_path / str(number)
         folder.mkdir()
+        saved, settings = finished("lora"), settings_of({})
+        taught = partial(finished, "lora")
         return Bench(
-            folder,
-            plan_run,
-            run_worker,
-            finished("lora"),
-            settings_of({}),
-            lambda: finished("lora"),
+            folder, plan_run, run_worker, saved, settings, taught, uninterrupted, number=number
         )
 
     return make
@@ -171,10 +186,16 @@ def bench_of(plan_run, run_worker, finished, settings_of, tmp_path) -> Callable[
 @pytest.mark.parametrize(
     ("name", "target", "words"),
     [
-        ("kill-in-a-save", 80, "kills with SIGKILL inside a save, after which the run goes on"),
-        ("kill", 20, "kills with SIGKILL at any other moment, after which the run goes on"),
-        ("kill-a-rank", 20, "kills of one of two ranks: the other ends in 10 s with class 17"),
+        ("kill-in-a-save", 80, f"kills with SIGKILL inside a save; {AS_UNINTERRUPTED}"),
+        ("kill", 20, f"kills with SIGKILL at any other moment; {AS_UNINTERRUPTED}"),
+        (
+            "kill-a-rank-and-go-on",
+            20,
+            "kills of one of two ranks: the other ends in 10 s with class 17; both go on, and end "
+            "with the same losses and weights as two that were not killed",
+        ),
         ("sigterm", 20, "SIGTERM: no step is lost"),
+        ("sigterm-one-rank", 20, "SIGTERM to one of two ranks: no step is lost"),
     ],
 )
 def test_many(bench_of, name, target, words):
@@ -189,7 +210,146 @@ def test_many(bench_of, name, target, words):
     assert not wrong
 
 
-SOME = {"train.max_steps": 6, "train.predict_with_generate": False}
+def test_front_ends_that_are_killed(bench_of):
+    """At any moment of its work; the same command, typed again, comes to its launch."""
+    goes_on, wrong = 0, []
+    for number in up_to(40):
+        outcome = row("killed-front-end").inject(bench_of(number))
+        goes_on += outcome.exit_class == 0
+        wrong += [outcome.said] if outcome.exit_class else []
+    words = "kills of the front end at any moment, after which the same command starts the run"
+    noted("front-ends", words, "40 of 40", f"{goes_on} of {len(up_to(40))}")
+    assert not wrong
+
+
+VICTIMS = ("make", "its child", "rank 0", "rank 1")
+MOMENTS = ("plan ", "data train rows=", "step 2/", "step 9/")
+
+
+def victim_of(run: Launched, number: int) -> psutil.Process:
+    """Return the process to kill; ranks may have to start first."""
+    which = VICTIMS[number % len(VICTIMS)]
+    make = psutil.Process(run.make.pid)
+    if which == "make":
+        return make
+    if which == "its child":  # the front end, which becomes the launcher
+        return make.children()[0]
+    deadline = time.monotonic() + 60
+    while len(ranks := run.ranks()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.everyone += ranks
+    return ranks[int(which[-1])]
+
+
+def test_nothing_is_left_of_launched_runs(settings_of, tmp_path):
+    settings = settings_of({**EVERY_STEP, "train.save_steps": 50, "train.max_steps": 3000})
+    left, slowest = [], 0.0
+    for number in up_to(40):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run = Launched(folder, "train-distributed", settings)
+        run.wait_for(MOMENTS[number // len(VICTIMS) % len(MOMENTS)])
+        victim = victim_of(run, number)
+        killed_at = time.monotonic()
+        victim.kill()
+        psutil.wait_procs(run.everyone, timeout=60)
+        run.make.wait(60)
+        slowest = max(slowest, time.monotonic() - killed_at)
+        below = [process for process in processes_of(folder) if process.is_running()]
+        left += [(number, " ".join(process.cmdline())) for process in below]
+        for process in below:
+            process.kill()
+    words = "processes left of launched runs of two ranks: make, launcher or a rank was killed"
+    seen = f"{len(left)} after {len(up_to(40))} kills, the slowest end {slowest:.0f} s"
+    noted("orphans", words, "0 after 40", seen)
+    assert not left
+
+
+def test_sealing_costs_little(tmp_path):
+    runs = [sealing.seconds_of(tmp_path, gigabytes=1.0) for _ in range(min(5, MOST))]
+    save, wait, sealed = (min(column) for column in zip(*runs, strict=True))
+    added = sealed / (save + wait) - 1
+    words = "time that sealing adds to a save of 1 GB that reaches the disk (benchmarks/sealing.py)"
+    seen = f"{added:+.0%}: {save + wait:.2f} s and {sealed:.2f} s"
+    noted("sealing", words, "at most +15 %", seen)
+    assert added <= 0.15
+
+
+def other_value(config: Config, path: str) -> Any:
+    """Return another valid value of a setting."""
+    words = [word for kind in kinds(settings()[path].annotation) for word in get_args(kind)]
+    for value in (*words, *SOME_VALUES):
+        values = config.model_dump()
+        *sections, name = path.split(".")
+        inner = values
+        for section in sections:
+            inner = inner[section]
+        inner[name] = value
+        try:
+            changed = Config.model_validate(values)
+        except ValidationError:
+            continue
+        if changed != config:
+            return value
+    raise AssertionError(f"no other value of {path}")
+
+
+COSINE = {"train.max_steps": 3, "train.lr_scheduler_type": "cosine", **QUIET}
+YARN = {"model.rope_scaling.rope_type": "yarn", "model.rope_scaling.factor": 4}
+LLAMA3 = {
+    "model.rope_scaling.rope_type": "llama3",
+    "model.rope_scaling.factor": 4,
+    "model.rope_scaling.low_freq_factor": 1,
+    "model.rope_scaling.high_freq_factor": 4,
+    "model.rope_scaling.original_max_position_embeddings": 128,
+}
+
+
+def with_companions(path: str, value: Any) -> dict[str, Any]:
+    """Return a changed setting with those that it needs to be valid."""
+    if path.startswith("model.rope_scaling."):
+        return (LLAMA3 if path in LLAMA3.keys() - YARN.keys() else YARN) | {path: value}
+    if path == "train.effective_batch_size":
+        return {path: value, "train.grad_accum": "auto", "train.batch_size": 1}
+    return {path: value}
+
+
+def another_base(config: Config, folder: Path) -> Path:
+    """Return a copy of the base model with another bit."""
+    base = shutil.copytree(config.model.name, folder / "base")
+    flip(base / "model.safetensors", (base / "model.safetensors").stat().st_size - 100, 1)
+    return base
+
+
+def test_every_setting_that_must_match(bench_of, plan_run, run_worker):
+    """Each is changed alone; the front end refuses it, and nothing is launched."""
+    saved = plan_run({**EVERY_STEP, **COSINE})
+    assert run_worker(saved) == 0
+    config = saved.read_config()
+    # max_steps overrides the epochs; how qlora quantises is nothing to lora
+    paths = sorted({*MUST_MATCH} - {"train.epochs"} - QUANTISATION)[:MOST]
+    refused, wrong = 0, []
+    for number, path in enumerate(paths):
+        bench = bench_of(number)
+        changed = with_companions(path, other_value(config, path))
+        if path == "model.name":
+            changed = {path: another_base(config, bench.folder)}
+        words = {
+            name: value if isinstance(value, str | Path) else json.dumps(value)
+            for name, value in changed.items()
+        }
+        outcome = called(bench, {**COSINE, "train.resume_from": saved.path, **words})
+        # without a GPU Unsloth is refused at once
+        named = ("Unsloth needs",) if path == "tuning.backend" else (path, "base_digest")
+        is_refused = outcome.exit_class in (12, 13) and any(n in outcome.said for n in named)
+        refused += is_refused
+        wrong += [] if is_refused else [(path, changed, outcome)]
+    words = "settings that must match: one is changed, and the resume is refused before a launch"
+    noted("must-match", words, f"{len(paths)} of {len(paths)}", f"{refused} of {len(paths)}")
+    assert not wrong
+
+
+SOME = {**EVERY_STEP, "train.max_steps": 6}
 CONFIGS: list[dict[str, Any]] = [
     {"tuning.mode": mode, "train.packing": packing, "tuning.lora.dropout": dropout, **more}
     for mode, dropout in (("lora", 0.0), ("lora", 0.2), ("full", 0.0))
@@ -204,6 +364,47 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+def by_setting(start: Start, settings: dict[str, Any], at: int) -> RunFolder:
+    """Stop a run by train.stop_after."""
+    run, ranks = start({**settings, "train.stop_after": at})
+    assert [wait_for(rank) for rank in ranks] == [75]
+    return run
+
+
+def by_signal(number: signal.Signals) -> Callable[[Start, dict[str, Any], int], RunFolder]:
+    """Return what stops a run by a signal."""
+
+    def stop(start: Start, settings: dict[str, Any], at: int) -> RunFolder:
+        run, ranks = start(settings, slow_steps)
+        log = run.logs / "rank-0.log"
+        while not (log.exists() and f"step {at}/" in log.read_text()):
+            assert ranks[0].is_alive()
+            time.sleep(0.005)
+        os.kill(ranks[0].pid, number)
+        assert wait_for(ranks[0]) in (75, -signal.SIGKILL)
+        return run
+
+    return stop
+
+
+def slow_steps() -> None:
+    """Make a step take as long as a signal needs to come."""
+    compute_loss = SftTrainer.compute_loss
+
+    def slowly(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+        time.sleep(0.05)
+        return compute_loss(self, *arguments, **options)
+
+    SftTrainer.compute_loss = slowly
+
+
+STOPS = {
+    "train.stop_after": by_setting,
+    "SIGTERM": by_signal(signal.SIGTERM),
+    "SIGKILL": by_signal(signal.SIGKILL),
+}
+
+
 def weights_of(folder: RunFolder, mode: str) -> dict[str, torch.Tensor]:
     (path,) = folder.weights(mode).glob("*model.safetensors")
     return load_file(path)
@@ -216,21 +417,34 @@ def is_same(first: RunFolder, second: RunFolder, mode: str) -> bool:
     return same and run_json(first)["loss"] == run_json(second)["loss"]
 
 
-def test_resumed_is_uninterrupted_bit_for_bit(plan_run, run_worker):
+def test_resumed_is_uninterrupted_bit_for_bit(plan_run):
     assert len(CONFIGS) == 30
-    same = 0
+
+    def start(settings: dict[str, Any], prepare: Callable | None = None) -> tuple:
+        run = plan_run(settings)
+        output = run.path / "output.txt"
+        rank = start_rank(work, (run.path, prepare), 0, free_port(), output, world_size=1)
+        return run, [rank]
+
+    def finish(settings: dict[str, Any]) -> RunFolder:
+        run, ranks = start(settings)
+        assert [wait_for(rank) for rank in ranks] == [0], settings
+        return run
+
+    differ = []
     for number in up_to(30):
         settings = {**SOME, **CONFIGS[number]}
-        stop = 2 + number % 3  # in the middle of an epoch, at its end, after it
-        whole, first = plan_run(settings), plan_run({**settings, "train.stop_after": stop})
-        assert (run_worker(whole), run_worker(first)) == (0, 75), CONFIGS[number]
-        second = plan_run({**settings, "train.resume_from": first.path})
-        assert run_worker(second) == 0
-        same += is_same(second, whole, settings["tuning.mode"])
-    total = len(up_to(30))
-    words = "configurations whose resumed run ends bit for bit as an uninterrupted one"
-    noted("bit-exact", words, "30 of 30", f"{same} of {total}")
-    assert same == total
+        at = 2 + number % 3  # in the middle of an epoch, at its end, after it
+        whole = finish(settings)
+        for name, stop in STOPS.items():
+            stopped = stop(start, settings, at)
+            resumed = finish({**settings, "train.resume_from": stopped.path})
+            if not is_same(resumed, whole, settings["tuning.mode"]):
+                differ.append((name, CONFIGS[number]))
+    total = len(up_to(30)) * len(STOPS)
+    words = f"30 configurations, each stopped by {', '.join(STOPS)}: bit for bit as uninterrupted"
+    noted("bit-exact", words, "90 of 90", f"{total - len(differ)} of {total}")
+    assert not differ
 
 
 def change(name: str, key: str, by: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -319,9 +533,3 @@ def test_no_file_has_the_canary(bench_of, plan_run, tmp_path):
     words = f"files of a run, its cache and its output that hold a token of {len(names)} variables"
     noted("canary", words, "0", f"{len(found)} of {len(files)}")
     assert len(files) > 30 and not found
-
-
-def test_the_page_says_what_was_noted():
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert page.MARK in text
-    assert len(re.findall(r"^\| .* \(`[a-z0-9A-Z_.-]+`\) \|", text, re.MULTILINE)) >= 60

@@ -16,13 +16,14 @@ def saved(plan_run, run_worker):
 
 
 @pytest.fixture
-def bench(saved, plan_run, run_worker, settings_of, tmp_path, request):
+def bench(saved, plan_run, run_worker, settings_of, uninterrupted, tmp_path, request):
     """What an injection has at hand."""
 
     def taught():
         return request.getfixturevalue("taught_base")
 
-    return Bench(tmp_path, plan_run, run_worker, saved, settings_of({}), taught)
+    settings = settings_of({})
+    return Bench(tmp_path, plan_run, run_worker, saved, settings, taught, uninterrupted)
 
 
 def of_tier(is_quick: bool) -> list:
@@ -63,6 +64,10 @@ def test_a_fault_of_a_whole_run_is_met_as_the_table_says(row: Fault, bench):
 @pytest.mark.parametrize("row", of_tier(is_quick=False))
 def test_without_its_guard_a_whole_run_breaks_its_contract(row: Fault, bench):
     check_broken(row, bench)
+
+
+def test_the_page_is_what_was_noted():
+    assert page.PAGE.read_text(encoding="utf-8") == page.text()
 
 
 def test_the_table_has_sixty_rows_of_different_names():

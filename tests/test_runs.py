@@ -93,7 +93,9 @@ def test_nan_is_no_json_and_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_refused_with_what_to_type(tmp_path: Path) -> None:
-    folders.create(tmp_path, "a", "tiny")
+    folder = folders.create(tmp_path, "a", "tiny")
+    assert folders.create(tmp_path, "a", "tiny") == folder, "nothing is in it"
+    (folder.path / "mine").touch()
     with pytest.raises(ConfigError) as error:
         folders.create(tmp_path, "a", "tiny")
     assert (

@@ -237,9 +237,11 @@ def failure_recorded(folder: RunFolder) -> Iterator[None]:
 
 def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: str) -> None:
     before = folder.read_report()
-    folder.write_report(
-        dataclasses.replace(before, status=status, exit_class=int(exit_class), cause=cause)
-    )
+    report = dataclasses.replace(before, status=status, exit_class=int(exit_class), cause=cause)
+    try:
+        folder.write_report(report)
+    except OSError as error:  # it must not hide the cause
+        print(f"{folder.path / 'run.json'} cannot be written: {error.strerror}")
     from sft_play.reporting.write import write_report_or_warn  # its templates take a while
 
     write_report_or_warn(folder)
@@ -342,7 +344,7 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
         run_name += of_node
         if is_in_place(output_dir / run_name, config.train.resume_from):
             return RunFolder(output_dir / run_name)
-        given_up = run_folders.give_up_name(output_dir, run_name)
+        given_up = run_folders.give_up_name(output_dir, run_name, lock.is_abandoned)
         if given_up is not None:
             print(f"an earlier run {run_name} kept nothing; it is {given_up.path} now")
     return run_folders.create(output_dir, run_name, run_stem(loaded) + of_node)

@@ -7,6 +7,8 @@ from sft_play.runs.folder import RunFolder, listing
 from sft_play.runs.report import RunReport
 from sft_play.runs.scores import recorded_scores
 
+KILLED = "killed before it could write why; dmesg names what was killed for memory"
+
 
 def run_table(output_dir: Path) -> list[str]:
     """Return a line for each run below `output_dir`, oldest first."""
@@ -27,9 +29,13 @@ def _run_line(folder: RunFolder, width: int) -> str:
     scores = " ".join(words)
     mode = f"{report.mode or '-'}/{report.backend or '-'}"
     cause = (report.cause or report.warning or "").partition("\n")[0]
+    if report.state == "died" and not cause:
+        cause = KILLED
     facts = f"world={report.world_size or '-'} step={_step(folder, report)} {scores} {cause}"
     if report.state in ("failed", "died", "stopped") and report.next and "RESUME" not in cause:
         facts += f"; go on with {report.next}"
+    elif report.state == "died":
+        facts += "; nothing is kept: the same command starts it anew"
     return f"{folder.name:<{width}}  {report.state:<8} {mode:<13} {facts}".rstrip()
 
 

@@ -3,6 +3,7 @@
 Opens no file; loads no torch.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -76,4 +77,4 @@ def _absolute(value: Value) -> Value:
 def _absolute_path(path: str) -> str:
     if not Path(path).exists() and HUB_ID.fullmatch(path):
         return path
-    return str(Path(path).resolve())
+    return os.path.realpath(path)  # raises nothing where links point at each other

@@ -6,7 +6,7 @@ It is the only path between the front end and the worker.
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.report import RunReport
 
@@ -133,9 +133,14 @@ class RunFolder:
         return f"{self.path} has no {' or '.join(f'{name}/' for name in names)} ({reason})"
 
     def read_report(self) -> RunReport:
-        """Return run.json, or a report that knows nothing where there is none."""
+        """Return run.json, or a report that knows nothing where there is none, or a broken one."""
         path = self.path / "run.json"
-        return RunReport.from_json(read_json(path)) if path.exists() else RunReport()
+        if not path.exists():
+            return RunReport()
+        try:
+            return RunReport.from_json(read_json(path))
+        except (ValueError, TypeError, IsADirectoryError) as error:  # edited, or a disk has failed
+            return RunReport(cause=f"{path} cannot be read: {first_line(error)}")
 
     def write_report(self, report: RunReport) -> None:
         """Replace run.json."""
@@ -155,6 +160,8 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
         try:
             path.mkdir()
         except FileExistsError:
+            if path.is_dir() and not any(path.iterdir()):  # its lock says whose it is
+                return RunFolder(path)
             raise ConfigError(
                 f"RUN={run_name}: {path} exists already; choose another name, or go on from it "
                 f"with TRAIN_RESUME_FROM={path}"
@@ -172,13 +179,20 @@ def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:
     )
 
 
-def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
+def give_up_name(
+    output_dir: Path, run_name: str, is_abandoned: Callable[[RunFolder], bool] = lambda _: False
+) -> RunFolder | None:
     """Rename the run of this name where it has ended and kept nothing, so that it can be used.
 
+    `is_abandoned` says whether a run without a run.json was killed before it could write it.
     Returns the folder under its new name, None where the name is free or stays taken.
     """
     path = output_dir / run_name
-    if not (path / "run.json").is_file() or not RunFolder(path).kept_nothing():
+    folder = RunFolder(path)
+    if (path / "run.json").is_file():
+        if not folder.kept_nothing():
+            return None
+    elif not is_abandoned(folder):
         return None
     for number in range(1, 1000):
         aside = output_dir / f"{run_name}-untrained-{number}"

@@ -16,6 +16,8 @@ from sft_play.errors import EnvironmentFault
 from sft_play.runs.folder import RunFolder
 
 NAME = "run.lock"
+# What the front end writes before run.json
+EARLY = {NAME, "config.yaml", "plan.json", "asked.json"}
 # A run writes a line to metrics.jsonl every 5 s; before training it may load for long
 SILENT_SECONDS = 900.0
 
@@ -98,6 +100,19 @@ def refuse_if_held(folder: RunFolder) -> None:
             f"{folder.path}: process {report.pid} on {report.host} trains in it; make watch "
             f"RUN={folder.path} follows it, kill {report.pid} stops it"
         )
+
+
+def is_abandoned(folder: RunFolder) -> bool:
+    """Return whether the front end of a run was killed before it had written run.json."""
+    if not (folder.path / NAME).is_file():
+        return False
+    names = {path.name for path in folder.path.iterdir() if not path.name.startswith(".")}
+    if not names <= EARLY:
+        return False
+    with (folder.path / NAME).open(encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until who takes it now has written its name
+        holder = Holder.from_text(file.read())
+    return holder is None or not holder.is_alive(folder)
 
 
 def _last_sign(folder: RunFolder) -> float:

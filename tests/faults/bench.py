@@ -28,6 +28,8 @@ EVERY_STEP = {
     "train.save_total_limit": None,
 }
 LONG = {**EVERY_STEP, "train.max_steps": 60}
+TWELVE = {**EVERY_STEP, "train.max_steps": 12, "tuning.lora.dropout": 0.1}
+TWELVE_OF_TWO = {**TWELVE, "train.packing": False}
 SECONDS = 90  # of a step of an injection, on a busy host
 MOST_SAID = 1500  # characters: one line, or a table of settings
 
@@ -74,7 +76,9 @@ class Bench:
     saved: RunFolder
     settings: dict[str, Any]
     taught: Callable[[], Path]  # a base that has learned the rows
+    uninterrupted: Callable[[int], RunFolder]  # a run of TWELVE by so many ranks
     before_work: Callable[[], None] = lambda: None  # after the plan
+    number: int = 0  # of a count: moments and victims follow from it
     last: RunFolder | None = None  # of the run that was planned last
     guard: Guard | None = None  # that is taken away in the processes of a run, too
     began: float = 0.0  # when the fault was injected
@@ -130,9 +134,26 @@ class Bench:
             assert time.monotonic() < deadline, f"{text!r} did not come"
             time.sleep(0.02)
 
+    def carry_through(self, folder: RunFolder, ranks: int = 1) -> int:
+        """Return the exit code of a planned run in processes of its own."""
+        (code,) = set(self.ends(self.start(folder, ranks)))
+        return code
+
     def ends(self, ranks: list) -> list[int]:
         """Return the exit codes of ranks."""
         return [wait_for(rank, SECONDS) for rank in ranks]
+
+
+def differences(run: RunFolder, whole: RunFolder) -> str:
+    """Return in what a run that was resumed is not one that went through; '' where in nothing."""
+    ours, theirs = (folder.read_report().loss for folder in (run, whole))
+    if ours != theirs:
+        return f"losses {ours} are not {theirs}"
+    config = run.read_config()
+    for path in whole.weights(config.tuning.mode).glob("*.safetensors"):
+        if path.read_bytes() != (run.weights(config.tuning.mode) / path.name).read_bytes():
+            return f"{path.name} has other bits"
+    return ""
 
 
 def cause_in(shown: str) -> str:
@@ -214,7 +235,7 @@ def meet_without_guard(fault: Fault, bench: Bench) -> list[str]:
 
 def orphans(bench: Bench) -> list[str]:
     """Return processes of a run that are still there; they are ended."""
-    seen = [*bench.everyone, *_with_folder(bench.folder)]
+    seen = [*bench.everyone, *processes_of(bench.folder)]
     _, alive = psutil.wait_procs(seen, timeout=3 if seen else 0)
     names = []
     for process in alive:
@@ -225,7 +246,7 @@ def orphans(bench: Bench) -> list[str]:
     return names
 
 
-def _with_folder(folder: Path) -> list[psutil.Process]:
+def processes_of(folder: Path) -> list[psutil.Process]:
     own = os.getpid()
     found = []
     for process in psutil.process_iter(["cmdline"]):

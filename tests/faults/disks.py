@@ -74,23 +74,42 @@ def full_of_rows(bench: Bench) -> Outcome:
         return called(bench, {"data.cache_dir": small})
 
 
-def command_line(bench: Bench, words: list[str], environ: dict[str, str]) -> Outcome:
+def command_line(
+    bench: Bench,
+    words: list[str],
+    environ: dict[str, str],
+    prepare: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Call the command line in a fork of this process, without the guard where that is away.
 
-    Nothing is launched: a call that gets as far as that ends with 0.
+    Nothing is launched: a call that gets as far as that ends with 0. `prepare` is called before.
     """
     bench.inject_now()
-    errors = bench.folder / "stderr"
+    child = start_command_line(bench, words, environ, prepare)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = [(bench.folder / name).read_text() for name in ("stdout", "stderr")]
+    return Outcome(code, (said[1] or said[0]).partition("\nexit class")[0])
+
+
+def start_command_line(
+    bench: Bench,
+    words: list[str],
+    environ: dict[str, str],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
+    """Start what `command_line` says; return its process id."""
     child = os.fork()
     if child == 0:
-        for number, path in enumerate((Path(os.devnull), errors), start=1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        for number, name in enumerate(("stdout", "stderr"), start=1):
+            how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            os.dup2(os.open(bench.folder / name, how), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
         os.environ |= {**environ, "TOKENIZERS_PARALLELISM": "false"}
         sys.argv = ["sft_play", *words]
         launch.execute = lambda *_: os._exit(0)
         code = None
         try:
+            prepare()
             cli.main()
             code = 0
         except SystemExit as end:
@@ -98,18 +117,27 @@ def command_line(bench: Bench, words: list[str], environ: dict[str, str]) -> Out
         finally:
             if code is None:
                 traceback.print_exc()
+            sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1 if code is None else code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return Outcome(code, errors.read_text().partition("\nexit class")[0])
+    return child
 
 
 def called(bench: Bench, changes: dict[str, object]) -> Outcome:
     """Return what `train` says on the command line, up to its launch."""
+    return command_line(bench, train_words(bench, changes), NAMED)
+
+
+def train_words(bench: Bench, changes: dict[str, object]) -> list[str]:
+    """Return the words of `train` with the settings of a quick run."""
     settings = {**bench.settings, **EVERY_STEP, "train.output_dir": bench.folder / "out", **changes}
-    words = [word for name, value in settings.items() for word in ("--set", plain(name, value))]
-    environ = {"DEVICE": "cpu", "RUN": "run", "CONFIG": "tests/fixtures/empty.yaml"}
-    return command_line(bench, ["train", *words], environ)
+    return [
+        "train",
+        *(w for name, value in settings.items() for w in ("--set", plain(name, value))),
+    ]
+
+
+NAMED = {"DEVICE": "cpu", "RUN": "run", "CONFIG": "tests/fixtures/empty.yaml"}
 
 
 def plain(name: str, value: object) -> str:
@@ -123,6 +151,54 @@ def read_only(setting: str) -> Callable[[Bench], Outcome]:
         with disk(bench.folder / "still", 1) as still:
             make_read_only(still)
             return called(bench, {setting: still / "x"})
+
+    return inject
+
+
+@contextlib.contextmanager
+def still_mount(folder: Path) -> Iterator[None]:
+    """Have a folder read-only, though files in it are open: a mount over itself."""
+    done = subprocess.run(
+        ["mount", "--bind", str(folder), str(folder)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def immutable(folder: Path) -> Iterator[None]:
+    """Let nobody, not even root, make or remove a file in a folder."""
+    done = subprocess.run(["chattr", "+i", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a folder cannot be made immutable here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(folder)], check=True)
+
+
+def closed_while_training(
+    how: Callable[[Path], contextlib.AbstractContextManager], which: Callable[[Bench], Path]
+) -> Callable[[Bench], Outcome]:
+    """Return an injection: while a run is at step 3, a folder of it can be written no more."""
+
+    def inject(bench: Bench) -> Outcome:
+        compute = SftTrainer.compute_loss
+        with contextlib.ExitStack() as stack:
+
+            def closed(self: SftTrainer, *args: object, **kwargs: object) -> object:
+                if self.state.global_step == 2:
+                    bench.inject_now()
+                    stack.enter_context(how(which(bench)))
+                return compute(self, *args, **kwargs)
+
+            stack.enter_context(patch.object(SftTrainer, "compute_loss", closed))
+            return bench.run({"train.max_steps": 5, "train.grad_accum": 1})
 
     return inject
 
@@ -223,6 +299,24 @@ ROWS = (
         ExitClass.ENVIRONMENT,
         ("GiB are free on its disk, a run needs 1", "set TRAIN_OUTPUT_DIR to another disk"),
         Guard("sft_play.commands.train:FREE_BYTES_FOR_A_RUN", 0),
+    ),
+    Fault(
+        "run-read-only",
+        "the disk of the run becomes read-only while it trains, so that run.json cannot be written",
+        closed_while_training(still_mount, lambda bench: bench.last.path),
+        ExitClass.ENVIRONMENT,
+        ("Read-only file system", "TRAIN_OUTPUT_DIR"),
+        CLASSES,
+        loses=1,
+    ),
+    Fault(
+        "checkpoints-immutable",
+        "nothing may be written to the folder of checkpoints any more while it trains (chattr +i)",
+        closed_while_training(immutable, lambda bench: bench.last.checkpoints),
+        ExitClass.ENVIRONMENT,
+        ("Operation not permitted", "TRAIN_OUTPUT_DIR"),
+        CLASSES,
+        loses=1,
     ),
     Fault(
         "run-removed",

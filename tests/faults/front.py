@@ -1,23 +1,31 @@
 """Faults of what is typed: bad configs, changed settings on resume, names that a shell would run."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from faults.bench import EVERY_STEP, QUIET, Bench, Fault, Guard, Outcome
-from faults.disks import called, command_line
+from faults.bench import QUIET, Bench, Fault, Guard, Outcome
+from faults.disks import NAMED, called, command_line, start_command_line, train_words
 from faults.files import flip, nothing
 from sft_play.errors import ExitClass
+from sft_play.monitor.runs import run_table
 from sft_play.runs import lock
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 
 ROOT = Path(__file__).resolve().parents[2]
+MOMENT_SECONDS = 0.01  # between two kills of the front end; it takes some 0.3 s
 CANARY = "hf_thisTokenIsNobodysAndMustNotBeSaved"
 PAYLOADS = (
     "a; touch {}",
@@ -97,14 +105,62 @@ def held(bench: Bench) -> Outcome:
             other.pid, os.uname().nodename, psutil.Process(other.pid).create_time()
         )
         (run.path / lock.NAME).write_text(json.dumps(vars(holder)))
-        settings = {**bench.settings, **EVERY_STEP, "train.output_dir": bench.folder}
-        words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        words = [word.replace("=None", "=null") for word in words]
-        environ = {"DEVICE": "cpu", "RUN": "run", "CONFIG": "tests/fixtures/empty.yaml"}
-        return command_line(bench, ["train", *words], environ)
+        return called(bench, {"train.output_dir": bench.folder})
     finally:
         other.kill()
         other.wait()
+
+
+def killed(bench: Bench) -> Outcome:
+    """SIGKILL of the front end; then the same command is typed again.
+
+    It is killed once it has written run.json; one of a count, at a moment that its number gives.
+    """
+    words = train_words(bench, {})
+    output_dir = bench.folder / "out"
+    child = start_command_line(bench, words, NAMED)
+    deadline = time.monotonic() + (60 if bench.number == 0 else bench.number * MOMENT_SECONDS)
+    while time.monotonic() < deadline:
+        if bench.number == 0 and (output_dir / "run" / "run.json").exists():
+            break
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    lines = run_table(output_dir)
+    return dataclasses.replace(command_line(bench, words, NAMED), said=lines[0])
+
+
+def few_files() -> None:
+    """Allow this process no more open files than it has."""
+    first_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(first_free)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most))
+
+
+def without_files(bench: Bench) -> Outcome:
+    bench.copy()
+    return command_line(bench, ["runs"], {"TRAIN_OUTPUT_DIR": str(bench.folder)}, few_files)
+
+
+def long_name(bench: Bench) -> Outcome:
+    return called(bench, {"train.run_name": None, "data.train_path": f"{'a' * 300}.jsonl"})
+
+
+def circle(bench: Bench) -> Outcome:
+    path = bench.folder / "rows.jsonl"
+    path.symlink_to(path)
+    return called(bench, {"data.train_path": path})
+
+
+def broken_report(bench: Bench) -> Outcome:
+    """run.json of one of two runs is cut off; `make runs` shows both."""
+    run = bench.copy()
+    shutil.copytree(run.path, bench.folder / "whole")
+    os.truncate(run.path / "run.json", 20)
+    outcome = command_line(bench, ["runs"], {"TRAIN_OUTPUT_DIR": str(bench.folder)})
+    assert "whole" in outcome.said, outcome.said
+    return outcome
 
 
 def injected(bench: Bench) -> Outcome:
@@ -154,6 +210,16 @@ def refused(
 def repeated(name: str) -> str:
     """Say of an unknown variable what it holds."""
     return f"{name}={os.environ[name]}: no such setting"
+
+
+def strictly(path: str) -> str:
+    """Resolve a path, and raise where links point at each other."""
+    return str(Path(path).resolve())
+
+
+def unchecked(folder: RunFolder) -> RunReport:
+    """Read run.json as it stands."""
+    return RunReport.from_json(json.loads((folder.path / "run.json").read_text()))
 
 
 TYPED = (
@@ -278,4 +344,59 @@ OTHERS = (
         60,
     ),
 )
-ROWS = (*TYPED, *RESUME, *OTHERS)
+SYSTEM = (
+    Fault(
+        "killed-front-end",
+        "SIGKILL of the front end once it has made the run's folder; the same command follows",
+        killed,
+        ExitClass.DONE,
+        ("died", "killed before it could write why", "the same command starts it anew"),
+        Guard("sft_play.runs.folder:give_up_name", nothing),
+        10,
+    ),
+    Fault(
+        "few-open-files",
+        "the shell allows no more open files",
+        without_files,
+        ExitClass.ENVIRONMENT,
+        ("Too many open files", "raise it with ulimit -n"),
+        Guard("sft_play.errors:of_os_error", nothing),
+        5,
+        None,
+        True,
+    ),
+    Fault(
+        "long-name",
+        "a path of 300 characters",
+        long_name,
+        ExitClass.ENVIRONMENT,
+        ("File name too long", "give it a shorter name"),
+        Guard("sft_play.errors:of_os_error", nothing),
+        5,
+        None,
+        True,
+    ),
+    Fault(
+        "links-in-a-circle",
+        "the file of rows is a link to itself",
+        circle,
+        ExitClass.DATA,
+        ("no such file", "set DATA_TRAIN_PATH to a data file"),
+        Guard("sft_play.plan.sources:_absolute_path", strictly),
+        5,
+        None,
+        True,
+    ),
+    Fault(
+        "broken-report",
+        "run.json of a run is cut off; `make runs` is to list all",
+        broken_report,
+        ExitClass.DONE,
+        ("run.json cannot be read",),
+        Guard("sft_play.runs.folder:RunFolder.read_report", unchecked),
+        5,
+        None,
+        True,
+    ),
+)
+ROWS = (*TYPED, *RESUME, *OTHERS, *SYSTEM)

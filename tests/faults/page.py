@@ -1,6 +1,6 @@
 """docs/reliability.md: the matrix and the counts as they were seen, from what `make test-faults` noted.
 
-What a run has seen is kept in outputs/faults.json, by row, so that some rows can be run again.
+What was seen is kept in seen.json, by row, so that some rows can be run again.
 """
 
 import json
@@ -15,7 +15,8 @@ from faults.table import FAULTS
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- From here on written by `make test-faults` from what it saw. -->\n"
-SEEN = ROOT / "outputs" / "faults.json"
+SEEN = Path(__file__).with_name("seen.json")
+CELL = 90  # characters
 VARIABLE = "SFT_PLAY_NOTE_FAULTS"  # set by `make test-faults`
 
 
@@ -26,7 +27,6 @@ def note(table: str, name: str, **facts: Any) -> None:
     seen = read()
     row = seen.setdefault(table, {}).setdefault(name, {})
     row.update(facts, date=time.strftime("%Y-%m-%d"))
-    SEEN.parent.mkdir(exist_ok=True)
     SEEN.write_text(json.dumps(seen, indent=2, sort_keys=True) + "\n")
 
 
@@ -37,8 +37,13 @@ def read() -> dict[str, Any]:
 
 def write() -> None:
     """Write the lower part of the page anew."""
+    PAGE.write_text(text(), encoding="utf-8")
+
+
+def text() -> str:
+    """Return the page with what was seen."""
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    PAGE.write_text(f"{head.rstrip()}\n\n{MARK}\n{markdown(read())}", encoding="utf-8")
+    return f"{head.rstrip()}\n\n{MARK}\n{markdown(read())}"
 
 
 def markdown(seen: dict[str, Any]) -> str:
@@ -78,6 +83,13 @@ def matrix(seen: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def shortened(words: str) -> str:
+    """Return the words that fit into a cell."""
+    if len(words) <= CELL:
+        return words
+    return f"{words[:CELL].rpartition(' ')[0]} ..."
+
+
 def line(row: Fault, seen: dict[str, Any]) -> str:
     """Return the line of a fault."""
     follows = f"class {row.exit_class:d}" if row.exit_class else "it goes on"
@@ -88,7 +100,7 @@ def line(row: Fault, seen: dict[str, Any]) -> str:
         kept = "kept" if seen["kept"] else "BROKEN: " + "; ".join(seen["problems"])
         found = f"{kept}, {seen['seconds']:.1f} s, {seen['date']}"
     guard = row.guard.path.replace("sft_play.", "").replace(":", ".")
-    without = ", ".join(seen.get("without", ["not run"]))[:90].partition("\n")[0]
+    without = shortened(", ".join(seen.get("without", ["not run"])).partition("\n")[0])
     cells = (f"{row.injected} (`{row.name}`)", f"{follows}: {words}{lost}" if words else follows)
     cells += (found, f"`{guard}`: {without}")
     return f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |"

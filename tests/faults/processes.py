@@ -4,24 +4,26 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rank_processes import start_rank, wait_for, work
-from transformers import Trainer
 
-from faults.bench import LONG, QUIET, Bench, Fault, Guard, Outcome, newest, prepared
-from faults.files import SEALED, nothing
+from faults.bench import (
+    LONG,
+    QUIET,
+    Bench,
+    Fault,
+    Guard,
+    Outcome,
+    newest,
+)
+from faults.files import nothing
 from faults.numbers import poison
 from sft_play.errors import DataError, ExitClass
-from sft_play.monitor.runs import run_table
-from sft_play.plan.launch import free_port
-from sft_play.runs import checkpoints
-from sft_play.runs.folder import RunFolder
 from sft_play.stops import REPEAT_SECONDS
 from sft_play.training.trainer import SftTrainer
 
+ZERO_2 = "configs/deepspeed_zero2.json"
 TOO_MUCH = 2**50  # bytes, which no host has
 MANY = {**LONG, "train.max_steps": 80}
 TWO = {**MANY, "train.packing": False}
@@ -76,17 +78,6 @@ def have_another_peft() -> None:
         preflight.stamp.versions = lambda: {**versions(), "peft": "0.1.0"}
 
 
-def on_a_slow_disk() -> None:
-    """Make a rank wait for each file that is brought to the disk."""
-    sync = os.fsync
-
-    def slowly(descriptor: int) -> None:
-        time.sleep(0.05)
-        sync(descriptor)
-
-    os.fsync = slowly
-
-
 def take_long_for_step_3() -> None:
     """Make the forward pass of step 3 take longer than a user waits."""
     compute_loss = SftTrainer.compute_loss
@@ -109,12 +100,14 @@ def signalled(
     at: str = "step 2/",
     prepare: Callable[[], None] | None = None,
     waits: Sequence[float] = (0,),
+    deepspeed: str | None = None,
     **changes: Any,
 ) -> Callable[[Bench], Outcome]:
     """Return an injection: ranks get a signal once the log has a text, as often as there are waits."""
 
     def inject(bench: Bench) -> Outcome:
-        folder = bench.plan({**(TWO if ranks > 1 else MANY), **changes}, num_gpus=ranks)
+        settings = {**(TWO if ranks > 1 else MANY), **changes}
+        folder = bench.plan(settings, num_gpus=ranks, deepspeed_config=deepspeed)
         started = bench.start(folder, ranks, prepare)
         bench.wait_for(folder, at, started)
         bench.inject_now()
@@ -145,55 +138,6 @@ def failing(prepare: Callable[..., None], *words: Any) -> Callable[[Bench], Outc
     return inject
 
 
-def kill_inside_a_save(folder: RunFolder, after_step: int, guard: Guard | None = None) -> Path:
-    """Start a run, kill it with SIGKILL while it saves a later step, and return what it staged."""
-    output = folder.path / "output.txt"
-    arguments = (folder.path, prepared, guard, on_a_slow_disk, ())
-    rank = start_rank(work, arguments, 0, free_port(), output, world_size=1)
-    places = (folder.checkpoints / checkpoints.STAGING, folder.checkpoints)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and rank.is_alive():
-        for step in range(after_step + 1, after_step + 4):
-            staged, open_place = (place / f"checkpoint-{step}" for place in places)
-            if guard is not None and guard.also and (open_place / "optimizer.pt").exists():
-                staged = open_place
-            if (staged / "trainer_state.json").exists() or staged == open_place:
-                os.kill(rank.pid, signal.SIGKILL)
-                assert wait_for(rank) == -signal.SIGKILL
-                return staged
-    raise AssertionError(output.read_text()[-3000:])
-
-
-def gone_on(bench: Bench, folder: RunFolder) -> Outcome:
-    """Go on with a run that was killed; what was said is its line of `make runs`."""
-    line = run_table(folder.path.parent)[0]
-    reached = folder.read_report().global_step
-    again = bench.plan({**MANY, "train.max_steps": 12, "train.resume_from": folder.path})
-    code = bench.work(again)
-    begun = again.read_report().resumed_from
-    found = checkpoints.step_of(Path(begun)) if begun else None
-    return Outcome(code, line, reached, found)
-
-
-def killed_inside_a_save(bench: Bench) -> Outcome:
-    folder = bench.plan({**MANY, "train.max_steps": 12})
-    staged = kill_inside_a_save(folder, 2, bench.guard)
-    outcome = gone_on(bench, folder)
-    assert outcome.goes_on_from == checkpoints.step_of(staged) - 1, "it is the one before"
-    return outcome
-
-
-def killed(bench: Bench) -> Outcome:
-    """SIGKILL at any moment."""
-    folder = bench.plan({**MANY, "train.max_steps": 12})
-    ranks = bench.start(folder)
-    bench.wait_for(folder, "step 4/", ranks)
-    os.kill(ranks[0].pid, signal.SIGKILL)
-    bench.ends(ranks)
-    bench.inject_now()
-    return gone_on(bench, folder)
-
-
 def skipped_by_both(bench: Bench) -> Outcome:
     """A loss of rank 1 is NaN, and both leave the step out."""
     changes = {**TWO, "train.max_steps": 5, "train.on_nonfinite": "skip", **QUIET}
@@ -205,11 +149,6 @@ def skipped_by_both(bench: Bench) -> Outcome:
     report = folder.read_report()
     assert report.skipped_steps == [3], report.skipped_steps
     return Outcome(codes[0], lines[0], report.global_step, newest(folder))
-
-
-def unstaged(self: SftTrainer, trial: Any) -> str:
-    """Save a checkpoint under its own name from the first byte on."""
-    return Trainer._get_output_dir(self, trial)
 
 
 def never(self: Any) -> bool:
@@ -264,26 +203,6 @@ ROWS = (
         loses=1,
     ),
     Fault(
-        "kill-in-a-save",
-        "SIGKILL while a checkpoint is written",
-        killed_inside_a_save,
-        ExitClass.DONE,
-        ("died", "go on with make train TRAIN_RESUME_FROM="),
-        Guard("sft_play.training.trainer:SftTrainer._get_output_dir", unstaged, also=SEALED),
-        60,
-        loses=1,
-    ),
-    Fault(
-        "kill",
-        "SIGKILL between two saves",
-        killed,
-        ExitClass.DONE,
-        ("died", "go on with make train TRAIN_RESUME_FROM="),
-        Guard("sft_play.training.recorder:RunRecorder.note_checkpoint", nothing),
-        60,
-        loses=1,
-    ),
-    Fault(
         "kill-a-rank",
         "SIGKILL of one of two ranks",
         signalled(signal.SIGKILL, ranks=2, to=(1,)),
@@ -311,6 +230,26 @@ ROWS = (
         ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
         Guard("sft_play.training.rank_watch:RankWatch._cause", nothing),
         30,
+        loses=1,
+    ),
+    Fault(
+        "stopped-rank-deepspeed",
+        "the same under DeepSpeed, whose collectives know no timeout",
+        signalled(signal.SIGSTOP, ranks=2, to=(1,), deepspeed=ZERO_2, **{"train.hang_timeout": 8}),
+        ExitClass.PEER_LOST,
+        ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
+        Guard("sft_play.training.rank_watch:RankWatch._cause", nothing),
+        30,
+        loses=1,
+    ),
+    Fault(
+        "kill-a-rank-deepspeed",
+        "SIGKILL of one of two ranks under DeepSpeed",
+        signalled(signal.SIGKILL, ranks=2, to=(1,), deepspeed=ZERO_2),
+        ExitClass.PEER_LOST,
+        ("rank 1 ended without a word", "the end of logs/rank-1.log"),
+        Guard("sft_play.training.classify:_is_peer_lost", nothing),
+        10,
         loses=1,
     ),
     Fault(

@@ -1,5 +1,5 @@
 """All rows of the fault matrix."""
 
-from faults import disks, files, front, numbers, processes
+from faults import disks, files, front, kills, numbers, processes
 
-FAULTS = (*files.ROWS, *numbers.ROWS, *disks.ROWS, *processes.ROWS, *front.ROWS)
+FAULTS = (*files.ROWS, *numbers.ROWS, *disks.ROWS, *processes.ROWS, *kills.ROWS, *front.ROWS)
