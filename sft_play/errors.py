@@ -104,10 +104,15 @@ def of_os_error(error: OSError) -> SftPlayError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if error.errno == errno.EROFS:
         return EnvironmentFault(
-            f"{error.strerror}: {place}; set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders that "
-            "can be read and written"
+            f"{error.strerror}: {place}; make its disk writable again (dmesg says what happened to "
+            "it), or set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders on another"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return EnvironmentFault(
+            f"{error.strerror}: {place}; let this user read and write it (ls -ld, lsattr -d), or "
+            "set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to other folders"
         )
     if error.errno in OF_PATH:
         return EnvironmentFault(f"{error.strerror}: {place}; {OF_PATH[error.errno]}")

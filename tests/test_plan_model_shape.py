@@ -223,8 +223,8 @@ def test_a_folder_that_is_no_model_is_refused(
 
 def test_a_model_that_can_be_had_nowhere_says_what_to_do() -> None:
     message = (
-        r"model.name=a/b/c: no folder of that name here, and the hub gave none "
-        r"\(Repo id must .*set MODEL_NAME to the folder"
+        r"model.name=a/b/c: no folder with a config.json, and no name of the hub, which is "
+        r"owner/name; set MODEL_NAME to one of them"
     )
     with pytest.raises(EnvironmentFault, match=message):
         load_shape("a/b/c", None, {})  # no name that the hub could have, so that nothing is asked
@@ -261,10 +261,10 @@ def test_names_that_share_a_shape_are_that_shape_in_any_case() -> None:
 def test_the_nearest_known_names_are_told_where_the_hub_gives_nothing() -> None:
     # no names that the hub could have, so that nothing is asked
     message = (
-        r"set MODEL_NAME to the folder; known without the hub: "
+        r"set MODEL_NAME to one of them; known without the hub: "
         r"meta-llama/Llama-3.2-1B-Instruct, "
     )
     with pytest.raises(EnvironmentFault, match=message):
         load_shape("a/b/llama-3.2-1b-instruct", None, {})
-    with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to the folder$"):
+    with pytest.raises(EnvironmentFault, match=r"set MODEL_NAME to one of them$"):
         load_shape("a/b/zzz", None, {})

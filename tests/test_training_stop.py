@@ -17,7 +17,7 @@ from rank_processes import start_rank, wait_for
 from run_files import run_json
 from transformers import TrainerControl, TrainerState
 
-from sft_play.errors import DataError, DivergedError, ExitClass
+from sft_play.errors import DataError, DivergedError, EnvironmentFault, ExitClass
 from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
@@ -117,13 +117,16 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
 )
 def test_a_second_signal_of_the_user_leaves_at_once(plan_run, number, seconds, code):
     folder = plan_run({})
-    rank = start_rank(second_signal, (folder.path, number, seconds), 0, free_port(), world_size=1)
+    output = folder.path / "output.txt"
+    arguments = (folder.path, number, seconds)
+    rank = start_rank(second_signal, arguments, 0, free_port(), output, world_size=1)
     assert wait_for(rank) == code
     report = run_json(folder)
     assert report["status"] == ("stopped" if code else "running")
     if code:
         assert (report["exit_class"], report["global_step"]) == (75, 2)
         assert report["cause"].startswith("stopped at once on a second signal, at step 2 and ")
+        assert report["cause"] in output.read_text()
 
 
 def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
@@ -392,6 +395,29 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):
     )
     assert (main_rank.exit_class, other.exit_class) == (ExitClass.PEER_LOST, ExitClass.DATA)
     assert capsys.readouterr().err == "rank 1: rank 1 read a bad row\n"
+
+
+def test_a_rank_that_gives_up_says_why_once_and_what_to_type(recorders, caplog, monkeypatch):
+    """The watch's thread does so while the main thread waits, which may fail with the same words."""
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    _, (main_rank, _) = recorders
+    main_rank.note(next="make train TRAIN_RESUME_FROM=a")
+    main_rank.abandon("rank 1 is silent")
+    with main_rank:
+        raise EnvironmentFault("rank 1 is silent")
+    assert codes == [17]
+    assert caplog.text.count("rank 1 is silent\nexit class 17 (peer_lost), rank 0") == 1
+    assert caplog.text.count("rank 1 is silent") == 1, "once, though the other thread came, too"
+    assert "\ngo on with make train TRAIN_RESUME_FROM=a\n" in caplog.text
+
+
+def test_what_would_happen_again_is_not_to_be_typed_again(recorders, caplog):
+    _, (main_rank, _) = recorders
+    main_rank.note(next="make train TRAIN_RESUME_FROM=a")
+    with main_rank:
+        raise DivergedError("the loss is no number")
+    assert "exit class 14" in caplog.text and "go on with" not in caplog.text
 
 
 def test_a_new_launch_on_the_folder_of_a_failed_one_starts_anew(recorders):

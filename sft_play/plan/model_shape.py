@@ -339,7 +339,12 @@ def _download(name: str, revision: str | None) -> Path:
 
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError:
+        raise EnvironmentFault(
+            f"model.name={name}: no folder with a config.json, and no name of the hub, which is "
+            f"owner/name; set MODEL_NAME to one of them{_similar_names(name)}"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise EnvironmentFault(
             f"model.name={name}: no folder of that name here, and the hub gave none "
             f"({first_line(error)}); check the name, run `hf auth login` for a gated model, or "

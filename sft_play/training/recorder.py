@@ -39,6 +39,13 @@ if TYPE_CHECKING:  # a signal is recorded also while torch is imported, which ta
     from sft_play.training.failure_broadcast import FailureBroadcast
     from sft_play.training.trainer import SftTrainer
 
+# Ends after which the newest checkpoint goes on, once what they name is mended
+GOES_ON = (
+    ExitClass.UNEXPECTED,
+    ExitClass.ENVIRONMENT,
+    ExitClass.DISK_FULL,
+    ExitClass.PEER_LOST,
+)
 STUCK = (
     "another rank is gone or hangs: this one was told to stop while it waited; "
     "logs/rank-*.log of the run say which"
@@ -75,6 +82,7 @@ class RunRecorder:
         self.global_step: Callable[[], int] | None = None  # the trainer's
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
+        self._told: str | None = None  # the cause that was logged
         self._started = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -101,7 +109,7 @@ class RunRecorder:
         if self.exit_class is ExitClass.OUT_OF_MEMORY and is_foreign:
             cause = self._explain(error, cause)
         cause = mask_secrets(cause)
-        self._log_failure(error, cause)
+        self._log_failure(cause, error)
         try:
             self._record_failure(cause)
         except OSError as unwritable:  # a full disk must not hide the cause
@@ -175,6 +183,7 @@ class RunRecorder:
         Called by another thread while the main thread is stuck.
         """
         self.exit_class = ExitClass.PEER_LOST
+        self._log_failure(cause)
         self._record_failure(cause)
         os._exit(self.exit_class)
 
@@ -208,10 +217,14 @@ class RunRecorder:
     def leave(self) -> NoReturn:
         """Record that the user left without a last checkpoint, and end the process."""
         self.exit_class = ExitClass.STOPPED
-        self._record_failure(
+        cause = (
             f"stopped at once on a second signal, at step {self._step()} and without a checkpoint "
             f"of it; {self._to_go_on()}"
         )
+        if self.rank == 0:  # others tell it by themselves
+            with contextlib.suppress(OSError):  # the terminal is gone
+                os.write(2, f"{cause}\n".encode())  # whatever the signal has interrupted
+        self._record_failure(cause)
         stops.leave()
 
     def _classified(self, error: BaseException) -> tuple[ExitClass, str]:
@@ -237,7 +250,8 @@ class RunRecorder:
         """Return in words what the run left."""
         if self.report.checkpoint is None:
             return "nothing is kept of its training"
-        return f"its newest checkpoint is {self.report.checkpoint}"
+        newest = f"its newest checkpoint is {self.report.checkpoint}"
+        return f"{newest}: go on with {self.report.next}" if self.report.next else newest
 
     def _explain(self, error: BaseException, cause: str) -> str:
         """Return the explained cause of an out-of-memory error, and add the facts to the report."""
@@ -251,30 +265,41 @@ class RunRecorder:
         self.note(out_of_memory=explanation.report)
         return explanation.cause
 
-    def _log_failure(self, error: BaseException, cause: str) -> None:
+    def _log_failure(self, cause: str, error: BaseException | None = None) -> None:
         """Log the cause; the traceback of an error of a known class goes to the log file only."""
+        if cause == self._told:  # by another thread of this rank
+            return
+        self._told = cause
         is_known = self.exit_class is not ExitClass.UNEXPECTED
         name = self.exit_class.name.lower()
         logger.error(
-            "%s\nexit class %d (%s), rank %d, %s",
+            "%s\nexit class %d (%s), rank %d, %s%s",
             cause,
             self.exit_class,
             name,
             self.rank,
             self.folder.path,
+            self._going_on(cause),
             exc_info=None if is_known else error,
         )
-        if is_known and not isinstance(error, KeyboardInterrupt):
+        if is_known and error is not None and not isinstance(error, KeyboardInterrupt):
             file_only.warning("raised here", exc_info=error)
+
+    def _going_on(self, cause: str) -> str:
+        """Return the line with what to type next, '' where the cause says it or nothing is kept."""
+        if self.exit_class not in GOES_ON or self.report.next is None or "RESUME" in cause:
+            return ""
+        return f"\ngo on with {self.report.next}"
 
     def _record_failure(self, cause: str) -> None:
         """Write the cause, unless another rank failed first: then that rank's cause stands."""
         if self._has_ended_elsewhere():
-            if self.rank == 0:
-                logger.error("first to fail: %s", self.folder.read_report().cause)
+            first = self.folder.read_report().cause
+            if self.rank == 0 and first != cause:
+                logger.error("first to fail: %s", first)
             return
         if self.rank != 0:  # its logger does not write to the terminal
-            sys.stderr.write(f"rank {self.rank}: {cause}\n")
+            sys.stderr.write(f"rank {self.rank}: {cause}{self._going_on(cause)}\n")
         self.finish(_status(self.exit_class), self.exit_class, cause, force=True)
 
     def _log_unwritable(self, error: OSError) -> None:

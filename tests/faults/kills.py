@@ -31,7 +31,6 @@ from sft_play.runs import checkpoints
 from sft_play.runs.folder import RunFolder
 from sft_play.training.trainer import SftTrainer
 
-
 FILES = 9  # of a save, when it ends; the kill comes with any of them
 
 
