@@ -1,13 +1,16 @@
 """The best checkpoint: which one it is, early stopping, its weights at the end; the time budget."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from faults.files import flip
 from run_files import run_json
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
+from sft_play.training import worker
 from sft_play.training.best import best_step, evaluations_since_best
 from sft_play.training.callbacks import EvalSpeedCallback
 
@@ -71,6 +74,29 @@ def test_training_ends_early_and_saves_the_best_weights(worsened):
 def test_the_answers_of_a_run_have_the_scores_that_were_asked_for(worsened):
     lines = (worsened.evaluation / "after.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["exact_match"] for line in lines) == [0, 0, 0, 1]
+
+
+@pytest.mark.long
+def test_a_best_checkpoint_that_is_damaged_is_named_and_the_last_weights_are_saved(
+    worsened, plan_run, run_worker, monkeypatch
+):
+    asked = worsened.read_config().train
+    take = worker.take_best
+
+    def damaged(trainer, train):
+        flip(Path(trainer.args.output_dir) / "checkpoint-1" / "adapter_model.safetensors")
+        return take(trainer, train)
+
+    monkeypatch.setattr(worker, "take_best", damaged)
+    names = ("eval_strategy", "eval_steps", "save_strategy", "save_steps", "max_steps")
+    settings = {f"train.{name}": getattr(asked, name) for name in names}
+    base = {"model.name": worsened.read_config().model.name, "train.max_steps": 3}
+    folder = plan_run({**settings, **base, "train.load_best_model_at_end": True})
+    assert run_worker(folder) == 0
+    assert "best" not in run_json(folder)
+    log = (folder.path / "logs" / "rank-0.log").read_text()
+    assert "checkpoint-1: adapter_model.safetensors has SHA-256 " in log
+    assert "the weights of the last step are saved, not the best" in log
 
 
 # The time of evaluations

@@ -144,10 +144,11 @@ def take_best(trainer: "SftTrainer", train: TrainSection) -> dict[str, Any] | No
     if step == trainer.state.global_step:
         return found
     checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{step}"
-    if not trainer.process.min(int(seal.is_sealed(checkpoint))):
-        if trainer.process.is_main:
+    damage = seal.find_damage(checkpoint) if trainer.process.local_rank == 0 else None
+    if trainer.process.max(int(damage is not None)):
+        if damage is not None:
             logger.warning(
-                "%s is not there: the weights of the last step are saved, not the best", checkpoint
+                "%s: %s; the weights of the last step are saved, not the best", checkpoint, damage
             )
         return None
     if trainer.is_deepspeed_enabled:
