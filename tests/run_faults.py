@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+FILES = ("test_faults.py", "test_fault_counts.py", "test_fault_counts_resume.py")
 sys.path.insert(0, str(TESTS.parent))
 
 
@@ -19,8 +20,9 @@ def main() -> int:
 
     os.environ[page.VARIABLE] = "yes"
     os.environ["OMP_NUM_THREADS"] = "1"  # sums of as many parts everywhere
-    files = [str(TESTS / name) for name in ("test_faults.py", "test_fault_counts.py")]
+    files = [str(TESTS / name) for name in FILES]
     words = [word for word in os.environ.get("ROWS", "").split(",") if word]
+    words += [word.replace("-", "_") for word in words if "-" in word]  # of a count
     options = ["-p", "no:xdist", "-rs"]
     if words:
         code = pytest.main([*options, *files, "-k", " or ".join(words)])

@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,18 +16,13 @@ from typing import Any, get_args
 import psutil
 import pytest
 import test_config_errors as bad
-import torch
-from faults import page
-from faults.bench import EVERY_STEP, QUIET, Bench, Fault, meet, processes_of
+from faults.bench import EVERY_STEP, QUIET, Bench, meet, processes_of
+from faults.counting import MOST, noted, row, up_to
 from faults.disks import called
 from faults.files import flip
 from faults.front import CANARY, PAYLOADS
-from faults.table import FAULTS
 from make_runs import Launched
 from pydantic import ValidationError
-from rank_processes import start_rank, wait_for, work
-from run_files import run_json
-from safetensors.torch import load_file, save_file
 from test_data_cache import KEY, fill
 from test_runs_resumed import SOME_VALUES
 
@@ -36,33 +30,15 @@ from benchmarks import sealing
 from sft_play.config.on_resume import MUST_MATCH
 from sft_play.config.schema import Config, env_name, kinds, settings
 from sft_play.data import cache
-from sft_play.plan.launch import free_port
 from sft_play.runs import seal
-from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import QUANTISATION
-from sft_play.training.trainer import SftTrainer
 
 AS_UNINTERRUPTED = "the run goes on, and ends with the same losses and weights as one that was not"
-Start = Callable[..., tuple[RunFolder, list]]
 pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[1]
-MOST = int(os.environ.get("COUNT") or 10**6)
 
 
-def up_to(target: int) -> range:
-    return range(min(target, MOST))
-
-
-def noted(name: str, counted: str, target: str, seen: str) -> None:
-    page.note("counts", name, counted=counted, target=target, seen=seen)
-
-
-def row(name: str) -> Fault:
-    (found,) = (fault for fault in FAULTS if fault.name == name)
-    return found
-
-
-def test_flips_of_a_checkpoint(finished, tmp_path):
+def test_flips_are_found(finished, tmp_path):
     copy = shutil.copytree(finished("lora").checkpoints / "checkpoint-2", tmp_path / "checkpoint-2")
     paths = sorted(path for path in copy.rglob("*") if path.is_file())
     bits, found = random.Random(1), 0
@@ -78,7 +54,7 @@ def test_flips_of_a_checkpoint(finished, tmp_path):
     assert found == total and seal.find_damage(copy) is None
 
 
-def test_flips_of_the_token_cache(tmp_path):
+def test_cache_flips_are_found(tmp_path):
     def content(folder: Path) -> None:
         fill(folder, "samples" * 100)
 
@@ -132,7 +108,7 @@ def bad_calls(folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     return calls
 
 
-def test_bad_configs(tmp_path):
+def test_bad_configs_are_refused(tmp_path):
     calls = bad_calls(tmp_path)[:MOST]
     slowest, refused, wrong = 0.0, 0, []
     for words, environ in calls:
@@ -148,7 +124,7 @@ def test_bad_configs(tmp_path):
     assert not wrong and slowest < 1
 
 
-def test_words_that_a_shell_would_run(tmp_path):
+def test_shell_words_are_not_run(tmp_path):
     names = ("CONFIG", "RUN", "TRAIN_RUN_NAME", "DATA_TRAIN_PATH", "NUM_GPUS", "DEVICE", "PY")
     names += ("PYTHON", "SFT", "CHECK", "ENV", "DEEPSPEED_CONFIG", "TB_PORT", "MODEL_NAME", "GIVEN")
     tried = 0
@@ -206,11 +182,11 @@ def test_many(bench_of, name, target, words):
         met += not problems
         wrong += problems
     seen = f"{met} of {len(up_to(target))}, the slowest {slowest:.1f} s"
-    noted(f"many-{name}", words, f"{target} of {target}", seen)
+    noted(name, words, f"{target} of {target}", seen)
     assert not wrong
 
 
-def test_front_ends_that_are_killed(bench_of):
+def test_front_ends_that_are_killed_begin_anew(bench_of):
     """At any moment of its work; the same command, typed again, comes to its launch."""
     goes_on, wrong = 0, []
     for number in up_to(40):
@@ -241,7 +217,7 @@ def victim_of(run: Launched, number: int) -> psutil.Process:
     return ranks[int(which[-1])]
 
 
-def test_nothing_is_left_of_launched_runs(settings_of, tmp_path):
+def test_orphans_are_not_left(settings_of, tmp_path):
     settings = settings_of({**EVERY_STEP, "train.save_steps": 50, "train.max_steps": 3000})
     left, slowest = [], 0.0
     for number in up_to(40):
@@ -321,7 +297,7 @@ def another_base(config: Config, folder: Path) -> Path:
     return base
 
 
-def test_every_setting_that_must_match(bench_of, plan_run, run_worker):
+def test_must_match_or_it_is_refused(bench_of, plan_run, run_worker):
     """Each is changed alone; the front end refuses it, and nothing is launched."""
     saved = plan_run({**EVERY_STEP, **COSINE})
     assert run_worker(saved) == 0
@@ -349,173 +325,12 @@ def test_every_setting_that_must_match(bench_of, plan_run, run_worker):
     assert not wrong
 
 
-SOME = {**EVERY_STEP, "train.max_steps": 6}
-CONFIGS: list[dict[str, Any]] = [
-    {"tuning.mode": mode, "train.packing": packing, "tuning.lora.dropout": dropout, **more}
-    for mode, dropout in (("lora", 0.0), ("lora", 0.2), ("full", 0.0))
-    for packing in (True, False)
-    for more in (
-        {},
-        {"train.lr_scheduler_type": "cosine", "train.warmup_steps": 2},
-        {"train.optim": "adamw_torch", "train.weight_decay": 0.1},
-        {"train.neftune_noise_alpha": 5.0, "train.seed": 7},
-        {"train.eval_strategy": "steps", "train.eval_steps": 1, "train.data_seed": 3},
-    )
-]
-
-
-def by_setting(start: Start, settings: dict[str, Any], at: int) -> RunFolder:
-    """Stop a run by train.stop_after."""
-    run, ranks = start({**settings, "train.stop_after": at})
-    assert [wait_for(rank) for rank in ranks] == [75]
-    return run
-
-
-def by_signal(number: signal.Signals) -> Callable[[Start, dict[str, Any], int], RunFolder]:
-    """Return what stops a run by a signal."""
-
-    def stop(start: Start, settings: dict[str, Any], at: int) -> RunFolder:
-        run, ranks = start(settings, slow_steps)
-        log = run.logs / "rank-0.log"
-        while not (log.exists() and f"step {at}/" in log.read_text()):
-            assert ranks[0].is_alive()
-            time.sleep(0.005)
-        os.kill(ranks[0].pid, number)
-        assert wait_for(ranks[0]) in (75, -signal.SIGKILL)
-        return run
-
-    return stop
-
-
-def slow_steps() -> None:
-    """Make a step take as long as a signal needs to come."""
-    compute_loss = SftTrainer.compute_loss
-
-    def slowly(self: SftTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
-        time.sleep(0.05)
-        return compute_loss(self, *arguments, **options)
-
-    SftTrainer.compute_loss = slowly
-
-
-STOPS = {
-    "train.stop_after": by_setting,
-    "SIGTERM": by_signal(signal.SIGTERM),
-    "SIGKILL": by_signal(signal.SIGKILL),
-}
-
-
-def weights_of(folder: RunFolder, mode: str) -> dict[str, torch.Tensor]:
-    (path,) = folder.weights(mode).glob("*model.safetensors")
-    return load_file(path)
-
-
-def is_same(first: RunFolder, second: RunFolder, mode: str) -> bool:
-    """Return whether two runs ended with the same bits: weights and logged losses."""
-    ours, theirs = (weights_of(run, mode) for run in (first, second))
-    same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    return same and run_json(first)["loss"] == run_json(second)["loss"]
-
-
-def test_resumed_is_uninterrupted_bit_for_bit(plan_run):
-    assert len(CONFIGS) == 30
-
-    def start(settings: dict[str, Any], prepare: Callable | None = None) -> tuple:
-        run = plan_run(settings)
-        output = run.path / "output.txt"
-        rank = start_rank(work, (run.path, prepare), 0, free_port(), output, world_size=1)
-        return run, [rank]
-
-    def finish(settings: dict[str, Any]) -> RunFolder:
-        run, ranks = start(settings)
-        assert [wait_for(rank) for rank in ranks] == [0], settings
-        return run
-
-    differ = []
-    for number in up_to(30):
-        settings = {**SOME, **CONFIGS[number]}
-        at = 2 + number % 3  # in the middle of an epoch, at its end, after it
-        whole = finish(settings)
-        for name, stop in STOPS.items():
-            stopped = stop(start, settings, at)
-            resumed = finish({**settings, "train.resume_from": stopped.path})
-            if not is_same(resumed, whole, settings["tuning.mode"]):
-                differ.append((name, CONFIGS[number]))
-    total = len(up_to(30)) * len(STOPS)
-    words = f"30 configurations, each stopped by {', '.join(STOPS)}: bit for bit as uninterrupted"
-    noted("bit-exact", words, "90 of 90", f"{total - len(differ)} of {total}")
-    assert not differ
-
-
-def change(name: str, key: str, by: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Return what changes a value of a file that torch saved."""
-
-    def spoil(checkpoint: Path) -> None:
-        values = torch.load(checkpoint / name, weights_only=False)
-        inner = values["state"][0] if name == "optimizer.pt" else values
-        inner[key] = by(inner[key])
-        torch.save(values, checkpoint / name)
-
-    return spoil
-
-
-def another_state() -> torch.Tensor:
-    """Return a random state of torch that another seed begins with."""
-    return torch.Generator().manual_seed(1).get_state()
-
-
-def nudge(checkpoint: Path) -> None:
-    path = checkpoint / "adapter_model.safetensors"
-    tensors = load_file(path)
-    next(iter(tensors.values())).view(-1)[0] += 1e-3
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-CONTROLS: dict[str, Callable[[Path], None]] = {
-    "a weight": nudge,
-    "the first moment": change("optimizer.pt", "exp_avg", lambda old: old * 1.5),
-    "the second moment": change("optimizer.pt", "exp_avg_sq", lambda old: old * 1.5),
-    "the optimizer's step": change("optimizer.pt", "step", lambda old: old + 1),
-    "the schedule": change("scheduler.pt", "last_epoch", lambda old: old + 1),
-    "the random state of torch": change("rng_state.pth", "cpu", lambda old: another_state()),
-}
-OTHER: dict[str, dict[str, Any]] = {
-    "the seed": {"train.seed": 8},
-    "the learning rate": {"train.learning_rate": 0.02},
-    "the order of the rows": {"train.data_seed": 9},
-}
-
-
-def test_negative_controls_differ(plan_run, run_worker):
-    """What is compared would notice: a change of each part of the state ends otherwise."""
-    settings = {**SOME, "tuning.lora.dropout": 0.2, "train.lr_scheduler_type": "cosine"}
-    whole = plan_run(settings)
-    assert run_worker(whole) == 0
-    other = []
-    for name, spoil in list(CONTROLS.items())[:MOST]:
-        first = plan_run({**settings, "train.stop_after": 3})
-        assert run_worker(first) == 75
-        checkpoint = first.checkpoints / "checkpoint-3"
-        spoil(checkpoint)
-        seal.seal(checkpoint)
-        second = plan_run({**settings, "train.resume_from": first.path})
-        assert run_worker(second) == 0, name
-        other.append(not is_same(second, whole, "lora"))
-    for changed in list(OTHER.values())[:MOST]:
-        run = plan_run({**settings, **changed})
-        assert run_worker(run) == 0
-        other.append(not is_same(run, whole, "lora"))
-    words = "negative controls that end otherwise: one part of the state or one setting is changed"
-    noted("controls", words, "9 of 9", f"{sum(other)} of {len(other)}")
-    assert all(other)
-
-
 def have_tokens(tokens: dict[str, str]) -> None:
     """Have tokens in the environment."""
     os.environ.update(tokens)
 
 
-def test_no_file_has_the_canary(bench_of, plan_run, tmp_path):
+def test_canary_is_in_no_file(bench_of, plan_run, tmp_path):
     """A token in the environment of a whole run, from its plan to its report."""
     bench = bench_of(0)
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")

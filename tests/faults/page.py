@@ -55,8 +55,8 @@ def counts(seen: dict[str, dict[str, Any]]) -> str:
     """Return the table of the counts."""
     lines = [
         "## Counts\n",
-        "On two shared CPU cores, with the tiny model. Where fewer than the target were seen, fewer "
-        "were run: `ROWS=` takes the names of rows, and `COUNT=` the most of each count.\n",
+        "On two shared CPU cores, with the tiny model. `make test-faults ROWS=` with the name of a "
+        "row prints it again; where fewer than the target were seen, fewer were run (`COUNT=`).\n",
         "| row | what is counted | target | seen | on |",
         "| --- | --- | --- | --- | --- |",
     ]
