@@ -1,5 +1,6 @@
 """Scores depend only on the model and the rows, and an evaluation does not change the model."""
 
+import contextlib
 import json
 import math
 import random
@@ -9,8 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
@@ -19,9 +23,10 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.rows import Message
 from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
+from sft_play.evaluation import generate
 from sft_play.evaluation.batches import Room, batches_of, share_of_rank
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator
-from sft_play.evaluation.generate import Answer
+from sft_play.evaluation.generate import Answer, Generator
 from sft_play.evaluation.metrics import rouge_l
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
 from sft_play.models.fast.loss.install import fuse_loss
@@ -437,3 +442,46 @@ def test_a_model_is_after_an_evaluation_what_it_was_before_also_when_the_evaluat
     assert not any(inside["training"]) and not any(inside["checkpointing"])
     assert any(before["checkpointing"]) and traits(model) == before
     assert speed.seconds > 0
+
+
+# Speed of generation in 16 bits, with adapters
+
+
+class CastsToFloat32(TorchDispatchMode):
+    """Counts bfloat16 tensors that are cast to float32."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            self.count += kwargs.get("dtype") == torch.float32
+        return func(*args, **kwargs)
+
+
+def test_generation_casts_no_input_of_an_adapter_to_float32_and_back(
+    taught_base, split, tokenizer, monkeypatch
+):
+    base = AutoModelForCausalLM.from_pretrained(taught_base, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    names = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=names)).eval()
+    linears = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for linear in linears:
+        torch.nn.init.normal_(linear.lora_B["default"].weight, std=0.02)
+    assert {linear.lora_A["default"].weight.dtype for linear in linears} == {torch.float32}
+    process = Process.alone(torch.device("cpu"), torch.bfloat16)
+    train = TrainSection.model_validate({"generation_max_new_tokens": 8})
+    prompts = [split[index].prompt for index in range(3)]
+    found = []
+    for is_active in (True, False):
+        if not is_active:
+            plain = lambda model, active: contextlib.nullcontext()  # noqa: E731
+            monkeypatch.setattr(generate, "disable_input_dtype_casting", plain)
+        with CastsToFloat32() as casts:
+            ids = Generator(tokenizer, train, process).generate(model, prompts)
+        found.append((ids, casts.count))
+    (ids, casts), (plain_ids, plain_casts) = found
+    assert torch.equal(ids, plain_ids)
+    assert plain_casts - casts == len(linears) * ids.shape[1]
+    assert all(linear.cast_input_dtype_enabled for linear in linears)

@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.commands import use
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.evaluation.generate import Generator
 from sft_play.inference.chat import banner_lines
 from sft_play.inference.load import load_run
 from sft_play.runs.folder import RunFolder
@@ -154,6 +157,42 @@ def test_the_banner_of_a_chat_names_the_folder(adapter, taught_base, tmp_path):
     )
     trained = load_run(folder, "cpu", config)
     assert banner_lines(folder, trained)[:2] == [f"model   {adapter}", f"base    {taught_base}"]
+
+
+class CastsOfWeights(TorchDispatchMode):
+    """Counts float32 tensors that are cast to bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32:
+            self.count += kwargs.get("dtype") == torch.bfloat16
+        return func(*args, **kwargs)
+
+
+def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, tmp_path):
+    values = {
+        "model": {"name": str(taught_base), "dtype": "bfloat16"},
+        "tuning": {"mode": "lora"},
+        "train": {"bf16": True, "generation_max_new_tokens": 5},
+    }
+    config = Config.model_validate(values)
+    trained = load_run(find_model(str(adapter), tmp_path), "cpu", config)
+    weights = [name for name, _ in trained.model.named_parameters() if "lora_" in name]
+    assert trained.process.compute_dtype == torch.bfloat16
+    no_stop = (len(trained.tokenizer),)
+    generator = Generator(trained.tokenizer, config.train, trained.process, saved_stops=no_stop)
+    found = []
+    for is_kept in (True, False):
+        if not is_kept:  # as PEFT loads them
+            trained.model.requires_grad_(False)
+        with CastsOfWeights() as casts:
+            ids = generator.generate(trained.model, [[5, 6, 7]])
+        found.append((ids, casts.count))
+    (ids, casts), (same_ids, casts_of_frozen) = found
+    assert ids.shape == (1, 5) and torch.equal(ids, same_ids)
+    assert casts_of_frozen - casts == 4 * len(weights) > 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from peft.helpers import disable_input_dtype_casting
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -77,7 +78,9 @@ class Generator:
         assert limit != "auto", "the rows or the command resolve generation_max_new_tokens"
         input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
         device = self.process.device
-        with self.process.autocast():
+        # else PEFT casts the input of each adapter to float32, and autocast casts it back
+        is_half = self.process.compute_dtype != torch.float32
+        with self.process.autocast(), disable_input_dtype_casting(model, active=is_half):
             ids = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),

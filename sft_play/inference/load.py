@@ -63,10 +63,22 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
             model = load_adapter(base, weights) if of_run else load_other_adapter(base, folder)
     move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
+    if process.compute_dtype != torch.float32:
+        let_autocast_keep_copies(model)
     stops = read_stops(weights)
     if isinstance(folder, ModelFolder) and not stops:
         stops = stops_of(model)
     return TrainedModel(model, tokenizer, config, process, stops)
+
+
+def let_autocast_keep_copies(model: torch.nn.Module) -> None:
+    """Let autocast cast float32 weights, as adapters have, once in a context and not at every use.
+
+    It keeps the copies of parameters that take a gradient. None is computed here.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.requires_grad_(True)
 
 
 def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
