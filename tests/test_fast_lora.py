@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears import lora
+from sft_play.models.fast.linears import lora, products
 from sft_play.models.fast.linears.lora import fuse_lora_linear, lora_linears, why_not_fusable
 
 IN, OUT, TOKENS = 64, 96, 10
@@ -290,7 +290,8 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, mutate = MUTANTS[name]
     modules = Case().modules()
     wanted = results(plainly, modules)
-    monkeypatch.setattr(lora, function, mutate(getattr(lora, function)))
+    owner = lora if hasattr(lora, function) else products
+    monkeypatch.setattr(owner, function, mutate(getattr(owner, function)))
     assert worst(results(lora_linears, modules), wanted) > 1e-2
 
 

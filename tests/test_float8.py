@@ -10,9 +10,10 @@ from torch import nn
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.fast.linears import float8 as fused_float8
+from sft_play.models.float8 import products
+from sft_play.models.float8.format import FLOAT8, LARGEST
 from sft_play.models.float8.linear import Float8Linear, is_float8
-from sft_play.models.float8.products import product
-from sft_play.models.float8.quantise import FLOAT8, LARGEST, quantise, why_not_quantised
+from sft_play.models.float8.quantise import quantise, quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, load_model
 from sft_play.process import Process
 
@@ -93,6 +94,17 @@ def test_columns_are_scaled_before_the_largest_is_sought():
     assert torch.equal(found.scales, expected.scales)
 
 
+def test_the_scale_of_a_weight_is_the_best_of_an_octave():
+    weight = torch.cat([numbers(32, 256), torch.zeros(1, 256)])
+    found = quantise_weight(weight)
+    plain = quantise(weight)
+    ratio = found.scales / plain.scales
+    assert ratio.min() == 1 and 1 < ratio.max() < 2 and found.scales[-1] == 1
+    errors = [(q.dequantised(torch.float32) - weight).square().sum(1) for q in (found, plain)]
+    assert (errors[0] <= errors[1]).all()
+    assert errors[0].sum() < 0.92 * errors[1].sum()
+
+
 # Which weights stay
 
 
@@ -146,7 +158,7 @@ def test_autocast_gives_the_type_of_the_output_and_no_other_sums():
         y = layer(x)
     assert y.dtype == torch.bfloat16
     rounded = x.bfloat16()
-    expected = product(quantise(rounded), layer.weight, layer.weight_scale, torch.float32)
+    expected = products.product(quantise(rounded), layer.weight, layer.weight_scale, torch.float32)
     torch.testing.assert_close(y, expected.bfloat16() + layer.bias.bfloat16())
 
 
@@ -158,6 +170,19 @@ def test_a_float8_weight_and_its_scales_keep_their_types(convert):
     assert (layer.weight.dtype, layer.weight_scale.dtype) == (FLOAT8, torch.float32)
     assert layer.bias.dtype == getattr(torch, convert if convert != "float" else "float32")
     assert torch.equal(layer.dequantised_weight(torch.float32), before)
+
+
+def test_the_gpus_product_takes_the_layouts_that_it_is_given():
+    """torch multiplies float8 on a CPU too, by the interface that GPUs have."""
+    weight = quantise_weight(numbers(48, 32, seed=1))
+    x, dy = quantise(numbers(7, 32)), quantise(numbers(7, 48, seed=2), weight.scales)
+    forward = products._scaled_mm(x, weight.values.t(), weight.scales)
+    expected = products.product(x, weight.values, weight.scales, torch.float32)
+    torch.testing.assert_close(forward.float(), expected, rtol=2**-8, atol=1e-2)
+    transposed = weight.values.float().t().contiguous().to(FLOAT8)
+    backward = products._scaled_mm(dy, transposed.t(), torch.ones(32))
+    expected = products.input_product(dy, weight.values, torch.float32)
+    torch.testing.assert_close(backward.float(), expected, rtol=2**-8, atol=1e-2)
 
 
 # Models

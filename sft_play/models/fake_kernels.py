@@ -23,13 +23,16 @@ from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.experts import function as experts_function
 from sft_play.models.fast.experts import gates as experts_gates
 from sft_play.models.fast.experts import products as experts_products
-from sft_play.models.fast.linears import glu, lora, mlp
+from sft_play.models.fast.linears import float8, glu, lora, mlp
+from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import install as loss_install
 from sft_play.models.fast.loss import linear_cross_entropy
 from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.norms import residual, rms
 from sft_play.models.fast.setup import is_training
+from sft_play.models.float8 import linear as float8_linear
+from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.plan.fast import MIN_CAPABILITY
 
 
@@ -219,11 +222,30 @@ def nll_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`linears.lora.dequantize`, which knows 4-bit weights by a class that fake tensors lack."""
+    """`linears.products.dequantize`, which knows 4-bit weights by a class that fakes lack."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.to(dtype)
     return dequantize_4bit(weight.view(-1, 1), state).to(dtype)
+
+
+def quantise(x: Tensor, *_: Any) -> Quantised:
+    """`float8.quantise.quantise`: allocates its output and a float32 for each row."""
+    scales = x.new_empty(len(x), dtype=torch.float32)
+    return Quantised(torch.empty_like(x, dtype=FLOAT8), scales)
+
+
+def float8_product(x: Quantised, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`float8.products.product`: allocates only its output."""
+    return x.scales.new_empty(len(x.scales), len(weight), dtype=dtype)
+
+
+def float8_input_product(dy: Quantised, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`float8.products.input_product`: allocates its output, and a transposed weight."""
+    transposed = torch.empty_like(weight)
+    dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
+    del transposed
+    return dx
 
 
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -252,7 +274,7 @@ class Replacement(NamedTuple):
 
 # Functions that read the values of tensors, which fake tensors do not have
 VALUE_READERS = (
-    Replacement(lora, "dequantize", dequantize),
+    Replacement(linear_products, "dequantize", dequantize),
     Replacement(experts_products, "dequantize", dequantize),
     Replacement(functional, "grouped_mm", grouped_mm),
     # tests check this for every model of plan.fast
@@ -270,6 +292,15 @@ GPU_KERNELS = (
     Replacement(glu, "glu_backward", glu_backward),
     Replacement(mlp, "glu_forward", glu_forward),
     Replacement(mlp, "glu_backward", glu_backward),
+    *(
+        Replacement(module, name, fake)
+        for module in (float8, float8_linear)
+        for name, fake in (
+            ("quantise", quantise),
+            ("product", float8_product),
+            ("input_product", float8_input_product),
+        )
+    ),
     Replacement(experts_function, "sum_choices", sum_choices),
     Replacement(experts_gates, "glu_forward", glu_forward),
     Replacement(experts_gates, "fused_glu_backward", gate_backward),

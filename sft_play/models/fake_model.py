@@ -18,6 +18,7 @@ from sft_play.models import bnb, lora
 from sft_play.models.expert_quantization import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.interface import keep_soft_caps
+from sft_play.models.float8.loading import quantise_on_meta
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.load import weight_dtype
 from sft_play.plan.model_shape import known_config
@@ -49,6 +50,8 @@ def build_on_meta(
     keep_soft_caps(model)
     if config.tuning.mode == "qlora":
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage == 3))
+    if config.tuning.base_dtype == "float8":
+        quantise_on_meta(model)
     if config.tuning.mode != "full":
         tokens = config.tuning.lora.trainable_tokens or ()
         model = lora.add_adapters(model, config, range(len(tokens)))  # any rows take as many bytes

@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.models import bnb, expert_quantization
 from sft_play.models.float8.loading import Float8Config, float8_candidates
-from sft_play.models.float8.quantise import quantise_reference, why_not_quantised
+from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
 
 Quantization = BitsAndBytesConfig | Float8Config
 
@@ -43,7 +43,7 @@ def rounded(weight: Tensor, quantization: Quantization) -> Tensor:
         packed = expert_quantization.pack(weight.to(device), quantization)
         unpacked = bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
         return unpacked.to(weight.device)
-    found = quantise_reference(weight)
+    found = quantise_weight(weight)
     if why_not_quantised(weight, found) is not None:
         return weight
     return found.dequantised(torch.float32)

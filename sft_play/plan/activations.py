@@ -155,10 +155,28 @@ def _transient_bytes(step: StepSpec, layout: Layout) -> int:
     if layout.checkpointed_layers == step.model.layers:
         layer = layout.tokens * layer_bytes_per_token(step)
         recomputed = max(0, layer - _loss_bytes(step, layout.tokens).backward)
+    recomputed += _float8_bytes(step, layout.tokens)
     if not step.is_fast:
         return recomputed + _dora_bytes(step)
     features = 2 * step.model.hidden + 3 * step.model.intermediate
     return recomputed + layout.tokens * step.compute_bytes * features
+
+
+def _float8_bytes(step: StepSpec, tokens: int) -> int:
+    """Return what the input gradient of the widest float8 linear holds beside its operands.
+
+    On a GPU the output's gradient in 8 bits, the weight transposed, and the product before it is
+    added to those that share its input; elsewhere float32 copies of gradient and weight.
+    """
+    if not step.is_float8:
+        return 0
+    needed = 0
+    for kind in step.model.float8_matrices:
+        matrix = kind.inputs * kind.outputs
+        on_gpu = tokens * (kind.outputs + step.compute_bytes * step.model.hidden) + matrix
+        on_cpu = 4 * (tokens * (2 * kind.outputs + kind.inputs) + matrix)
+        needed = max(needed, on_gpu if step.is_gpu else on_cpu)
+    return needed
 
 
 def _dora_bytes(step: StepSpec) -> int:

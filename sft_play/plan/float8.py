@@ -3,6 +3,7 @@
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan.cards import Card
 from sft_play.plan.devices import Hardware
 from sft_play.plan.ranks import Ranks
 
@@ -17,6 +18,15 @@ def is_float8(config: Config) -> bool:
 def supports_float8(hardware: Hardware) -> bool:
     """Return whether every GPU here multiplies float8 numbers; a CPU computes what they would."""
     return all(gpu.capability >= FLOAT8_CAPABILITY for gpu in hardware.gpus)
+
+
+def may_be_float8(config: Config, card: Card | None) -> bool:
+    """Return whether a run that has no float8 base could have one on GPUs of a known card."""
+    if card is None or card.capability < FLOAT8_CAPABILITY or is_float8(config):
+        return False
+    lora = config.tuning.lora
+    is_plain = not lora.use_dora and lora.init_lora_weights != "orthogonal"
+    return config.tuning.mode == "lora" and config.tuning.backend == "bnb" and is_plain
 
 
 def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:

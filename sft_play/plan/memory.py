@@ -166,9 +166,15 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
 def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
     """Return the bytes of all base weights, of which the unquantised have `weight_bytes` each.
 
-    Under qlora the linear layers are quantised; embeddings, head, norms and routers are not.
+    Under qlora the linear layers are quantised; embeddings, head, norms and routers are not. In
+    float8 a weight takes a byte, and each output a float32 scale.
     """
     model = step.model
+    if step.is_float8:
+        kinds = model.float8_matrices
+        in_float8 = sum(kind.weights for kind in kinds)
+        scales = sum(kind.weights // kind.inputs for kind in kinds)
+        return in_float8 + 4 * scales + weight_bytes * (model.parameters - in_float8)
     if step.mode != "qlora":
         return weight_bytes * model.parameters
     four_bit = NF4_BYTES if step.double_quant else FP4_PLAIN_BYTES
@@ -179,7 +185,7 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Weights as they are read: below stage 3 ZeRO reads them whole, then converts their type."""
     weights = held.weights
-    if step.is_fsdp and step.mode != "qlora":  # each rank reads its own part
+    if step.is_fsdp and not step.is_quantised:  # each rank reads its own part
         return PhaseBytes(
             weights=weights,
             adapters=held.adapters,

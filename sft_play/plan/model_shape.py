@@ -86,6 +86,11 @@ class ModelShape:
         return sum(kind.weights for kind in self.matrices if kind.is_quantised)
 
     @property
+    def float8_matrices(self) -> tuple[MatrixKind, ...]:
+        """The matrices that a float8 base has in 8 bits."""
+        return tuple(kind for kind in self.matrices if kind.fits_float8)
+
+    @property
     def parameters(self) -> int:
         """All weights; tied ones once."""
         if self.structure is not None:

@@ -280,6 +280,8 @@ def _gib_or_dash(size_bytes: int) -> str:
 def _weight_types(planned: PlannedRun) -> str:
     tuning = planned.config.tuning
     step = planned.plan.step
+    if step.is_float8:
+        return "float8"
     if tuning.mode == "qlora":
         constants = ", double quantised" if tuning.bnb_4bit_use_double_quant else ""
         return tuning.bnb_4bit_quant_type.upper() + constants

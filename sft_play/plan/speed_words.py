@@ -40,6 +40,8 @@ def _unmeasured(step: StepSpec) -> str | None:
     model = step.model
     if model.guess is not None:
         return "the model's layers are not known"
+    if step.is_float8:
+        return "no run over a float8 base was measured"
     if model.structure is None:
         return None
     if model.structure.experts and not (step.mode == "lora" and step.is_fast):

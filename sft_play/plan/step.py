@@ -36,6 +36,7 @@ class StepSpec:
     is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
+    is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
 
     def with_trace(self, traced: TracedStep) -> "StepSpec":
         """Return the step with what a trace found of it."""
@@ -59,6 +60,11 @@ class StepSpec:
     def is_full(self) -> bool:
         """Whether every weight is trained."""
         return self.mode == "full"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether base weights are in 4 bits or in float8; they are read whole."""
+        return self.mode == "qlora" or self.is_float8
 
     @property
     def divides_training(self) -> bool:

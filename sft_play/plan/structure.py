@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+FLOAT8_MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of it
 # Parameters of experts by what earlier layouts call their parts
 FUSED = (
     ("experts.gate_up_proj", ("gate_proj", "up_proj")),
@@ -42,6 +43,12 @@ class MatrixKind:
     def active_weights(self) -> int:
         """Weights that a token meets."""
         return self.count * self.active * self.inputs * self.outputs
+
+    @property
+    def fits_float8(self) -> bool:
+        """Whether float8 products take it: no router, no stacked experts, sizes of full blocks."""
+        sizes = self.inputs % FLOAT8_MULTIPLE + self.outputs % FLOAT8_MULTIPLE
+        return self.is_quantised and not self.is_stacked and sizes == 0
 
     def has_name(self, target: str) -> bool:
         """Return whether a target names it, by PEFT's rule: the last words of a name."""

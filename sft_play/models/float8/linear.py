@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.products import input_product, product
-from sft_play.models.float8.quantise import FLOAT8, Quantised, quantise
+from sft_play.models.float8.quantise import quantise
 
 
 class Float8Linear(nn.Linear):

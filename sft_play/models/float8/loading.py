@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -22,8 +23,10 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.checkpointing import decoder_layers
 from sft_play.models.experts import expert_weights, routing_linears
+from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.linear import Float8Linear
-from sft_play.models.float8.quantise import FLOAT8, MULTIPLE, quantise, why_not_quantised
+from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
+from sft_play.plan.structure import FLOAT8_MULTIPLE
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +67,8 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
             continue
         if name in routers:
             found.kept[name] = "it chooses experts"
-        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-            found.kept[name] = f"its sizes are no multiples of {MULTIPLE}"
+        elif module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
+            found.kept[name] = f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
         else:
             found.quantised.append(name)
     for weight in expert_weights(model):
@@ -144,13 +147,22 @@ def quantise_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8L
 
     A layer that float8 cannot hold stays plain, and `layers` says why.
     """
-    quantised = quantise(weight)
+    quantised = quantise_weight(weight)
     reason = why_not_quantised(weight, quantised)
     if reason is None:
         return Float8Linear.of(linear, quantised).weight
     layers.quantised.remove(name)
     layers.kept[name] = reason
     return weight
+
+
+def quantise_on_meta(model: PreTrainedModel) -> None:
+    """Make the linears of a model without weights those of a float8 base."""
+    for name in float8_candidates(model).quantised:
+        linear = model.get_submodule(name)
+        values = torch.empty_like(linear.weight, dtype=FLOAT8)
+        scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
+        Float8Linear.of(linear, Quantised(values, scales))
 
 
 def float8_config(config: Config, stored: str | None) -> Float8Config:

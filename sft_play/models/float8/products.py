@@ -20,7 +20,7 @@ Legend: N tokens, `in` and `out` features.
 import torch
 from torch import Tensor
 
-from sft_play.models.float8.quantise import Quantised
+from sft_play.models.float8.format import Quantised
 
 FAST_ACCUMULATION = True
 

@@ -9,30 +9,17 @@ Rows are tokens of an activation or of a gradient, and outputs of a weight. A ro
 Legend: N rows, F features of a row.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # that e4m3 holds
-# Sizes of a matrix that torch._scaled_mm takes are multiples of this
-MULTIPLE = 16
+from sft_play.models.float8.format import FLOAT8, LARGEST, Quantised
+
 # What half the numbers of a row may be off by, relative to their size. In e4m3's normal range it is
 # 2 to 3 %; more says that an outlier, 40,000 times as large, pushes them below that range.
 MAX_ROW_ERROR = 1 / 16
+SCALES = 8  # of an octave that are tried for a row of a weight
+SCALED_AT_A_TIME = 1 << 24  # weights; the trials make copies
 SAMPLED = 1024  # numbers of a row that are looked at
-
-
-class Quantised(NamedTuple):
-    """Rows in float8: x = values * scales."""
-
-    values: Tensor  # (N, F) in FLOAT8
-    scales: Tensor  # (N,) float32
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows (N, F) in `dtype`."""
-        return (self.values.float() * self.scales[:, None]).to(dtype)
 
 
 def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
@@ -62,6 +49,40 @@ def to_float8(wide: Tensor) -> Quantised:
     # torch 2.11 makes NaN of what rounding takes beyond the largest number
     values = (wide / scales[:, None]).clamp(-LARGEST, LARGEST)
     return Quantised(values.to(FLOAT8), scales)
+
+
+def quantise_weight(weight: Tensor) -> Quantised:
+    """Return a weight (N, F) in float8, each row with the scale that costs it least.
+
+    A larger scale than that of the largest number moves a row along the steps of e4m3: the best of
+    an octave takes a seventh of the squared error away.
+    """
+    parts = []
+    for rows in weight.split(max(1, SCALED_AT_A_TIME // weight.shape[1])):
+        parts.append(_best_scaled(rows.float()))
+    return Quantised(
+        torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
+    )
+
+
+def _best_scaled(wide: Tensor) -> Quantised:
+    """Return float32 rows with the best of SCALES scales."""
+    best = to_float8(wide)
+    least = (best.dequantised(torch.float32) - wide).square().sum(-1)
+    smallest = best.scales
+    for number in range(1, SCALES):
+        scales = smallest * 2 ** (number / SCALES)
+        values = (wide / scales[:, None]).to(FLOAT8)
+        error = (Quantised(values, scales).dequantised(torch.float32) - wide).square().sum(-1)
+        is_less = error < least
+        least = torch.where(is_less, error, least)
+        best = Quantised(
+            torch.where(
+                is_less[:, None], values.view(torch.uint8), best.values.view(torch.uint8)
+            ).view(FLOAT8),
+            torch.where(is_less, scales, best.scales),
+        )
+    return best
 
 
 def worst_row_error(weight: Tensor, quantised: Quantised) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sft_play.models.fast.experts.routing import Routing
-from sft_play.models.fast.linears.lora import dequantize
+from sft_play.models.fast.linears.products import dequantize
 
 ROW_BYTES = 16  # the rows of a matrix in a grouped product start at multiples of this
 

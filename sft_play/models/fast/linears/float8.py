@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.products import input_product, product
-from sft_play.models.float8.quantise import Quantised, quantise
+from sft_play.models.float8.quantise import quantise
 
 
 def quantise_shared(x: Tensor, scales: Iterable[Tensor | None]) -> Quantised | None:

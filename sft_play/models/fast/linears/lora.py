@@ -14,50 +14,36 @@ an input.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn import Linear4bit, Params4bit
+from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.bnb import Linear4bit as PeftLinear4bit
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from sft_play.models.fast.linears.float8 import (
-    add_input_gradient,
-    float8_output,
-    quantise_shared,
+from sft_play.models.fast.linears.products import (
+    Adapters,
+    FrozenLinear,
+    adapter_dtype,
+    adapter_gradients,
+    cast_adapters,
+    flatten_tokens,
+    input_gradient,
+    project,
+    rank_gradient,
 )
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.adapters import Float8LoraLinear
 from sft_play.models.float8.linear import Float8Linear
-from sft_play.models.partitioned import gathered, is_hooked_by_deepspeed, is_missing
+from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 # For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
 # faster than dequantising them.
 FEW_TOKENS = 64
-
-
-class FrozenLinear(NamedTuple):
-    """The frozen part of a LoRA linear, or of a linear without an adapter."""
-
-    weight: Tensor  # (out, in), or packed 4-bit, or float8 with row_scales
-    bias: Tensor | None  # (out,)
-    scale: float  # of the adapter, 0 without one
-    rank: int  # of the adapter, 0 without one
-    row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
-
-
-class Adapters(NamedTuple):
-    """The adapters of linears that share an input, in the dtype of the products."""
-
-    a: Tensor | None  # (R, in): all A, stacked
-    b: tuple[Tensor | None, ...]  # (out, r) each; None for a linear without an adapter
 
 
 def why_not_fusable(module: nn.Module) -> str | None:
@@ -258,142 +244,3 @@ class LoraLinearsFunction(torch.autograd.Function):
             dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
         x = flatten_tokens(x)
         return dx, None, *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype)
-
-
-def flatten_tokens(x: Tensor) -> Tensor:
-    """Return x (..., features) as (N, features)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
-    """Return A_1, B_1, A_2, ... in `dtype`; one kernel casts them all.
-
-    The A are stacked to one matrix, so that x is read once for all of them.
-    """
-    a = [tensor for tensor in parameters[0::2] if tensor is not None]
-    b = [tensor for tensor in parameters[1::2] if tensor is not None]
-    if not a:
-        return Adapters(None, (None,) * (len(parameters) // 2))
-    ranks = [len(tensor) for tensor in a]
-    stacked = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
-    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
-    remaining = iter(copies)
-    cast_b: list[Tensor | None] = []
-    for tensor in parameters[1::2]:
-        cast_b.append(None if tensor is None else next(remaining))
-    return Adapters(stacked, tuple(cast_b))
-
-
-def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
-    """Return the dtype of the adapters and of their gradients; None without adapters."""
-    for parameter in parameters:
-        if parameter is not None:
-            return parameter.dtype
-    return None
-
-
-def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
-    """Return the columns of x A^T (N, R) that belong to each linear."""
-    ends = [0]
-    for linear in linears:
-        ends.append(ends[-1] + linear.rank)
-    return [slice(start, end) for start, end in pairwise(ends)]
-
-
-def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight (out, in) in `dtype`; a 4-bit weight becomes a new, full-size tensor."""
-    if isinstance(weight, Params4bit):
-        return dequantize_4bit(weight.view(-1, 1), weight.quant_state).to(dtype)
-    return weight.to(dtype)
-
-
-def project(
-    x: Tensor, linears: Sequence[FrozenLinear], adapters: Adapters
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R)."""
-    flat = flatten_tokens(x)
-    xa = None if adapters.a is None else flat @ adapters.a.t()
-    quantised = quantise_shared(flat, [linear.row_scales for linear in linears])
-    outputs = []
-    for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
-        bias = None if linear.bias is None else linear.bias.to(x.dtype)
-        if linear.row_scales is not None:
-            y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
-            if b is not None:
-                y.addmm_(xa[:, part], b.t(), alpha=linear.scale)
-            outputs.append(y.view(*x.shape[:-1], -1))
-            continue
-        if b is None:
-            outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
-            continue
-        # Allocate the output before the dequantised weight: otherwise freeing the weight fragments
-        # the allocator, by 2.4 GiB for an 8B model.
-        y = x.new_empty(*x.shape[:-1], len(b))
-        flat_y = flatten_tokens(y)
-        if bias is None:
-            flat_y.addmm_(xa[:, part], b.t(), beta=0, alpha=linear.scale)
-        else:
-            torch.addmm(bias, xa[:, part], b.t(), alpha=linear.scale, out=flat_y)
-        flat_y.addmm_(flat, dequantize(linear.weight, x.dtype).t())
-        outputs.append(y)
-    return tuple(outputs), xa
-
-
-def rank_gradient(
-    dy: Sequence[Tensor], linears: Sequence[FrozenLinear], adapters: Adapters
-) -> Tensor | None:
-    """Return dU (N, R), the gradient of x A^T, from dy_i (N, out_i)."""
-    if adapters.a is None:
-        return None
-    du = dy[0].new_empty(len(dy[0]), len(adapters.a))
-    for grad, linear, b, part in zip(dy, linears, adapters.b, rank_slices(linears), strict=True):
-        if b is not None:
-            du[:, part].addmm_(grad, b, beta=0, alpha=linear.scale)
-    return du
-
-
-def input_gradient(
-    dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[FrozenLinear], adapters: Adapters
-) -> Tensor:
-    """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
-    dx = None if du is None else du @ adapters.a
-    for grad, linear in zip(dy, linears, strict=True):
-        if linear.row_scales is not None:
-            dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales)
-            continue
-        with gathered([linear.weight]):
-            weight = dequantize(linear.weight, grad.dtype)
-            dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            del weight  # before the next one is dequantised
-    return dx
-
-
-def adapter_gradients(
-    x: Tensor,
-    xa: Tensor | None,
-    dy: Sequence[Tensor],
-    du: Tensor | None,
-    linears: Sequence[FrozenLinear],
-    dtype: torch.dtype | None,
-) -> list[Tensor | None]:
-    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`, views of one buffer.
-
-    x (N, in), dy_i (N, out_i), xa and du (N, R).
-    """
-    if du is None:
-        return [None, None] * len(linears)
-    ranks = [linear.rank for linear in linears]
-    b_sizes = [grad.shape[1] * rank for grad, rank in zip(dy, ranks, strict=True)]
-    sizes = [du.shape[1] * x.shape[1], *b_sizes]
-    buffer = x.new_empty(sum(sizes))
-    all_da, *all_db = buffer.split(sizes)
-    torch.mm(du.t(), x, out=all_da.view(du.shape[1], -1))
-    for grad, linear, db, part in zip(dy, linears, all_db, rank_slices(linears), strict=True):
-        if linear.rank:
-            db.view(-1, linear.rank).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
-    all_da, *all_db = buffer.to(dtype).split(sizes)  # one kernel casts them all
-    gradients: list[Tensor | None] = []
-    for rank, da, db in zip(ranks, all_da.view(du.shape[1], -1).split(ranks), all_db, strict=True):
-        gradients += [da, db.view(-1, rank)] if rank else [None, None]
-    return gradients

@@ -16,6 +16,12 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu import glu, glu_backward, glu_forward
 from sft_play.models.fast.linears.lora import (
+    lora_linears,
+    must_run_unfused,
+    split_linears,
+    to_compute_dtype,
+)
+from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
@@ -23,12 +29,8 @@ from sft_play.models.fast.linears.lora import (
     cast_adapters,
     flatten_tokens,
     input_gradient,
-    lora_linears,
-    must_run_unfused,
     project,
     rank_gradient,
-    split_linears,
-    to_compute_dtype,
 )
 
 

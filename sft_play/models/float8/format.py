@@ -1,0 +1,20 @@
+"""Numbers in float8 (e4m3): the type, and rows that have a scale each."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0  # that e4m3 holds
+
+
+class Quantised(NamedTuple):
+    """Rows in float8: x = values * scales."""
+
+    values: Tensor  # (N, F) in FLOAT8
+    scales: Tensor  # (N,) float32
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows (N, F) in `dtype`."""
+        return (self.values.float() * self.scales[:, None]).to(dtype)

@@ -1,0 +1,104 @@
+"""Triton kernels of `quantise` and of a weight's transpose. Imported only on a GPU.
+
+The formulas are in `quantise`. Each program quantises one row: it seeks the largest number, then
+reads the row again, which is in the cache by then. NaN stays NaN: a loss that diverges is to show.
+
+Legend: N rows, F features of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.float8.format import FLOAT8, LARGEST, Quantised
+
+BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
+TILE = 128  # rows and columns of a weight that a program transposes
+_LARGEST = tl.constexpr(LARGEST)
+
+
+@triton.jit
+def scale_of(largest):
+    """Scale of a row whose largest absolute value is `largest`; 1 for zeros and NaN."""
+    return tl.where(largest > 0, tl.div_rn(largest, tl.full((), _LARGEST, tl.float32)), 1.0)
+
+
+@triton.jit
+def in_range(x, scale):
+    """x / scale, no larger than e4m3 holds."""
+    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    scaled = tl.where(scaled > _LARGEST, _LARGEST, scaled)
+    return tl.where(scaled < -_LARGEST, -_LARGEST, scaled)
+
+
+@triton.jit
+def _load(x, columns, offsets, features, has_columns: tl.constexpr):
+    inside = offsets < features
+    value = tl.load(x + offsets, inside, 0).to(tl.float32)
+    if has_columns:
+        value = value * tl.load(columns + offsets, inside, 0)
+    return value
+
+
+@triton.jit
+def _quantise(
+    x, columns, values, scales, stride, features, has_columns: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((block,), tl.float32)
+    for start in range(0, features, block):
+        offsets = start + tl.arange(0, block)
+        value = _load(x + row * stride, columns, offsets, features, has_columns)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = scale_of(tl.max(largest, 0))
+    tl.store(scales + row, scale)
+    for start in range(0, features, block):
+        offsets = start + tl.arange(0, block)
+        value = _load(x + row * stride, columns, offsets, features, has_columns)
+        scaled = in_range(value, scale).to(values.dtype.element_ty)
+        tl.store(values + row * features + offsets, scaled, offsets < features)
+
+
+@triton.jit
+def _transpose(source, target, rows, columns, tile: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    part = tl.load(source + row[:, None] * columns + column[None, :], inside, 0)
+    inside = (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(target + column[:, None] * rows + row[None, :], tl.trans(part), inside)
+
+
+def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
+    """Return rows x (N, F) in float8, multiplied by `column_scales` (F,) before."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, features = x.shape
+    values = torch.empty(rows, features, dtype=FLOAT8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    has_columns = column_scales is not None
+    columns = column_scales if has_columns else scales  # not read
+    with on_device_of(x):
+        tensors = (x, columns, values, scales)
+        _quantise[(rows,)](*tensors, x.stride(0), features, has_columns, BLOCK, num_warps=8)
+    return Quantised(values, scales)
+
+
+def transposed(weight: Tensor) -> Tensor:
+    """Return a float8 weight (out, in) as (in, out), in memory of its own."""
+    rows, columns = weight.shape
+    target = torch.empty(columns, rows, dtype=FLOAT8, device=weight.device)
+    grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
+    with on_device_of(weight):
+        parts = (weight.contiguous().view(torch.uint8), target.view(torch.uint8))
+        _transpose[grid](*parts, rows, columns, TILE)
+    return target
+
+
+def on_device_of(tensor: Tensor) -> torch.cuda.device:
+    """Make the GPU of a tensor the current one, on which Triton starts whatever it reads.
+
+    Of a tensor in host memory, which Triton's interpreter takes, no GPU.
+    """
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)

@@ -1,0 +1,107 @@
+"""What the plan knows of a float8 base: its bytes, its speed, and where it is offered."""
+
+from dataclasses import replace
+
+import pytest
+from plan_examples import STEP, Example, plan_for
+
+from sft_play.config.loader import load
+from sft_play.plan import memory
+from sft_play.plan.cards import CARDS
+from sft_play.plan.float8 import may_be_float8
+from sft_play.plan.layout import Layout
+from sft_play.plan.next_command import smaller_settings
+from sft_play.plan.speed import full_rows, predict
+from sft_play.plan.structure import MatrixKind
+
+LLAMA_8B = ("model.name=meta-llama/Llama-3.1-8B-Instruct", "model.max_seq_len=2048")
+FLOAT8 = "tuning.base_dtype=float8"
+EXAMPLE = Example(
+    replace(STEP, is_fast=True, optim="adamw_torch_fused"),
+    Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048),
+)
+
+
+def test_a_float8_weight_takes_a_byte_and_each_output_a_float32() -> None:
+    found = memory.base_weight_bytes(replace(STEP, is_float8=True), 2)
+    others = 2 * (2 * 128256 * 4096 + 65 * 4096)  # embedding, head and norms stay in 16 bits
+    outputs = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert found == 6_979_321_856 + 4 * outputs + others
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    [
+        (MatrixKind("q_proj", 4096, 1024, 32), True),
+        (MatrixKind("q_proj", 4096, 1000, 32), False),
+        (MatrixKind("q_proj", 4100, 1024, 32), False),
+        (MatrixKind("experts.down_proj", 1024, 1024, 4, experts=8, is_stacked=True), False),
+        (MatrixKind("gate", 1024, 16, 4, is_quantised=False), False),
+    ],
+)
+def test_what_is_counted_as_float8_is_what_loading_makes_float8(
+    kind: MatrixKind, fits: bool
+) -> None:
+    assert kind.fits_float8 == fits
+
+
+def test_a_step_over_float8_needs_less_than_its_weights_save() -> None:
+    plain = EXAMPLE.memory.phases["backward"]
+    float8 = EXAMPLE.changed(is_float8=True).memory.phases["backward"]
+    saved = plain.weights - float8.weights
+    assert 0.9 * saved < plain.total - float8.total < saved
+    # the widest gradient in 8 bits, the weight transposed, and the product before it is added
+    tokens = 4 * 2048
+    expected = tokens * (14336 + 2 * 4096) + 4096 * 14336
+    assert float8.activations - plain.activations == expected
+
+
+def test_an_8b_step_over_float8_is_as_fast_as_its_products() -> None:
+    layout, work = EXAMPLE.layout, full_rows(EXAMPLE.layout)
+    plain, float8 = (
+        predict(replace(EXAMPLE.step, is_float8=is_float8), layout, work, CARDS["H200"])
+        for is_float8 in (False, True)
+    )
+    assert 1.3 < float8.tokens_per_second / plain.tokens_per_second < 10.1 / 5.2
+    assert float8.tokens_per_second == pytest.approx(24_000, rel=0.1)
+
+
+def test_a_float8_speed_is_called_rough_while_nobody_has_measured_one() -> None:
+    from sft_play.plan.speed_words import speed_words
+
+    plan = plan_for("1xH200", *LLAMA_8B, FLOAT8).plan
+    assert "roughly, as no run over a float8 base was measured" in speed_words(plan)
+    assert "roughly" not in speed_words(plan_for("1xH200", *LLAMA_8B).plan)
+
+
+@pytest.mark.parametrize(
+    ("card", "settings", "may_be"),
+    [
+        ("H200", (), True),
+        ("4090", (), True),
+        ("A100-80", (), False),
+        (None, (), False),
+        ("H200", (FLOAT8,), False),
+        ("H200", ("tuning.mode=qlora",), False),
+        ("H200", ("tuning.mode=full",), False),
+        ("H200", ("tuning.lora.use_dora=true",), False),
+    ],
+)
+def test_float8_is_offered_where_it_would_run(
+    card: str | None, settings: tuple[str, ...], may_be: bool
+) -> None:
+    config = load(None, None, settings).config
+    assert may_be_float8(config, CARDS[card] if card else None) == may_be
+
+
+def test_a_model_that_fits_in_float8_alone_is_offered_so() -> None:
+    settings = (*LLAMA_8B, "train.batch_size=1", "train.strategy=ddp")
+    plan = plan_for("1x4090", *settings, "train.gradient_checkpointing=false").plan
+    assert not plan.fits
+    assert any("TUNING_BASE_DTYPE=float8" in change.words for change in plan.changes)
+
+
+def test_qlora_in_the_place_of_float8_leaves_float8_out() -> None:
+    plan = plan_for("1xH200", *LLAMA_8B, FLOAT8)
+    found = smaller_settings(plan.config, plan.plan, "load")
+    assert found == {"tuning.mode": "qlora", "tuning.base_dtype": "auto"}
