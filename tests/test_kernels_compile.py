@@ -15,6 +15,7 @@ from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import glu_kernels
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
+from sft_play.models.float8 import kernels as float8
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
 CAPABILITIES = [
@@ -71,7 +72,13 @@ def mixture(dtype: torch.dtype) -> None:
     experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
 
 
-LAUNCHES = [glu, cross_entropy, norms, mixture]
+def quantisation(dtype: torch.dtype) -> None:
+    float8.quantise(rows(dtype))
+    float8.quantise(rows(dtype), torch.zeros(FEATURES))
+    float8.transposed(rows(float8.FLOAT8))
+
+
+LAUNCHES = [glu, cross_entropy, norms, mixture, quantisation]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
@@ -80,6 +87,8 @@ LAUNCHES = [glu, cross_entropy, norms, mixture]
 def test_a_kernel_compiles(
     launch: Callable[[torch.dtype], None], dtype: torch.dtype, capability: int
 ) -> None:
+    if launch is quantisation and capability < 89:
+        pytest.skip("a GPU without float8")
     with compiling_for(capability) as compiled:
         launch(dtype)
     assert compiled
