@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import stat
 
 import pytest
 import torch
+from conftest import ROOT
 from families import family, tokenizer
 from peft import AutoPeftModelForCausalLM
 from run_files import run_json
@@ -18,14 +20,21 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from sft_play.data.render import stop_ids
+from sft_play.data.render import IGNORE_INDEX, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.templates import ChatTemplate
 from sft_play.inference import chat
 from sft_play.inference.evaluate import evaluate_run
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
-from sft_play.models.export import savable_generation_config, with_eos
+from sft_play.models.export import (
+    read_stops,
+    savable_generation_config,
+    stops_of,
+    trained_stops,
+    with_eos,
+    write_stops,
+)
 
 QUESTION = "What is blue?"
 ANSWER = "The sea is blue."
@@ -212,3 +221,33 @@ def test_a_generation_config_that_cannot_be_saved_samples_or_is_left_out(base):
     model.generation_config.num_return_sequences = 3  # greedy search returns one
     assert savable_generation_config(model).num_return_sequences in (None, 1, 3)
     savable_generation_config(model).validate(strict=True)
+
+
+# Stops of the base's own generation
+
+
+def test_the_bases_own_stops_are_kept_behind_the_trained_one(prepared_rows):
+    """GLM ends answers with <|user|>, Qwen's bases with <|endoftext|>: no template says so."""
+    tok = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny_llama")
+    rows = prepared_rows.train
+    (stop,) = trained_stops(rows, tok)
+    answered = int(next(label for label in rows[0].labels if label != IGNORE_INDEX))
+    unused = max(set(range(len(tok))) - {int(id_) for row in rows for id_ in row.ids})
+    assert trained_stops(rows, tok, (unused, stop)) == [stop, unused]
+    assert trained_stops(rows, tok, (answered,)) == [stop], "an answer would be cut there"
+
+
+def test_a_run_stops_where_its_base_does_too(taught_base, plan_run, build_trainer, tmp_path):
+    folder = shutil.copytree(taught_base, tmp_path / "base")
+    path = folder / "generation_config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], 4]}))
+    trainer, _ = build_trainer(plan_run({"model.name": folder, "train.max_steps": 1}))
+    stop = facts["eos_token_id"]
+    assert trainer.evaluator.generator.stops == sorted({stop, 4})
+    staged = tmp_path / "staged"
+    stops = trained_stops(
+        trainer.train_dataset.samples, trainer.processing_class, stops_of(trainer.model)
+    )
+    write_stops(staged, stops, trainer.processing_class, trainer.model)
+    assert read_stops(staged) == (stop, 4)

@@ -16,9 +16,9 @@ from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError
 from sft_play.evaluation.generate import Sampling
-from sft_play.inference.other_weights import load_other_adapter, stops_of
+from sft_play.inference.other_weights import load_other_adapter
 from sft_play.inference.sampling import sampling_of
-from sft_play.models.export import read_stops
+from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import load_base
 from sft_play.models.placement import move_inputs

@@ -36,14 +36,6 @@ def load_other_adapter(base: PreTrainedModel, adapter: ModelFolder) -> PreTraine
     return model
 
 
-def stops_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids at which a model's own generation ends, () where it names none."""
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
-
-
 def lines_of(
     folder: ModelFolder,
     tokenizer: PreTrainedTokenizerBase,

@@ -8,6 +8,7 @@ import copy
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -29,20 +30,34 @@ PAD_TOKENS = (
 )
 
 
-def trained_stops(rows: Split, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def trained_stops(
+    rows: Split, tokenizer: PreTrainedTokenizerBase, own: Iterable[int] = ()
+) -> list[int]:
     """Return the ids that end an answer, the one that ends most trained answers first.
 
-    The others are those at which evaluations stop too.
+    The others are those at which evaluations stop too: of the tokenizer, and those among `own`,
+    where the base's own generation ends, that no trained answer holds inside.
     """
     known = stop_ids(tokenizer)
     counts: Counter[int] = Counter()
+    inside: set[int] = set()
+    own = set(own) - known
     for index in range(min(len(rows), COUNTED_ROWS)):
         labels = rows[index].labels
         trained = labels[labels != IGNORE_INDEX]
         ends = trained[np.isin(trained, list(known))]
         if len(ends):
             counts[int(ends[-1])] += 1
-    return sorted(known, key=lambda stop: (-counts[stop], stop))
+        inside |= own.intersection(trained.tolist())
+    return sorted(known | (own - inside), key=lambda stop: (-counts[stop], stop))
+
+
+def stops_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the ids at which a model's own generation ends, () where it names none."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
 def write_stops(

@@ -14,6 +14,7 @@ from sft_play.data.store import Split
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
+from sft_play.models.export import stops_of, trained_stops
 from sft_play.models.fast.install import has_mixers, uses_varlen_attention
 from sft_play.plan.flops import step_flops
 from sft_play.plan.packing import needs_boundaries
@@ -67,7 +68,7 @@ def build_trainer(
         eval_dataset=TrainRows(data.validation),  # Trainer requires one; `evaluator` evaluates
         data_collator=build_collator(context, tokenizer, model),
         order=order,
-        evaluator=build_evaluator(context, data.validation, tokenizer),
+        evaluator=build_evaluator(context, data.validation, tokenizer, model),
         speed=speed,
         throughput=throughput,
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
@@ -143,9 +144,15 @@ def build_collator(
 
 
 def build_evaluator(
-    context: RunContext, split: Split, tokenizer: PreTrainedTokenizerBase
+    context: RunContext,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    model: torch.nn.Module,
 ) -> Evaluator:
-    """Return the evaluator of a split, whose rows are shared among the ranks."""
+    """Return the evaluator of a split, whose rows are shared among the ranks.
+
+    Answers end where the template ends them, and where the base's own generation does.
+    """
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp
     train = context.config.train
@@ -155,5 +162,6 @@ def build_evaluator(
         train,
         context.process,
         synced_gpus=is_divided,
+        saved_stops=tuple(trained_stops(split, tokenizer, stops_of(model))),
         memory_limit=lambda: context.plan.memory.predicted_peak,  # a probe changes the plan
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sft_play.config.schema import Config
-from sft_play.models.export import saved_stops, trained_stops, write_stops
+from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
 from sft_play.models.rope import write_rope_beside_adapter
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
@@ -18,7 +18,8 @@ def describe_weights(
 ) -> None:
     """Write it into the folder `staged`, which will be `weights`, for programs and people."""
     tokenizer = trainer.processing_class
-    stops = trained_stops(trainer.train_dataset.samples, tokenizer)
+    own = stops_of(trainer.model)
+    stops = trained_stops(trainer.train_dataset.samples, tokenizer, own)
     write_stops(staged, stops, tokenizer, trainer.model)
     write_rope_beside_adapter(config, trainer.model.config, staged)
     facts = CardFacts.of(RunFolder(weights.parent), config, report)
