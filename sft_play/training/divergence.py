@@ -50,7 +50,7 @@ class LossWatch:
         self._since = step if self._since is None else self._since
         self._logs += 1
         if self._logs >= LOGS and step - self._since >= STEPS:
-            self._diverge(self._cause(loss, f"since step {self._since}"))
+            self._diverge(self._error(loss, f"since step {self._since}"))
 
     def conclude(self, step: int, after: float | None = None, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
@@ -60,28 +60,28 @@ class LossWatch:
         """
         end = f"at the end, step {step}"
         if self._last and self._is_guess(median(self._last)):
-            self._diverge(self._cause(median(self._last), end))
+            self._diverge(self._error(median(self._last), end))
         if self.diverged is not None and not is_best:
             raise self.diverged
         if after is not None and self._is_guess(after):
-            raise DivergedError(self._cause(after, end))
+            raise self._error(after, end)
         if self.diverged is not None and after is not None and after > self.before:
             raise DivergedError(
                 f"{self.diverged}; the best weights have loss={after:.4g} on the held-out rows, "
                 f"where it was {self.before:.4g} before training, so they are not published either"
             )
 
-    def _diverge(self, cause: str) -> None:
+    def _diverge(self, error: DivergedError) -> None:
         """Note that the run has diverged. Raises: DivergedError where nothing else is published."""
-        self.diverged = self.diverged or DivergedError(cause)
+        self.diverged = self.diverged or error
         if not self.has_best():
             raise self.diverged
 
     def _is_guess(self, loss: float) -> bool:
         return loss >= max(NEAR * self.uniform, self.lowest + RISE * self.uniform)
 
-    def _cause(self, loss: float, when: str) -> str:
-        return (
+    def _error(self, loss: float, when: str) -> DivergedError:
+        return DivergedError(
             f"loss={loss:.4g} {when}, and it was {self.lowest:.4g}: as bad as a uniform guess over "
             f"the vocabulary ({self.uniform:.4g}), so the run has diverged; try "
             f"TRAIN_LEARNING_RATE={self.learning_rate / 10:g} or more TRAIN_WARMUP_STEPS"
