@@ -78,6 +78,11 @@ def have_another_peft() -> None:
         preflight.stamp.versions = lambda: {**versions(), "peft": "0.1.0"}
 
 
+def be_on_a_terminal() -> None:
+    """Hear that the terminal is closed, also where these tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def take_long_for_step_3() -> None:
     """Make the forward pass of step 3 take longer than a user waits."""
     compute_loss = SftTrainer.compute_loss
@@ -174,7 +179,7 @@ def stops(number: signal.Signals, words: str, **more: Any) -> Fault:
 ROWS = (
     stops(signal.SIGTERM, "SIGTERM while it trains"),
     stops(signal.SIGINT, "Ctrl-C while it trains"),
-    stops(signal.SIGHUP, "the terminal or the ssh is closed"),
+    stops(signal.SIGHUP, "the terminal or the ssh is closed", prepare=be_on_a_terminal),
     stops(signal.SIGUSR1, "a batch system says that time is up"),
     stops(
         signal.SIGTERM,
