@@ -1,5 +1,6 @@
 """Runs that end early: on request, by a fault, or because of another rank; run.json says which."""
 
+import errno
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from rank_processes import start_rank, wait_for
 from run_files import run_json
 from transformers import TrainerControl, TrainerState
 
-from sft_play.errors import DataError, DivergedError, EnvironmentFault, ExitClass
+from sft_play.errors import OF_PATH, DataError, DivergedError, EnvironmentFault, ExitClass
 from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
@@ -365,6 +366,14 @@ def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys)
 )
 def test_an_error_has_an_exit_class(error, expected):
     assert classify(error)[0] == expected
+
+
+@pytest.mark.parametrize("number", [*OF_PATH, errno.EROFS, errno.EACCES, errno.EPERM])
+def test_what_the_system_refuses_has_its_path_and_what_to_do(number):
+    exit_class, cause = classify(OSError(number, os.strerror(number), f"/x/{'a' * 300}"))
+    assert exit_class is ExitClass.ENVIRONMENT
+    path, advice = cause.removeprefix(f"{os.strerror(number)}: /x/aaa").split("; ", 1)
+    assert len(path) < 120 and len(advice) > 20 and "Errno" not in cause
 
 
 @pytest.fixture
