@@ -108,6 +108,24 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
             signal.raise_signal(number)
 
 
+def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(plan_run):
+    """The thread that watches signals wakes while the context closes, and ends before it is woken."""
+    recorder = RunRecorder(folder := plan_run({}), PlannedRun.read(folder), 0)
+    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
+        closed = stop._closed
+
+        class LateEvent:
+            is_set = closed.is_set
+
+            def set(self):
+                closed.set()
+                os.write(stop._write_end, b"\0")
+                (thread,) = (t for t in threading.enumerate() if t.name == "signals")
+                thread.join()
+
+        stop._closed = LateEvent()
+
+
 @pytest.mark.parametrize(
     ("number", "seconds", "code"),
     [

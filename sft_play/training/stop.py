@@ -49,13 +49,17 @@ class StopOnSignal(TrainerCallback):
         self._fd_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         self._write_end = write_end
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         signal.set_wakeup_fd(self._fd_before)
         self._closed.set()
         os.write(self._write_end, b"\0")  # wakes the thread
+        self._watcher.join()
+        os.close(self._read_end)
+        os.close(self._write_end)
 
     def follow(self, *evaluators: Evaluator) -> None:
         """Let evaluations end early on a signal."""
@@ -90,8 +94,6 @@ class StopOnSignal(TrainerCallback):
                 self._leave()
             if first_at is not None and not self.signals.requested:
                 self._give_up_if_stuck(now - first_at)
-        os.close(self._read_end)
-        os.close(self._write_end)
 
     def _give_up_if_stuck(self, seconds: float) -> None:
         gone = peers.missing_ranks() if seconds > 1 else []

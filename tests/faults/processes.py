@@ -125,7 +125,9 @@ def signalled(
             started[1].kill()
         codes = bench.ends(started)
         lasting = next(code for rank, code in enumerate(codes) if rank not in to or ranks == 1)
-        return bench.outcome(folder, lasting, (folder.path / "output.txt").read_text())
+        outcome = bench.outcome(folder, lasting, (folder.path / "output.txt").read_text())
+        assert (outcome.reached or 0) < settings["train.max_steps"], "it has gone on to its end"
+        return outcome
 
     return inject
 
@@ -194,7 +196,11 @@ ROWS = (
         signalled(signal.SIGTERM, at="data train rows="),
         ExitClass.STOPPED,
         ("stopped on request before a first step", "nothing is kept of its training"),
-        Guard("sft_play.training.stop:StopOnSignal._obey", nothing),
+        Guard(
+            "sft_play.training.stop:StopOnSignal._obey",
+            nothing,
+            also=Guard("sft_play.training.stop:StopOnSignal.follow", nothing),
+        ),
         15,
     ),
     Fault(
