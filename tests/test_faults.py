@@ -1,5 +1,7 @@
 """The fault matrix: each row is injected for real, keeps its contract, and needs its guard."""
 
+import os
+
 import pytest
 from faults import page
 from faults.bench import EVERY_STEP, Bench, Fault, meet, meet_without_guard
@@ -66,6 +68,7 @@ def test_without_its_guard_a_whole_run_breaks_its_contract(row: Fault, bench):
     check_broken(row, bench)
 
 
+@pytest.mark.skipif(page.VARIABLE in os.environ, reason="it is written when all have run")
 def test_the_page_is_what_was_noted():
     assert page.PAGE.read_text(encoding="utf-8") == page.text()
 
