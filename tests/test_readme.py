@@ -4,6 +4,7 @@ A command that is added to README.md or to another page of TRIED goes into RUN, 
 NOT_RUN below.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -113,7 +114,13 @@ RUN_CHANGED = {
     "make infer RUN=name": "echo 'When does the bank open?' | make infer RUN=name",
     "make infer PROMPT='...'": "make infer PROMPT='When does the bank open?'",
     "make doctor": "make doctor || [ $? = 2 ]",  # make's code where doctor found something
+    "make tensorboard": "make tensorboard TB_PORT=16006 && make tb-stop",
 }
+# beside a small server of the run's export, whose address takes the place of this one
+ADDRESS = "http://127.0.0.1:8000"
+WITH_SERVER = (f"make check-server RUN=name URL={ADDRESS}",)
+# or where llama-cpp-python is installed
+WITH_LLAMA_CPP = ("make export RUN=name FORMAT=gguf QUANT=Q4_K_M",)
 # The commands of TRIED that no test runs, by the reason
 NOT_RUN = {
     "installs, from the network": (
@@ -138,18 +145,15 @@ NOT_RUN = {
         "make bench",
         "make bench-scaling",
     ),
-    "needs llama.cpp, or a server or a hub": (
-        "make export RUN=name FORMAT=gguf QUANT=Q4_K_M",
+    "needs a server's packages, or a hub": (
         "make serve",
         "make serve RUN=name",
         "make check-server",
-        "make check-server RUN=name URL=http://127.0.0.1:8000",
         "make push",
         "make push RUN=name REPO=me/model",
     ),
     "these tests": ("make test",),
     "another test builds the site": ("make docs",),
-    "goes on until make tb-stop": ("make tensorboard",),
 }
 
 OWN_METRIC = "def near(answer, expected):\n    return len(answer)\n"
@@ -261,7 +265,8 @@ def tried_commands() -> list[str]:
 
 
 def test_a_command_of_the_readme_is_run_or_listed_with_the_reason() -> None:
-    listed = [*RUN, *RUN_CHANGED, *(text for texts in NOT_RUN.values() for text in texts)]
+    listed = [*RUN, *RUN_CHANGED, *WITH_SERVER, *WITH_LLAMA_CPP]
+    listed += [text for texts in NOT_RUN.values() for text in texts]
     written = tried_commands()
     assert set(written) - set(listed) == set(), "new in a page: list it above"
     assert set(listed) - set(written) == set(), "no longer in a page: remove it here"
@@ -363,8 +368,20 @@ def run_in(project: Path, typed: str) -> str:
 
 @pytest.mark.long
 def test_the_commands_of_the_readme_work_on_a_cpu_in_its_order(tmp_path: Path) -> None:
+    from tiny_server import TinyServer, serving  # brings torch
+
     project = copied_project(tmp_path)
     written = tried_commands()
-    typed = [RUN_CHANGED.get(text, text) for text in written if text in {*RUN, *RUN_CHANGED}]
-    failures = [run_in(project, command) for command in typed]
+    tried = {*RUN, *RUN_CHANGED, *WITH_SERVER}
+    if importlib.util.find_spec("llama_cpp"):
+        tried |= set(WITH_LLAMA_CPP)
+    failures = []
+    for text in (text for text in written if text in tried):
+        if text in WITH_SERVER:
+            with serving(
+                TinyServer(project / "outputs" / "name" / "export" / "safetensors")
+            ) as url:
+                failures.append(run_in(project, text.replace(ADDRESS, url)))
+        else:
+            failures.append(run_in(project, RUN_CHANGED.get(text, text)))
     assert not any(failures), "\n\n".join(filter(None, failures))
