@@ -65,7 +65,8 @@ def make_command(
         "TRAIN_REOPEN_SAVED": "false",
     }
     if arm.follows_recipe:
-        settings |= {setting.variable: setting.value for setting in workload.recipe}
+        settings |= dict(workload.recipe)
+    settings |= dict(arm.variables)
     if on_cpu:
         settings["DEVICE"] = "cpu"
     elif workload.mode == "full":

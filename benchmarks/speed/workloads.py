@@ -34,11 +34,11 @@ RECIPE_ARM = "recipe"
 SCALED = "-times-"  # in the name of a workload with more rows a step
 
 
-class RecipeSetting(NamedTuple):
-    """A variable of make that a guide's recipe sets."""
+class Variable(NamedTuple):
+    """A variable of make that a guide's recipe or an arm sets."""
 
-    variable: str
-    value: int
+    name: str
+    value: int | str
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Workload:
     # Rows of a micro-batch that tuned arms try, until one fits without activation checkpointing.
     padded_rows: tuple[int, ...]
     layers: int | None = None  # how many of the model's; None: all
-    recipe: tuple["RecipeSetting", ...] = ()  # what a guide to several GPUs sets for its rows
+    recipe: tuple[Variable, ...] = ()  # what a guide to several GPUs sets for its rows
     recipe_strategy: str = "ddp"
 
     def scaled(self, times: int) -> "Workload":
@@ -124,8 +124,8 @@ def _recipe(
         reference="bfloat16",
         padded_rows=(rows,),
         recipe=(
-            RecipeSetting("TRAIN_BATCH_SIZE", rows),
-            RecipeSetting("TRAIN_GRAD_ACCUM", accumulation),
+            Variable("TRAIN_BATCH_SIZE", rows),
+            Variable("TRAIN_GRAD_ACCUM", accumulation),
         ),
         recipe_strategy=strategy,
     )
@@ -178,8 +178,8 @@ _WORKLOADS = (
     _recipe("8b-recipe-2048", LLAMA_8B, 8, 4, "ddp", 2048, steps=10),
     _recipe("8b-recipe-1024", LLAMA_8B, 1, 64, "zero2", 1024, steps=10),
     _recipe("toy-recipe", TOY, 2, 2, "ddp", 64, steps=5),
-    Workload("toy-fixed", TOY, "lora", 64, 64, 4, 2e-3, 5, "float32", (4,)),
-    Workload("toy-ragged", TOY, "lora", None, 128, 8, 2e-3, 5, "float32", (4,)),
+    Workload("toy-fixed", TOY, "lora", 64, 64, 4, 2e-4, 5, "float32", (4,)),
+    Workload("toy-ragged", TOY, "lora", None, 128, 8, 2e-4, 5, "float32", (4,)),
 )
 WORKLOADS = {workload.name: workload for workload in _WORKLOADS}
 
@@ -221,6 +221,7 @@ class Arm:
     # Several rows a sequence, grouped by the program: steps hold other rows than the reference's.
     packs: bool = False
     follows_recipe: bool = False  # of the workload, where ours chooses
+    variables: tuple[Variable, ...] = ()  # of ours, that are not their defaults
 
     @property
     def is_ours(self) -> bool:
@@ -240,6 +241,12 @@ class Arm:
         if self.program == "unsloth":
             return [Attempt(min(2, largest), True)]  # 2 is what Unsloth's notebooks say
         return [Attempt(largest, True)]
+
+
+def _with_variable(name: str, variable: str, value: str) -> Arm:
+    """Return our arm with one setting that is not its default."""
+    description = f"make train-bnb {variable}={value}"
+    return Arm(name, "ours-bnb", description, variables=(Variable(variable, value),))
 
 
 _ARMS = (
@@ -270,6 +277,8 @@ _ARMS = (
     Arm("ours-bnb", "ours-bnb", "make train-bnb"),
     Arm("ours-unsloth", "ours-unsloth", "make train-unsloth"),
     Arm(RECIPE_ARM, "ours-bnb", "make train-bnb with a guide's numbers", follows_recipe=True),
+    _with_variable("ours-float8", "TUNING_BASE_DTYPE", "float8"),
+    _with_variable("ours-graphs", "TRAIN_CUDA_GRAPHS", "true"),
 )
 ARMS = {arm.name: arm for arm in _ARMS}
 
@@ -279,6 +288,6 @@ def runs_by_default(workload: Workload, arm: Arm) -> bool:
 
     Packing is for ragged rows, and a recipe for the rows that it cuts.
     """
-    if arm.follows_recipe and not workload.recipe:
+    if arm.variables or (arm.follows_recipe and not workload.recipe):
         return False
     return workload.tokens is None or not arm.packs
