@@ -261,6 +261,28 @@ def test_a_folder_of_anything_else_says_what_to_name(tmp_path, file, said):
         find_model(str(tmp_path), tmp_path / "outputs")
 
 
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("model.safetensors", r"has no weights \(\*.safetensors\); copy the whole model"),
+        ("tokenizer*", "has no tokenizer; copy tokenizer.json and tokenizer_config.json"),
+    ],
+)
+def test_a_model_that_is_not_whole_says_what_to_copy(taught_base, tmp_path, gone, said):
+    folder = shutil.copytree(taught_base, tmp_path / "model")
+    for path in folder.glob(gone):
+        path.unlink()
+    with pytest.raises(EnvironmentFault, match=said):
+        find_model(str(folder), tmp_path / "outputs")
+
+
+def test_pickled_weights_are_not_loaded(taught_base, tmp_path):
+    folder = shutil.copytree(taught_base, tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(EnvironmentFault, match=r"pytorch_model.bin, a pickle.* as safetensors"):
+        find_model(str(folder), tmp_path / "outputs")
+
+
 def test_merge_takes_runs_alone_and_says_so(call, taught_base):
     found = call("merge", taught_base, DATA_TEST_PATH="").exception
     assert isinstance(found, EnvironmentFault) and "make eval, infer and chat also" in str(found)

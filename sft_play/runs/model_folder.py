@@ -8,10 +8,11 @@ from typing import Any
 
 from sft_play.errors import CheckpointError, EnvironmentFault
 from sft_play.runs import seal, stamp
+from sft_play.runs.base_files import pickled_weights
 from sft_play.runs.folder import RunFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODELS = "models"  # the folder of what was asked of such weights, beside the runs
 
@@ -82,6 +83,7 @@ def find_model(named: str, output_dir: Path) -> ModelFolder | None:
     if (path / ADAPTER_CONFIG).is_file():
         return _adapter(path, output_dir)
     if (path / "config.json").is_file():
+        _refuse_incomplete(path)
         return ModelFolder(path, output_dir, None)
     if any(path.glob("*.gguf")):
         raise EnvironmentFault(
@@ -93,6 +95,23 @@ def find_model(named: str, output_dir: Path) -> ModelFolder | None:
         f"({ADAPTER_CONFIG}); name the folder that holds one of these, or a run that `make runs` "
         "lists"
     )
+
+
+def _refuse_incomplete(model: Path) -> None:
+    """Raise EnvironmentFault for a model without weights that may be loaded, or a tokenizer."""
+    pickled = pickled_weights(model)
+    if pickled:
+        raise EnvironmentFault(
+            f"RUN={model}: its weights are {pickled[0]}, a pickle, which can run any code when it "
+            "is loaded; save them as safetensors, as save_pretrained of transformers does"
+        )
+    if not any(model.glob("*.safetensors")):
+        raise EnvironmentFault(f"RUN={model}: has no weights (*.safetensors); copy the whole model")
+    if not any((model / name).is_file() for name in TOKENIZER_FILES):
+        raise EnvironmentFault(
+            f"RUN={model}: has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
+            "model that it was made from into it"
+        )
 
 
 def _adapter(path: Path, output_dir: Path) -> ModelFolder:
