@@ -270,7 +270,7 @@ MUTANTS = {
     "dx without the adapters": (
         mlp_module,
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad),
+        lambda f: lambda dy, du, ws, ad, *known: f(dy, None, ws, ad, *known),
     ),
 }
 

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 from kernel_compiler import compiling_for
 
 from sft_play.models.fast.experts import kernels as experts
-from sft_play.models.fast.linears import glu_kernels
+from sft_play.models.fast.linears import glu_float8_kernels, glu_kernels
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
-from sft_play.models.float8 import kernels as float8
+from sft_play.models.float8 import kernels as float8_kernels
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
 CAPABILITIES = [
@@ -44,6 +44,22 @@ def glu(dtype: torch.dtype) -> None:
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
 
 
+def float8(dtype: torch.dtype) -> None:
+    columns = torch.ones(FEATURES)
+    weight = torch.zeros(FEATURES, FEATURES).to(torch.float8_e4m3fn)
+    float8_kernels.quantise(rows(dtype))
+    float8_kernels.quantise(rows(dtype), columns)
+    float8_kernels.transposed(weight)
+    gate, up, dh = (rows(dtype) for _ in range(3))
+    for activation in ("silu", "gelu_tanh"):
+        glu_float8_kernels.forward(gate, up, activation)
+        gradients = (rows(dtype), rows(dtype), columns, columns)
+        glu_float8_kernels.backward(dh, gate, up, activation, *gradients)
+    x, norm = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
+    for kind in (LLAMA, GEMMA):
+        residual_kernels.forward(x, x, norm, 1e-6, kind, in_float8=True)
+
+
 def cross_entropy(dtype: torch.dtype) -> None:
     targets = torch.zeros(ROWS, dtype=torch.int64)
     loss.nll_and_gradient_(rows(dtype), targets)
@@ -54,7 +70,7 @@ def norms(dtype: torch.dtype) -> None:
     x, weight = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
     for kind in (LLAMA, GEMMA):
         residual_kernels.forward(x, None, weight, 1e-6, kind)
-        _, s, inverse = residual_kernels.forward(x, x, weight, 1e-6, kind)
+        _, s, inverse, _ = residual_kernels.forward(x, x, weight, 1e-6, kind)
         residual_kernels.backward(x, x, s, weight, inverse, kind)
 
 
@@ -72,13 +88,7 @@ def mixture(dtype: torch.dtype) -> None:
     experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
 
 
-def quantisation(dtype: torch.dtype) -> None:
-    float8.quantise(rows(dtype))
-    float8.quantise(rows(dtype), torch.zeros(FEATURES))
-    float8.transposed(rows(float8.FLOAT8))
-
-
-LAUNCHES = [glu, cross_entropy, norms, mixture, quantisation]
+LAUNCHES = [glu, cross_entropy, norms, mixture, float8]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
@@ -87,7 +97,7 @@ LAUNCHES = [glu, cross_entropy, norms, mixture, quantisation]
 def test_a_kernel_compiles(
     launch: Callable[[torch.dtype], None], dtype: torch.dtype, capability: int
 ) -> None:
-    if launch is quantisation and capability < 89:
+    if launch is float8 and capability < 89:
         pytest.skip("a GPU without float8")
     with compiling_for(capability) as compiled:
         launch(dtype)

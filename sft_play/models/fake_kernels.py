@@ -154,11 +154,14 @@ class FakeResidualKernels:
     """`norms.residual_kernels`: a residual add and the norm after it in one pass."""
 
     @staticmethod
-    def forward(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y and s like x, and a float32 for each token."""
+    def forward(
+        x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: Any, in_float8: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
+        """Return y and s like x, a float32 for each token, and y in float8 if asked for."""
         y = torch.empty_like(x)
         s = x if residual is None else torch.empty_like(x)
-        return y, s, x.new_empty(x.shape[:-1], dtype=torch.float32)
+        inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        return y, s, inverse, quantise(y.flatten(0, -2)) if in_float8 else None
 
     @staticmethod
     def backward(dy: Tensor, ds: Tensor, s: Tensor, *_: Any) -> Tensor:
@@ -173,6 +176,17 @@ def glu_forward(gate: Tensor, *_: Any) -> Tensor:
 
 def glu_backward(*_: Any, **__: Any) -> None:
     """`linears.glu_kernels.backward`: writes into its arguments and allocates nothing."""
+
+
+def glu_forward_float8(gate: Tensor, *_: Any) -> tuple[Tensor, Quantised]:
+    """`linears.glu_float8_kernels.forward`: allocates only its outputs."""
+    h = glu_forward(gate)
+    return h, quantise(h)
+
+
+def glu_backward_float8(dh: Tensor, *_: Any) -> tuple[Quantised, Quantised]:
+    """`linears.glu_float8_kernels.backward`: allocates two gradients in float8."""
+    return quantise(dh), quantise(dh)
 
 
 class FakeGroupedProduct(torch.autograd.Function):
@@ -292,6 +306,8 @@ GPU_KERNELS = (
     Replacement(glu, "glu_backward", glu_backward),
     Replacement(mlp, "glu_forward", glu_forward),
     Replacement(mlp, "glu_backward", glu_backward),
+    Replacement(mlp, "glu_forward_float8", glu_forward_float8),
+    Replacement(mlp, "glu_backward_float8", glu_backward_float8),
     *(
         Replacement(module, name, fake)
         for module in (float8, float8_linear)

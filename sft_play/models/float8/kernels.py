@@ -75,14 +75,19 @@ def quantise(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, features = x.shape
-    values = torch.empty(rows, features, dtype=FLOAT8, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    values, scales = empty_rows(rows, features, x.device)
     has_columns = column_scales is not None
     columns = column_scales if has_columns else scales  # not read
     with on_device_of(x):
         tensors = (x, columns, values, scales)
         _quantise[(rows,)](*tensors, x.stride(0), features, has_columns, BLOCK, num_warps=8)
     return Quantised(values, scales)
+
+
+def empty_rows(rows: int, features: int, device: torch.device) -> Quantised:
+    """Return rows in float8 to write to."""
+    values = torch.empty(rows, features, dtype=FLOAT8, device=device)
+    return Quantised(values, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 def transposed(weight: Tensor) -> Tensor:

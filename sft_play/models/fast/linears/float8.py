@@ -16,11 +16,16 @@ from sft_play.models.float8.products import input_product, product
 from sft_play.models.float8.quantise import quantise
 
 
-def quantise_shared(x: Tensor, scales: Iterable[Tensor | None]) -> Quantised | None:
-    """Return x (N, in) in float8, None if none of the linears that read it has a scale a row."""
+def quantise_shared(
+    x: Tensor, scales: Iterable[Tensor | None], known: Quantised | None
+) -> Quantised | None:
+    """Return x (N, in) in float8, None if none of the linears that read it has a scale a row.
+
+    `known` is what the kernel that computed x has quantised of it.
+    """
     if all(scale is None for scale in scales):
         return None
-    return quantise(x)
+    return quantise(x) if known is None else known
 
 
 def float8_output(
@@ -31,7 +36,14 @@ def float8_output(
     return y if bias is None else y.add_(bias)
 
 
-def add_input_gradient(dx: Tensor | None, dy: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Return dx (N, in), with the part of dy (N, out) added to it."""
-    part = input_product(quantise(dy, scales), weight, dy.dtype)
+def add_input_gradient(
+    dx: Tensor | None, dy: Tensor, weight: Tensor, scales: Tensor, known: Quantised | None
+) -> Tensor:
+    """Return dx (N, in), with the part of dy (N, out) added to it.
+
+    `known` is dy in float8, where the kernel that computed it has quantised it.
+    """
+    if known is None:
+        known = quantise(dy, scales)
+    part = input_product(known, weight, dy.dtype)
     return part if dx is None else dx.add_(part)

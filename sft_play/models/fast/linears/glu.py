@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
+from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.quantise import quantise
 
 
 def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -83,6 +85,41 @@ def glu_backward(
     dup.copy_(d * act)
     if h is not None:
         h.copy_(act * u)
+
+
+def glu_forward_float8(
+    gate: Tensor, up: Tensor, activation: Activation
+) -> tuple[Tensor, Quantised]:
+    """Return h (N, I) of gate and up (N, I), and h in float8; one kernel on a GPU."""
+    if gate.is_cuda:
+        from sft_play.models.fast.linears import glu_float8_kernels
+
+        return glu_float8_kernels.forward(gate, up, activation)
+    h = glu_forward(gate, up, activation)
+    return h, quantise(h)
+
+
+def glu_backward_float8(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    gate_scales: Tensor,
+    up_scales: Tensor,
+) -> tuple[Quantised, Quantised]:
+    """Write dgate, dup and, in the place of dh, h; return dgate and dup (N, I) in float8.
+
+    They are multiplied by the scales (I,) of the rows of gate's and up's weights before.
+    """
+    if gate.is_cuda:
+        from sft_play.models.fast.linears import glu_float8_kernels
+
+        scales = (gate_scales, up_scales)
+        return glu_float8_kernels.backward(dh, gate, up, activation, dgate, dup, *scales)
+    glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
+    return quantise(dgate, gate_scales), quantise(dup, up_scales)
 
 
 def _flatten(x: Tensor) -> Tensor:

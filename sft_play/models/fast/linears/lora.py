@@ -37,6 +37,8 @@ from sft_play.models.fast.linears.products import (
 )
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.adapters import Float8LoraLinear
+from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.handover import take
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
@@ -176,7 +178,8 @@ def is_4bit(module: nn.Module) -> bool:
 
 def _apply(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     linears, adapters = split_linears(modules)
-    return LoraLinearsFunction.apply(to_compute_dtype(x), linears, *adapters)
+    x = to_compute_dtype(x)
+    return LoraLinearsFunction.apply(x, take(x), linears, *adapters)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -218,14 +221,19 @@ class LoraLinearsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, linears: tuple[FrozenLinear, ...], *parameters: Tensor | None
+        ctx,
+        x: Tensor,
+        known: Quantised | None,
+        linears: tuple[FrozenLinear, ...],
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `parameters` are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
+        `known` is x in float8, where the kernel that computed it has quantised it. `parameters` are
+        A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
         """
         adapters = cast_adapters(parameters, x.dtype)
-        outputs, xa = project(x, linears, adapters)
+        outputs, xa = project(x, linears, adapters, known)
         ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
         ctx.linears = linears
         ctx.adapter_dtype = adapter_dtype(parameters)
@@ -243,4 +251,4 @@ class LoraLinearsFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
         x = flatten_tokens(x)
-        return dx, None, *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype)
+        return dx, None, None, *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu import glu, glu_backward, glu_forward
+from sft_play.models.fast.linears.glu import (
+    glu,
+    glu_backward,
+    glu_backward_float8,
+    glu_forward,
+    glu_forward_float8,
+)
 from sft_play.models.fast.linears.lora import (
     lora_linears,
     must_run_unfused,
@@ -32,6 +38,8 @@ from sft_play.models.fast.linears.products import (
     project,
     rank_gradient,
 )
+from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.handover import take
 
 
 def lora_mlp(
@@ -49,7 +57,8 @@ def lora_mlp(
         gate_output, up_output = split_halves(lora_linears(x, inner))
         return down(glu(gate_output, up_output, activation))
     linears, adapters = split_linears(modules)
-    return LoraMlpFunction.apply(to_compute_dtype(x), linears, activation, *adapters)
+    x = to_compute_dtype(x)
+    return LoraMlpFunction.apply(x, take(x), linears, activation, *adapters)
 
 
 def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -67,19 +76,24 @@ class LoraMlpFunction(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
+        known: Quantised | None,
         linears: tuple[FrozenLinear, ...],
         activation: Activation,
         *parameters: Tensor | None,
     ) -> Tensor:
-        """Return y (..., out) of x (..., in)."""
+        """Return y (..., out) of x (..., in); `known` is x in float8."""
         *inner, down = linears
         inner_parameters = parameters[:-2]
         down_parameters = parameters[-2:]
         inner_adapters = cast_adapters(inner_parameters, x.dtype)
         down_adapter = cast_adapters(down_parameters, x.dtype)
-        outputs, xa = project(flatten_tokens(x), inner, inner_adapters)
-        h = glu_forward(*split_halves(outputs), activation)
-        (y,), ha = project(h, (down,), down_adapter)
+        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known)
+        h_in_float8 = None
+        if down.row_scales is None:
+            h = glu_forward(*split_halves(outputs), activation)
+        else:
+            h, h_in_float8 = glu_forward_float8(*split_halves(outputs), activation)
+        (y,), ha = project(h, (down,), down_adapter, h_in_float8)
         ctx.save_for_backward(
             x,
             xa,
@@ -105,17 +119,19 @@ class LoraMlpFunction(torch.autograd.Function):
         inner_adapters = Adapters(inner_a, tuple(saved[:count]))
         down_a, down_b, *outputs = saved[count:]
         down_adapter = Adapters(down_a, (down_b,))
-        grads, down_gradients = down_backward(
-            flatten_tokens(dy), ha, outputs, down, down_adapter, ctx.activation, ctx.down_dtype
+        scales = [linear.row_scales for linear in inner] if ctx.needs_input_grad[0] else []
+        grads, known, down_gradients = down_backward(
+            *(flatten_tokens(dy), ha, outputs, down, down_adapter),
+            *(ctx.activation, ctx.down_dtype, scales),
         )
         du = rank_gradient(grads, inner, inner_adapters)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads, du, inner, inner_adapters).view(x.shape)
+            dx = input_gradient(grads, du, inner, inner_adapters, known).view(x.shape)
         inner_gradients = adapter_gradients(
             flatten_tokens(x), xa, grads, du, inner, ctx.inner_dtype
         )
-        return dx, None, None, *inner_gradients, *down_gradients
+        return dx, None, None, None, *inner_gradients, *down_gradients
 
 
 def down_backward(
@@ -126,10 +142,12 @@ def down_backward(
     adapters: Adapters,
     activation: Activation,
     dtype: torch.dtype | None,
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the gradients of `outputs` and of down's adapter; dy (N, out).
+    scales: list[Tensor | None],
+) -> tuple[list[Tensor], tuple[Quantised, ...] | None, list[Tensor | None]]:
+    """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
 
-    `outputs` are gate's and up's (N, I), or both as one (N, 2 I).
+    dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
+    of gate's and up's rows; where both have some, their gradients are quantised, too.
     """
     du = rank_gradient([dy], [down], adapters)
     dh = input_gradient([dy], du, [down], adapters)
@@ -138,5 +156,9 @@ def down_backward(
     dgate, dup = split_halves(tuple(grads))
     # h overwrites dh. The outputs of gate and up are not overwritten: a second backward pass may
     # need them.
-    glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
-    return grads, adapter_gradients(dh, ha, [dy], du, [down], dtype)
+    known = None
+    if len(scales) == 2 and all(scale is not None for scale in scales):
+        known = glu_backward_float8(dh, gate, up, activation, dgate, dup, *scales)
+    else:
+        glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
+    return grads, known, adapter_gradients(dh, ha, [dy], du, [down], dtype)

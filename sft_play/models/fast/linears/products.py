@@ -21,6 +21,7 @@ from sft_play.models.fast.linears.float8 import (
     float8_output,
     quantise_shared,
 )
+from sft_play.models.float8.format import Quantised
 from sft_play.models.partitioned import gathered
 
 
@@ -90,12 +91,15 @@ def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def project(
-    x: Tensor, linears: Sequence[FrozenLinear], adapters: Adapters
+    x: Tensor,
+    linears: Sequence[FrozenLinear],
+    adapters: Adapters,
+    known: Quantised | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R)."""
+    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R); `known` is x in float8."""
     flat = flatten_tokens(x)
     xa = None if adapters.a is None else flat @ adapters.a.t()
-    quantised = quantise_shared(flat, [linear.row_scales for linear in linears])
+    quantised = quantise_shared(flat, [linear.row_scales for linear in linears], known)
     outputs = []
     for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
@@ -135,15 +139,23 @@ def rank_gradient(
 
 
 def input_gradient(
-    dy: Sequence[Tensor], du: Tensor | None, linears: Sequence[FrozenLinear], adapters: Adapters
+    dy: Sequence[Tensor],
+    du: Tensor | None,
+    linears: Sequence[FrozenLinear],
+    adapters: Adapters,
+    known: Sequence[Quantised | None] | None = None,
 ) -> Tensor:
-    """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer."""
+    """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
+
+    `known` are dy_i in float8, multiplied by the scales of the weight, or None.
+    """
+    known = known or [None] * len(dy)
     # a float8 product has an output of its own, which the adapters' part is added to
     is_float8 = any(linear.row_scales is not None for linear in linears)
     dx = None if du is None or is_float8 else du @ adapters.a
-    for grad, linear in zip(dy, linears, strict=True):
+    for grad, linear, quantised in zip(dy, linears, known, strict=True):
         if linear.row_scales is not None:
-            dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales)
+            dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales, quantised)
             continue
         with gathered([linear.weight]):
             weight = dequantize(linear.weight, grad.dtype)

@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import is_training
+from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.handover import hand_over, reads_float8, take
+from sft_play.models.float8.quantise import quantise
 from sft_play.models.partitioned import gathered
 
 
@@ -58,11 +61,16 @@ def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     roles: LayerRoles = self.fused_roles
     norm1 = getattr(self, roles.norm1)
     norm2 = getattr(self, roles.norm2)
-    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind)
-    mixed = getattr(self, roles.block1)(hidden_states=normed, **roles.arguments_of(kwargs))
+    block1 = getattr(self, roles.block1)
+    block2 = getattr(self, roles.block2)
+    in_float8 = reads_float8(block1), reads_float8(block2)
+    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind, in_float8[0])
+    mixed = block1(hidden_states=normed, **roles.arguments_of(kwargs))
+    take(normed)  # where no linear has
     mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
-    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind)
-    output = getattr(self, roles.block2)(normed)
+    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind, in_float8[1])
+    output = block2(normed)
+    take(normed)
     return stream + _scaled(output[0] if roles.is_tuple2 else output, roles.multiplier)
 
 
@@ -71,13 +79,21 @@ def _scaled(x: Tensor, multiplier: float) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
+    x: Tensor,
+    residual: Tensor | None,
+    norm: nn.Module,
+    kind: NormKind,
+    in_float8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
 
     Use this s instead of x afterwards: its gradient and the norm's are then added in one pass.
+    `in_float8` hands norm(s) over in float8, too.
     """
-    return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
+    weight = norm.weight
+    y, s, *quantised = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, in_float8)
+    hand_over(y, Quantised(*quantised) if quantised else None)
+    return y, s
 
 
 class AddNormFunction(torch.autograd.Function):
@@ -85,24 +101,35 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
-    ) -> tuple[Tensor, Tensor]:
-        """Return y and s (..., H)."""
+        ctx,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: NormKind,
+        in_float8: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Return y and s (..., H); if asked for, values (N, H) and scales (N,) of y in float8."""
         assert not weight.requires_grad, "a norm whose weight is trained"
-        y, s, inverse_rms = _kernels(x).forward(x, residual, weight, eps, kind)
+        y, s, inverse_rms, quantised = _kernels(x).forward(
+            x, residual, weight, eps, kind, in_float8
+        )
         ctx.save_for_backward(s, weight, inverse_rms)
         ctx.kind = kind
         ctx.has_residual = residual is not None
-        return y, s
+        if quantised is None:
+            return y, s
+        ctx.mark_non_differentiable(*quantised)
+        return y, s, *quantised
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy: Tensor, ds: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
         with gathered([weight]):
             dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
-        return dx, dx if ctx.has_residual else None, None, None, None
+        return dx, dx if ctx.has_residual else None, None, None, None, None
 
 
 class Reference:
@@ -110,9 +137,14 @@ class Reference:
 
     @staticmethod
     def forward(
-        x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y and s (..., H), and 1 / rms(s) (..., 1) float32."""
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: NormKind,
+        in_float8: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
+        """Return y and s (..., H), 1 / rms(s) (..., 1) float32, and y in float8 if asked for."""
         s = x if residual is None else residual + x
         wide = s.float()
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -120,7 +152,7 @@ class Reference:
             y = (wide * inverse_rms * (kind.offset + weight.float())).to(x.dtype)
         else:
             y = (kind.offset + weight) * (wide * inverse_rms).to(x.dtype)
-        return y, s, inverse_rms
+        return y, s, inverse_rms, quantise(y.flatten(0, -2)) if in_float8 else None
 
     @staticmethod
     def backward(

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.norms.rms import NormKind
+from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
 
 FEATURES_PER_WARP = 512  # 16 of a thread: two loads of 16 bytes of bfloat16
 
@@ -18,11 +20,14 @@ def _forward(
     y,
     s,
     inverse,
+    values,
+    scales,
     features,
     eps,
     offset,
     is_gemma: tl.constexpr,
     has_residual: tl.constexpr,
+    in_float8: tl.constexpr,
     block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -41,7 +46,13 @@ def _forward(
     if not is_gemma:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
-    tl.store(y + at, normed * scale, inside)
+    rounded = (normed * scale).to(y.dtype.element_ty)
+    tl.store(y + at, rounded, inside)
+    if in_float8:
+        wide = rounded.to(tl.float32)
+        row_scale = scale_of(tl.max(tl.abs(wide), 0))
+        tl.store(scales + row, row_scale)
+        tl.store(values + at, in_range(wide, row_scale).to(values.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -60,9 +71,14 @@ def _backward(dy, ds, s, weight, inverse, dx, features, offset, block: tl.conste
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: NormKind
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    kind: NormKind,
+    in_float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
+    """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for."""
     x = x.contiguous()
     y = torch.empty_like(x)
     s = x
@@ -71,13 +87,16 @@ def forward(
         s = torch.empty_like(x)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     features, block, warps = _sizes(x)
-    with torch.cuda.device(x.device):
-        tensors = (x, residual, weight, y, s, inverse)
-        flags = (kind.casting == "gemma", residual is not None)
+    quantised = None
+    if in_float8:
+        quantised = empty_rows(inverse.numel(), features, x.device)
+    with on_device_of(x):
+        tensors = (x, residual, weight, y, s, inverse, *(quantised or (y, inverse)))
+        flags = (kind.casting == "gemma", residual is not None, in_float8)
         _forward[(inverse.numel(),)](
             *tensors, features, eps, kind.offset, *flags, block, num_warps=warps
         )
-    return y, s, inverse
+    return y, s, inverse, quantised
 
 
 def backward(

@@ -1,0 +1,148 @@
+"""Triton kernels of `glu` for linears in float8: what they compute is quantised in the same pass.
+
+One program a row. It writes the row in 16 bits, which LoRA's products read, seeks the largest
+number meanwhile, and reads the row again from the cache to quantise it. Imported only on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.fast.linears.activations import Activation
+from sft_play.models.fast.linears.glu_kernels import _sigmoid_argument
+from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
+
+BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
+WARPS = 8
+
+
+@triton.jit
+def _quantise_row(
+    x, columns, values, scale, features, has_columns: tl.constexpr, block: tl.constexpr
+):
+    """Quantise a row that this program has written."""
+    tl.debug_barrier()  # other threads of it have written parts of the row
+    for start in range(0, features, block):
+        at = start + tl.arange(0, block)
+        inside = at < features
+        value = tl.load(x + at, inside, 0).to(tl.float32)
+        if has_columns:
+            value = value * tl.load(columns + at, inside, 0)
+        tl.store(values + at, in_range(value, scale).to(values.dtype.element_ty), inside)
+
+
+@triton.jit
+def _forward(
+    gate,
+    up,
+    h,
+    values,
+    scales,
+    gate_stride,
+    up_stride,
+    features,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((block,), tl.float32)
+    for start in range(0, features, block):
+        at = start + tl.arange(0, block)
+        inside = at < features
+        g = tl.load(gate + row * gate_stride + at, inside, 0).to(tl.float32)
+        u = tl.load(up + row * up_stride + at, inside, 0).to(tl.float32)
+        p, _slope = _sigmoid_argument(g, is_gelu)
+        product = (g * tl.sigmoid(p) * u).to(h.dtype.element_ty)
+        tl.store(h + row * features + at, product, inside)
+        largest = tl.maximum(largest, tl.abs(product.to(tl.float32)))
+    scale = scale_of(tl.max(largest, 0))
+    tl.store(scales + row, scale)
+    at_row = row * features
+    _quantise_row(h + at_row, scales, values + at_row, scale, features, False, block)
+
+
+@triton.jit
+def _backward(
+    dh,
+    gate,
+    up,
+    dgate,
+    dup,
+    gate_columns,
+    up_columns,
+    gate_values,
+    gate_scales,
+    up_values,
+    up_scales,
+    gate_stride,
+    up_stride,
+    features,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at_row = row * features
+    largest_gate = tl.zeros((block,), tl.float32)
+    largest_up = tl.zeros((block,), tl.float32)
+    for start in range(0, features, block):
+        at = start + tl.arange(0, block)
+        inside = at < features
+        d = tl.load(dh + at_row + at, inside, 0).to(tl.float32)
+        g = tl.load(gate + row * gate_stride + at, inside, 0).to(tl.float32)
+        u = tl.load(up + row * up_stride + at, inside, 0).to(tl.float32)
+        p, slope = _sigmoid_argument(g, is_gelu)
+        s = tl.sigmoid(p)
+        act = g * s
+        of_gate = (d * (s + act * (1 - s) * slope) * u).to(dgate.dtype.element_ty)
+        of_up = (d * act).to(dup.dtype.element_ty)
+        tl.store(dgate + at_row + at, of_gate, inside)
+        tl.store(dup + at_row + at, of_up, inside)
+        tl.store(dh + at_row + at, act * u, inside)  # h, where this program has read dh
+        scaled = of_gate.to(tl.float32) * tl.load(gate_columns + at, inside, 0)
+        largest_gate = tl.maximum(largest_gate, tl.abs(scaled))
+        scaled = of_up.to(tl.float32) * tl.load(up_columns + at, inside, 0)
+        largest_up = tl.maximum(largest_up, tl.abs(scaled))
+    scale = scale_of(tl.max(largest_gate, 0))
+    tl.store(gate_scales + row, scale)
+    _quantise_row(dgate + at_row, gate_columns, gate_values + at_row, scale, features, True, block)
+    scale = scale_of(tl.max(largest_up, 0))
+    tl.store(up_scales + row, scale)
+    _quantise_row(dup + at_row, up_columns, up_values + at_row, scale, features, True, block)
+
+
+def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Quantised]:
+    """Return h = act(gate) * up (N, I), and h in float8."""
+    assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
+    rows, features = gate.shape
+    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    quantised = empty_rows(rows, features, gate.device)
+    with on_device_of(gate):
+        strides = (gate.stride(0), up.stride(0))
+        flags = (activation == "gelu_tanh", BLOCK)
+        _forward[(rows,)](gate, up, h, *quantised, *strides, features, *flags, num_warps=WARPS)
+    return h, quantised
+
+
+def backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    gate_scales: Tensor,
+    up_scales: Tensor,
+) -> tuple[Quantised, Quantised]:
+    """Write dgate and dup, and h in the place of dh; return dgate and dup in float8."""
+    assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
+    assert all(tensor.is_contiguous() for tensor in (dh, dgate, dup)), "rows lie side by side"
+    rows, features = gate.shape
+    of_gate, of_up = (empty_rows(rows, features, gate.device) for _ in range(2))
+    with on_device_of(gate):
+        tensors = (dh, gate, up, dgate, dup, gate_scales, up_scales, *of_gate, *of_up)
+        strides = (gate.stride(0), up.stride(0))
+        flags = (activation == "gelu_tanh", BLOCK)
+        _backward[(rows,)](*tensors, *strides, features, *flags, num_warps=WARPS)
+    return of_gate, of_up
