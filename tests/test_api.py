@@ -158,6 +158,7 @@ def test_a_run_shows_its_verdict_and_its_report(finished):
 
 def test_training_raises_what_make_would_print(elsewhere, capsys):
     Path("outputs/taken").mkdir(parents=True)
+    Path("outputs/taken/notes.txt").touch()  # an empty folder is used
     with pytest.raises(ConfigError, match="RUN=taken: outputs/taken exists already"):
         sft_play.train("tiny", run="taken")
     assert "plan device=cpu" not in capsys.readouterr().out
