@@ -251,3 +251,20 @@ def test_a_run_stops_where_its_base_does_too(taught_base, plan_run, build_traine
     )
     write_stops(staged, stops, trainer.processing_class, trainer.model)
     assert read_stops(staged) == (stop, 4)
+
+
+def test_what_is_scored_stops_where_what_is_saved_does(
+    taught_base, plan_run, build_trainer, prepared_rows, tmp_path
+):
+    """A stop of the base that answers of the training rows hold, and no validation row does."""
+
+    def answered(rows) -> set[int]:
+        return {int(label) for row in rows for label in row.labels if label != IGNORE_INDEX}
+
+    inside = min(answered(prepared_rows.train) - answered(prepared_rows.validation))
+    folder = shutil.copytree(taught_base, tmp_path / "base")
+    path = folder / "generation_config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], inside]}))
+    trainer, _ = build_trainer(plan_run({"model.name": folder, "train.max_steps": 1}))
+    assert trainer.evaluator.generator.stops == [facts["eos_token_id"]]

@@ -68,7 +68,7 @@ def build_trainer(
         eval_dataset=TrainRows(data.validation),  # Trainer requires one; `evaluator` evaluates
         data_collator=build_collator(context, tokenizer, model),
         order=order,
-        evaluator=build_evaluator(context, data.validation, tokenizer, model),
+        evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
         speed=speed,
         throughput=throughput,
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
@@ -145,13 +145,15 @@ def build_collator(
 
 def build_evaluator(
     context: RunContext,
+    data: RunData,
     split: Split,
     tokenizer: PreTrainedTokenizerBase,
     model: torch.nn.Module,
 ) -> Evaluator:
-    """Return the evaluator of a split, whose rows are shared among the ranks.
+    """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 
-    Answers end where the template ends them, and where the base's own generation does.
+    Answers end where those of the saved model will: where the answers of the training rows end, and
+    where the base's own generation does.
     """
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp
@@ -162,6 +164,6 @@ def build_evaluator(
         train,
         context.process,
         synced_gpus=is_divided,
-        saved_stops=tuple(trained_stops(split, tokenizer, stops_of(model))),
+        saved_stops=tuple(trained_stops(data.train, tokenizer, stops_of(model))),
         memory_limit=lambda: context.plan.memory.predicted_peak,  # a probe changes the plan
     )

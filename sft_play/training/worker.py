@@ -111,7 +111,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     )
     explainer.trainer = trainer
     recorder.follow_steps(trainer)
-    evaluator = build_evaluator(context, data.test, tokenizer, model)
+    evaluator = build_evaluator(context, data, data.test, tokenizer, model)
     held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder)
     stop.follow(trainer.evaluator, evaluator)
     observers.attach(trainer)
