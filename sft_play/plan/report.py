@@ -16,7 +16,7 @@ from sft_play.plan.precision import DTYPE_NAMES, precision
 from sft_play.plan.recipe import weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.speed_words import run_words, speed_words
+from sft_play.plan.speed_words import float8_words, run_words, speed_words
 from sft_play.plan.structure import adapted_matrices
 from sft_play.plan.workload import Workload
 
@@ -146,6 +146,9 @@ def lines(
         shown += _labelled("" if number else "recipe", sentence)
     shown += _labelled("precision", _precision(planned))
     shown += _labelled("speed", speed_words(plan))
+    offer = float8_words(planned)
+    if offer:
+        shown += _labelled("float8", offer)
     shown += _labelled("run", run_words(workload))
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]

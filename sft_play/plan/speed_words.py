@@ -1,10 +1,17 @@
 """The words of speed and hours in `make plan`. Pure: no torch, no I/O."""
 
 import math
+from dataclasses import replace
 
-from sft_play.plan.run_plan import RunPlan
+from sft_play.plan.float8 import may_be_float8
+from sft_play.plan.memory import GIB, step_bytes
+from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.speed import full_rows, predict
 from sft_play.plan.step import StepSpec
 from sft_play.plan.workload import Workload
+
+# benchmarks.float8_quality on a CPU: SmolLM2 135M and the embedded model
+FLOAT8_KL = "0.10 to 0.19"
 
 
 def speed_words(plan: RunPlan) -> str:
@@ -32,6 +39,22 @@ def speed_words(plan: RunPlan) -> str:
     return (
         f"{about}{rate:,.0f} tokens/s{share} where rows are full, "
         f"MFU {speed.mfu:.0%}; a step takes {_duration(speed.step_seconds)}{waits}"
+    )
+
+
+def float8_words(planned: PlannedRun) -> str | None:
+    """Return what a float8 base would change and what is known of its quality, None without one."""
+    plan = planned.plan
+    if plan.zero_stage or plan.speed is None or not may_be_float8(planned.config, plan.card):
+        return None
+    step = replace(plan.step, is_float8=True)
+    speed = predict(step, plan.layout, full_rows(plan.layout), plan.card, plan.ranks.nodes)
+    peak = step_bytes(step, plan.layout).predicted_peak
+    faster = speed.tokens_per_second / plan.speed.tokens_per_second
+    return (
+        f"TUNING_BASE_DTYPE=float8 is expected to train {faster:.1f} times as fast in "
+        f"{peak / GIB:.1f} GiB, which nobody has measured; its KL to the base is {FLOAT8_KL} of "
+        "NF4's (docs/adapters.md)"
     )
 
 
