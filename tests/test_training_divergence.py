@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from faults.numbers import poison
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 
@@ -227,3 +228,20 @@ def test_the_best_weights_of_a_diverged_run_are_published_only_where_they_are_be
         watch.conclude(20, after=10.3, is_best=True)
     with pytest.raises(DivergedError, match="since step 10"):
         watch.conclude(20, after=1.9, is_best=False)  # its checkpoint is gone
+
+
+def test_a_loss_that_is_nan_after_the_best_weights_ends_training_and_they_are_published(
+    plan_run, run_worker, monkeypatch
+):
+    monkeypatch.setattr(SftTrainer, "compute_loss", SftTrainer.compute_loss)
+    poison({6})
+    folder = plan_run(BEST)
+    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    report = run_json(folder)
+    assert (report["global_step"], report["best"]["step"]) == (6, 4)
+    assert report["warning"].startswith("loss=nan at step 6: the run has diverged; try ")
+    assert "published are the weights of step 4" in report["warning"]
+    assert report["metrics"]["after"]["eval_loss"] < report["metrics"]["before"]["eval_loss"]
+    assert [entry["step"] for entry in report["loss"]] == [1, 2, 3, 4, 5]
+    names = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert names == ["checkpoint-2", "checkpoint-4"]

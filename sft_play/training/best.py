@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from transformers.integrations import deepspeed_load_checkpoint
 
 from sft_play.config.metrics import is_higher_better
 from sft_play.config.schema import TrainSection
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DivergedError
 from sft_play.models.sharding import trains_divided
 from sft_play.runs import seal
 from sft_play.training.divergence import LossWatch
@@ -87,8 +87,11 @@ class EndDiverged(TrainerCallback):
         self.has_ended = False
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.watch.diverged is None:
-            return
+        if self.watch.diverged is not None:
+            self.end(state, control)
+
+    def end(self, state: Any, control: Any) -> None:
+        """Say it, and let no step follow."""
         if self.is_main and not self.has_ended:
             logger.warning(
                 "%s; training ends at step %d, and the weights of step %s are scored and published",
@@ -106,6 +109,19 @@ class EndDiverged(TrainerCallback):
     def _keep_nothing_more(self, control: Any) -> None:
         control.should_evaluate = False
         control.should_save = False
+
+
+def goes_on(trainer: "SftTrainer", look: Callable[[float], None]) -> bool:
+    """Let the guard `look` at the steps so far; return whether training goes on.
+
+    Raises: DivergedError, on every rank, unless the best weights are published instead.
+    """
+    try:
+        look(trainer.args.learning_rate)
+    except DivergedError as error:
+        trainer.loss_watch.diverge(error)
+        trainer.end_diverged.end(trainer.state, trainer.control)
+    return trainer.end_diverged is None or not trainer.end_diverged.has_ended
 
 
 def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:

@@ -98,7 +98,8 @@ def publish_best_of_diverged(trainer: SftTrainer) -> None:
 
     watch = trainer.loss_watch
     watch.has_best = has_best
-    trainer.add_callback(EndDiverged(watch, trainer.best_metric, trainer.process.is_main))
+    trainer.end_diverged = EndDiverged(watch, trainer.best_metric, trainer.process.is_main)
+    trainer.add_callback(trainer.end_diverged)
 
 
 def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:

@@ -50,7 +50,7 @@ class LossWatch:
         self._since = step if self._since is None else self._since
         self._logs += 1
         if self._logs >= LOGS and step - self._since >= STEPS:
-            self._diverge(self._error(loss, f"since step {self._since}"))
+            self.diverge(self._error(loss, f"since step {self._since}"))
 
     def conclude(self, step: int, after: float | None = None, is_best: bool = False) -> None:
         """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
@@ -60,7 +60,7 @@ class LossWatch:
         """
         end = f"at the end, step {step}"
         if self._last and self._is_guess(median(self._last)):
-            self._diverge(self._error(median(self._last), end))
+            self.diverge(self._error(median(self._last), end))
         if self.diverged is not None and not is_best:
             raise self.diverged
         if after is not None and self._is_guess(after):
@@ -71,7 +71,7 @@ class LossWatch:
                 f"where it was {self.before:.4g} before training, so they are not published either"
             )
 
-    def _diverge(self, error: DivergedError) -> None:
+    def diverge(self, error: DivergedError) -> None:
         """Note that the run has diverged. Raises: DivergedError where nothing else is published."""
         self.diverged = self.diverged or error
         if not self.has_best():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from sft_play.runs import stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.training import sharded
+from sft_play.training.best import EndDiverged, goes_on
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.divergence import LossWatch
 from sft_play.training.expert_use import ExpertUse
@@ -125,6 +127,7 @@ class SftTrainer(Trainer):
         self.gradients = gradients or GradientWatch(self.process)
         vocabulary = self.model.config.get_text_config().vocab_size
         self.loss_watch = LossWatch(vocabulary, self.args.learning_rate)
+        self.end_diverged: EndDiverged | None = None  # where the best weights are published then
         self.expert_use: ExpertUse | None = None  # counts from the first step on
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
         self.best_metric = "eval_loss"  # of the checkpoint that is never removed
@@ -299,13 +302,14 @@ class SftTrainer(Trainer):
         return metrics
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.guard.end_step(self.args.learning_rate)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if goes_on(self, self.guard.end_step):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log. Raises: DivergedError, on every rank, if the run has diverged."""
         step = self.state.global_step
-        self.guard.settle(self.args.learning_rate)
+        if not goes_on(self, self.guard.settle):
+            logs = {name: value for name, value in logs.items() if math.isfinite(value)}
         if "loss" in logs:
             self.guard.correct_log(logs, step, step - self.step_log.logged_step)
             logs |= self.step_log.collect(step, self.model_wrapped)
@@ -317,7 +321,8 @@ class SftTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        self.guard.settle(self.args.learning_rate)
+        if not goes_on(self, self.guard.settle):
+            return
         started = time.perf_counter()
         with self.memory.phase("save"):
             save_sealed(self, functools.partial(super()._save_checkpoint, model, trial))
