@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -242,15 +243,13 @@ def test_orphans_are_not_left(settings_of, tmp_path):
 
 
 def test_sealing_costs_little(tmp_path):
-    runs = [
-        sealing.seconds_of(tmp_path, gigabytes=1.0) for _ in range(min(12, MOST))
-    ]  # the least disturbed of each
-    save, wait, sealed = (min(column) for column in zip(*runs, strict=True))
-    added = sealed / (save + wait) - 1
+    runs = [sealing.seconds_of(tmp_path, gigabytes=1.0) for _ in range(min(15, MOST))]
+    added = [sealed / (save + wait) - 1 for save, wait, sealed in runs]
     words = "time that sealing adds to a save of 1 GB that reaches the disk (benchmarks/sealing.py)"
-    seen = f"{added:+.0%}: {save + wait:.2f} s and {sealed:.2f} s"
+    middle = statistics.median(added)  # of pairs: the disk is now fast, now slow
+    seen = f"{middle:+.0%}, of {len(runs)} saves {min(added):+.0%} to {max(added):+.0%}"
     noted("sealing", words, "at most +15 %", seen)
-    assert added <= 0.15
+    assert middle <= 0.15
 
 
 def other_value(config: Config, path: str) -> Any:
