@@ -9,12 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.fast.linears import float8 as fused_float8
 from sft_play.models.float8 import products
 from sft_play.models.float8.format import FLOAT8, LARGEST
 from sft_play.models.float8.handover import NAME
 from sft_play.models.float8.linear import Float8Linear, is_float8
+from sft_play.models.float8.loading import float8_config
 from sft_play.models.float8.quantise import quantise, quantise_weight, why_not_quantised
 from sft_play.models.load import load_base, load_model
 from sft_play.process import Process
@@ -256,6 +257,12 @@ def test_a_base_whose_files_are_quantised_is_refused(config_of, monkeypatch):
     monkeypatch.setattr("sft_play.models.load.stored_format", lambda stored: "mxfp4")
     with pytest.raises(ConfigError, match="float8 would round a second time"):
         load_base(config_of(), CPU)
+
+
+def test_a_run_over_float8_is_not_used_on_a_gpu_without_it(config_of, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(EnvironmentFault, match=r"cuda:0 has capability 8\.0.*set DEVICE=cpu"):
+        float8_config(config_of(), None, torch.device("cuda", 0))
 
 
 # Fused

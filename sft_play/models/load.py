@@ -125,7 +125,8 @@ def load_base(
     options["dtype"] = base_dtype
     options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
     if config.tuning.base_dtype == "float8":
-        options["quantization_config"] = float8_config(config, stored_format(stored))
+        quantised = stored_format(stored)
+        options["quantization_config"] = float8_config(config, quantised, process.device)
     devices = placement.device_map_of(config, process, stored, most_layers)
     if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
