@@ -120,8 +120,7 @@ def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(plan_run)
             def set(self):
                 closed.set()
                 os.write(stop._write_end, b"\0")
-                (thread,) = (t for t in threading.enumerate() if t.name == "signals")
-                thread.join()
+                stop._watcher.join()
 
         stop._closed = LateEvent()
 
