@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from packaging import version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -175,7 +176,9 @@ def test_a_float8_weight_and_its_scales_keep_their_types(convert):
 
 
 def test_the_gpus_product_takes_the_layouts_that_it_is_given():
-    """torch multiplies float8 on a CPU too, by the interface that GPUs have."""
+    """torch multiplies float8 on a CPU too, by the interface that GPUs have; 2.11 without rows."""
+    if version.parse(torch.__version__) < version.parse("2.13"):
+        pytest.skip("this torch has no row-wise scales on a CPU")
     weight = quantise_weight(numbers(48, 32, seed=1))
     x, dy = quantise(numbers(7, 32)), quantise(numbers(7, 48, seed=2), weight.scales)
     forward = products._scaled_mm(x, weight.values.t(), weight.scales)
