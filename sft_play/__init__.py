@@ -5,12 +5,16 @@
 are the commands of make for notebooks and programs (sft_play.api). Importing this loads none of it.
 """
 
+import logging
 from types import ModuleType
 from typing import Any
 
 from sft_play import plan
 
 __version__ = "0.1.0"
+
+# On some CPUs bitsandbytes warns at its import that it will not download code from the hub
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 CALLS = ("train", "preview", "report")
 

@@ -77,17 +77,21 @@ def tiny_base(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def base_of(tokenizer, tmp_path_factory) -> Callable[[str], Path]:
-    """A function that returns the folder of a tiny random base of a model type, with the tokenizer."""
-    from tiny_models import write_base
+def base_of(tokenizer, tmp_path_factory) -> Callable[..., Path]:
+    """A function that returns the folder of a tiny random base of a model type, with the tokenizer.
+
+    For mode qlora its weights can be packed on every CPU.
+    """
+    from tiny_models import TINY, WHOLE_BLOCKS, write_base
 
     folders = {}
 
-    def base(model_type: str) -> Path:
-        if model_type not in folders:
+    def base(model_type: str, mode: str = "lora") -> Path:
+        sizes = WHOLE_BLOCKS if mode == "qlora" else TINY
+        if (model_type, sizes) not in folders:
             folder = tmp_path_factory.mktemp(model_type)
-            folders[model_type] = write_base(model_type, folder, tokenizer)
-        return folders[model_type]
+            folders[model_type, sizes] = write_base(model_type, folder, tokenizer, sizes)
+        return folders[model_type, sizes]
 
     return base
 

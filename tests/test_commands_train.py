@@ -96,12 +96,14 @@ HERE = json.dumps(asdict(lock.Holder.this_process()))
     ("names", "holder", "expected"),
     [
         (("plan.json", "config.yaml", ".run.json.0123"), GONE, True),
-        ((), "", True),  # killed before it had written its name
+        ((), "", True),
         (("plan.json", "config.yaml"), HERE, False),
         (("plan.json", "notes.txt"), GONE, False),
         (("plan.json", "config.yaml"), None, False),
         (("plan.json", "run.json"), GONE, False),
     ],
+    # test processes name a test alike, and HERE differs
+    ids=["killed", "killed before its name", "here", "other files", "no lock", "a report"],
 )
 def test_a_run_that_was_killed_before_its_first_report_gives_its_name_up(
     tmp_path: Path, names: tuple[str, ...], holder: str | None, expected: bool

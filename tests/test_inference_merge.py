@@ -293,10 +293,10 @@ def test_every_kind_of_adapter_is_merged_tensor_by_tensor(plan_run, run_worker, 
 def test_experts_are_merged_into_the_files_of_their_base(
     plan_run, run_worker, base_of, model_type, mode
 ):
-    folder = plan_run({"model.name": base_of(model_type), "tuning.mode": mode})
+    folder = plan_run({"model.name": base_of(model_type, mode), "tuning.mode": mode})
     assert run_worker(folder) == 0
     merge_run(folder)
-    base = load_file(base_of(model_type) / "model.safetensors")
+    base = load_file(base_of(model_type, mode) / "model.safetensors")
     merged = load_file(folder.path / "merged" / "model.safetensors")
     assert merged.keys() == base.keys()
     changed = [name for name in base if not torch.equal(base[name], merged[name])]

@@ -8,7 +8,7 @@ import torch
 from bitsandbytes import functional as bnb_functional
 from bitsandbytes.nn import Linear4bit, Params4bit
 from safetensors.torch import load_file, save_file
-from tiny_models import Sizes, tiny_model
+from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -27,8 +27,6 @@ from sft_play.runs.files import read_json, write_json
 
 CPU = Process.alone(torch.device("cpu"))
 IDS = torch.arange(32)[None] % 50 + 3
-# Some CPUs unpack rows wrongly that are no whole blocks of 64 weights: test_models_bnb.py
-WHOLE_BLOCKS = Sizes(hidden=64, head=16, intermediate=64, expert=64)
 
 
 def base_of(folder: Path, model_type: str, **changes: int) -> Path:

@@ -7,8 +7,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -162,8 +164,12 @@ def test_a_target_that_ends_in_tb_trains_with_tensorboard_beside_it(target, sett
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert run_json(RunFolder(tmp_path / "run"))["world_size"] == 2
         url = re.search(r"TensorBoard: (http://127\.0\.0\.1:\d+)", done.stdout)[1]
-        with urllib.request.urlopen(f"{url}/data/plugin/scalars/tags") as answer:
-            tags = json.load(answer)
+        deadline = time.monotonic() + 60
+        tags: dict[str, Any] = {}
+        while not tags and time.monotonic() < deadline:  # it reads the files now and then
+            with urllib.request.urlopen(f"{url}/data/plugin/scalars/tags") as answer:
+                tags = json.load(answer)
+            time.sleep(0.5)
     finally:
         said = tensorboard.stop(tmp_path / ".tensorboard.json")
     assert any("train/loss" in of_run for of_run in tags.values()), tags

@@ -121,7 +121,7 @@ def test_evaluations_leave_the_load_balancing_loss_alone() -> None:
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_a_run_reports_its_experts_and_its_balance(base_of, plan_run, run_worker, mode) -> None:
     settings = {
-        "model.name": base_of("mixtral"),
+        "model.name": base_of("mixtral", mode),
         "tuning.mode": mode,
         "train.router_aux_loss_coef": 0.01,
     }

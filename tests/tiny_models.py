@@ -50,6 +50,8 @@ class Sizes:
 
 
 TINY = Sizes()
+# Some CPUs unpack rows wrongly that are no whole blocks of 64 weights: test_models_bnb.py
+WHOLE_BLOCKS = Sizes(hidden=64, head=16, intermediate=64, expert=64)
 GPU_SIZES = Sizes(hidden=256, head=64, intermediate=384, expert=128, state=64, window=64)
 
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
@@ -147,10 +149,14 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def write_base(
-    model_type: str, folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any
+    model_type: str,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: Sizes = TINY,
+    **changes: Any,
 ) -> Path:
     """Write a tiny model in float32 and a tokenizer as a base that a run can load."""
-    model = tiny_model(model_type, **changes)
+    model = tiny_model(model_type, sizes, **changes)
     model.generation_config.bos_token_id = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -146,8 +147,12 @@ class Benchmark:
         log(f"{workload.name} reference {workload.reference} in {seconds:.0f} s")
 
     def describe_reference(self, workload: Workload) -> dict[str, Any]:
-        """Return what a reference is trained on, as a file gives it back: JSON has no tuples."""
-        described = dataclasses.asdict(workload) | {"padded_rows": list(workload.padded_rows)}
+        """Return what a reference is trained on, as a file gives it back: JSON has no tuples.
+
+        What of a workload is not given is left out, and so are recipes, which only cut its rows.
+        """
+        described = json.loads(json.dumps(dataclasses.asdict(workload)))
+        del described["recipe"], described["recipe_strategy"]
         if workload.layers is None:
             del described["layers"]
         machine = self.results.machine
