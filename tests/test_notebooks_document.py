@@ -35,7 +35,7 @@ def run(**environ: str) -> list[str]:
         ("  \n", "is empty"),
         ("\ufeff", "is empty"),
         ("<html>Sign in</html>", ":1:1: not JSON: Expecting value at '<html>Sign in</html>'"),
-        ('{"cells": [\n{"a": 1,}\n]}', ":2:9: not JSON"),
+        ('{"cells": [\n{"a": 1 2}\n]}', ":2:9: not JSON"),
         ('{"cells": [', "at 'the end of the file'"),
         ("[1, 2]", "a notebook is a JSON object, not [1, 2]"),
         ('{"nbformat": 3, "worksheets": []}', "nbformat 3, of before 2015; convert it first with"),

@@ -1,5 +1,6 @@
 """sft_play.runs: files that are whole, run folders that read back as written, stamps that refuse."""
 
+import errno
 import json
 import os
 import stat
@@ -11,9 +12,9 @@ import pytest
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, ExitClass
 from sft_play.plan.run_plan import read_plan
+from sft_play.runs import checkpoints, stamp
 from sft_play.runs import folder as folders
-from sft_play.runs import stamp
-from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.files import entries, read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -31,6 +32,24 @@ def filled(output: Path, name: str, settings: Config | None = None) -> RunFolder
 
 
 # Files
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Path.glob does so from Python 3.12 on: a run would begin anew beside its checkpoints."""
+    (tmp_path / "checkpoint-1").mkdir()
+    assert [path.name for path in entries(tmp_path)] == ["checkpoint-1"]
+    assert entries(tmp_path / "none") == entries(tmp_path / "checkpoint-1") == []
+
+    def unreadable(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "listdir", unreadable)
+    monkeypatch.setattr(os, "scandir", unreadable)
+    for listing in (entries, checkpoints.listing, folders.listing):
+        with pytest.raises(OSError, match="Input/output error"):
+            listing(tmp_path)
 
 
 def test_a_file_holds_the_text_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sft_play.errors import CheckpointError
 from sft_play.runs import seal
+from sft_play.runs.files import entries
 
 STAGING = ".staging"  # folder beside what is published
 ASIDE = ".corrupt"  # ending of a checkpoint that was found damaged
@@ -29,7 +30,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 def listing(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the newest step first; damaged ones, too."""
-    found = [path for path in folder.glob("checkpoint-*") if step_of(path) is not None]
+    found = [path for path in entries(folder) if step_of(path) is not None]
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 

@@ -9,6 +9,17 @@ from pathlib import Path
 from typing import Any
 
 
+def entries(folder: Path) -> list[Path]:
+    """Return what is in a folder, nothing where there is no such folder.
+
+    Raises: OSError where it cannot be read; Path.glob takes such a folder for an empty one.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace `path` with `text`: temporary file, fsync, rename.
 

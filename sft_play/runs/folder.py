@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.files import entries, read_json, write_json, write_text
 from sft_play.runs.report import RunReport
 
 WEIGHTS = ("adapter", "model")  # folders of trained weights
@@ -268,8 +268,10 @@ def latest_with_weights(output_dir: Path, names: Sequence[str] = WEIGHTS) -> Lat
 
 def listing(output_dir: Path) -> list[RunFolder]:
     """Return all runs, oldest first."""
-    plans = sorted(output_dir.glob("*/plan.json"), key=lambda plan: plan.stat().st_mtime)
-    return [RunFolder(plan.parent) for plan in plans]
+    plans = [folder / "plan.json" for folder in entries(output_dir)]
+    found = [plan for plan in plans if plan.is_file()]
+    found.sort(key=lambda plan: plan.stat().st_mtime)
+    return [RunFolder(plan.parent) for plan in found]
 
 
 def _refuse_bad_name(run_name: str) -> None:

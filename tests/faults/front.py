@@ -214,7 +214,7 @@ def repeated(name: str) -> str:
 
 def strictly(path: str) -> str:
     """Resolve a path, and raise where links point at each other."""
-    return str(Path(path).resolve())
+    return os.path.realpath(path, strict=True)
 
 
 def unchecked(folder: RunFolder) -> RunReport:
