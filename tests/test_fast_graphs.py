@@ -69,7 +69,15 @@ def graphed(model: Any) -> GraphedDecoder:
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen2-window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gemma3",
+        pytest.param("qwen3", marks=pytest.mark.long),
+        pytest.param("qwen2-window", marks=pytest.mark.long),
+    ],
+)
 def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
     name: str, is_packed: bool
 ) -> None:

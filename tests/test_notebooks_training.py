@@ -90,7 +90,7 @@ def write_script(folder: Path) -> Path:
     return folder / "train.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_script_trains_data_parallel_on_two_processes(in_a_folder_of_its_own: Path) -> None:
     folder = in_a_folder_of_its_own
     write_script(folder)

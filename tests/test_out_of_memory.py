@@ -473,7 +473,7 @@ def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(p
     assert (first["status"], first["exit_class"]) == ("failed", 15) and "out_of_memory" not in first
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the row failing-rank of `make test-faults` is the same
 def test_another_error_ends_both_ranks_with_its_class_too(plan_run):
     folder = plan_run(LONG, num_gpus=2)
     assert run_two_workers(folder, fail_in_step_3, 1, find_no_row) == [11, 11]
