@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu_kernels import BLOCK, _sigmoid_argument
+from sft_play.models.fast.linears.glu_kernels import BLOCK, sigmoid_argument
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _glu_backward(
         d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
         g = tl.load(y + at_gate, inside, 0).to(tl.float32)
         u = tl.load(y + at_up, inside, 0).to(tl.float32)
-        p, slope = _sigmoid_argument(g, is_gelu)
+        p, slope = sigmoid_argument(g, is_gelu)
         s = tl.sigmoid(p)
         act = g * s
         products += d * act * u

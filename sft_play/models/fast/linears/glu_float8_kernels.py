@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu_kernels import _sigmoid_argument
+from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
 
@@ -53,7 +53,7 @@ def _forward(
         inside = at < features
         g = tl.load(gate + row * gate_stride + at, inside, 0).to(tl.float32)
         u = tl.load(up + row * up_stride + at, inside, 0).to(tl.float32)
-        p, _slope = _sigmoid_argument(g, is_gelu)
+        p, _slope = sigmoid_argument(g, is_gelu)
         product = (g * tl.sigmoid(p) * u).to(h.dtype.element_ty)
         tl.store(h + row * features + at, product, inside)
         largest = tl.maximum(largest, tl.abs(product.to(tl.float32)))
@@ -92,14 +92,12 @@ def _backward(
         d = tl.load(dh + at_row + at, inside, 0).to(tl.float32)
         g = tl.load(gate + row * gate_stride + at, inside, 0).to(tl.float32)
         u = tl.load(up + row * up_stride + at, inside, 0).to(tl.float32)
-        p, slope = _sigmoid_argument(g, is_gelu)
-        s = tl.sigmoid(p)
-        act = g * s
-        of_gate = (d * (s + act * (1 - s) * slope) * u).to(dgate.dtype.element_ty)
-        of_up = (d * act).to(dup.dtype.element_ty)
+        of_gate, of_up, product = gradients(d, g, u, is_gelu)
+        of_gate = of_gate.to(dgate.dtype.element_ty)
+        of_up = of_up.to(dup.dtype.element_ty)
         tl.store(dgate + at_row + at, of_gate, inside)
         tl.store(dup + at_row + at, of_up, inside)
-        tl.store(dh + at_row + at, act * u, inside)  # h, where this program has read dh
+        tl.store(dh + at_row + at, product, inside)  # h, where this program has read dh
         scaled = of_gate.to(tl.float32) * tl.load(gate_columns + at, inside, 0)
         largest_gate = tl.maximum(largest_gate, tl.abs(scaled))
         scaled = of_up.to(tl.float32) * tl.load(up_columns + at, inside, 0)

@@ -16,12 +16,21 @@ _CUBE = tl.constexpr(GELU_CUBE)
 
 
 @triton.jit
-def _sigmoid_argument(g, is_gelu: tl.constexpr):
+def sigmoid_argument(g, is_gelu: tl.constexpr):
     """p(g) and p'(g)."""
     if is_gelu:
         return _SLOPE * g * (1 + _CUBE * g * g), _SLOPE * (1 + 3 * _CUBE * g * g)
     else:
         return g, tl.full(g.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def gradients(d, g, u, is_gelu: tl.constexpr):
+    """dg, du and h of dh, g and u."""
+    p, slope = sigmoid_argument(g, is_gelu)
+    s = tl.sigmoid(p)
+    act = g * s
+    return d * (s + act * (1 - s) * slope) * u, d * act, act * u
 
 
 @triton.jit
@@ -33,7 +42,7 @@ def _forward(
     inside = columns < features
     g = tl.load(gate + row * gate_stride + columns, inside, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, inside, 0).to(tl.float32)
-    p, _slope = _sigmoid_argument(g, is_gelu)
+    p, _slope = sigmoid_argument(g, is_gelu)
     tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
 
 
@@ -60,13 +69,11 @@ def _backward(
     d = tl.load(dh + row * features + columns, inside, 0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + columns, inside, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, inside, 0).to(tl.float32)
-    p, slope = _sigmoid_argument(g, is_gelu)
-    s = tl.sigmoid(p)
-    act = g * s
-    tl.store(dgate + row * dgate_stride + columns, d * (s + act * (1 - s) * slope) * u, inside)
-    tl.store(dup + row * dup_stride + columns, d * act, inside)
+    of_gate, of_up, product = gradients(d, g, u, is_gelu)
+    tl.store(dgate + row * dgate_stride + columns, of_gate, inside)
+    tl.store(dup + row * dup_stride + columns, of_up, inside)
     if with_h:  # h may be dh: each program has read its part of it
-        tl.store(h + row * features + columns, act * u, inside)
+        tl.store(h + row * features + columns, product, inside)
 
 
 def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
