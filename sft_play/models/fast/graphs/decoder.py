@@ -71,9 +71,11 @@ class GraphedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         """Return the decoder's output; in training its hidden states alone."""
-        call = readable_call(args, kwargs) if is_training(self.decoder) else None
+        if not is_training(self.decoder):
+            return self.forward(*args, **kwargs)
+        call = readable_call(args, kwargs)
         if call is None or self.counts.stopped:
-            self.counts.launched += is_training(self.decoder)
+            self.counts.launched += 1
             return self.forward(*args, **kwargs)
         recorded = self.recorded.get(call.shape)
         if recorded is not None and recorded.is_proven:

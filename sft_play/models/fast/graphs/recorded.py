@@ -123,6 +123,7 @@ def record_on_gpu() -> Record:
     pool = torch.cuda.graph_pool_handle()
 
     def record(launch: Callable[[], None]) -> Replay:
+        """Return what launches the same kernels again. Raises: RuntimeError where one cannot be."""
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         try:
