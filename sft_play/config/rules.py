@@ -116,37 +116,33 @@ def _trains_matrix_and_rows(config: Config) -> bool:
     return bool(lora.trainable_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 
-def _is_float8(config: Config) -> bool:
-    return config.tuning.base_dtype == "float8"
-
-
 FLOAT8_RULES = (
     Rule(
         ("tuning.base_dtype", "tuning.mode"),
-        lambda c: _is_float8(c) and c.tuning.mode == "full",
+        lambda c: c.tuning.has_float8_base and c.tuning.mode == "full",
         "float8 weights are frozen, and mode full trains them; set TUNING_MODE=lora, or "
         "TUNING_BASE_DTYPE=auto",
     ),
     Rule(
         ("tuning.base_dtype", "tuning.mode"),
-        lambda c: _is_float8(c) and c.tuning.mode == "qlora",
+        lambda c: c.tuning.has_float8_base and c.tuning.mode == "qlora",
         "a base is in 8 bits or in 4; set TUNING_MODE=lora for 8, or TUNING_BASE_DTYPE=auto for 4",
     ),
     Rule(
         ("tuning.base_dtype", "tuning.backend"),
-        lambda c: _is_float8(c) and c.tuning.backend == "unsloth",
+        lambda c: c.tuning.has_float8_base and c.tuning.backend == "unsloth",
         "Unsloth trains adapters over 16 and 4 bits; set TUNING_BACKEND=bnb, or "
         "TUNING_BASE_DTYPE=auto",
     ),
     Rule(
         ("tuning.base_dtype", "tuning.lora.use_dora"),
-        lambda c: _is_float8(c) and c.tuning.lora.use_dora,
+        lambda c: c.tuning.has_float8_base and c.tuning.lora.use_dora,
         "PEFT measures the rows of 16-bit weights for DoRA; set TUNING_LORA_USE_DORA=false, or "
         "TUNING_BASE_DTYPE=auto",
     ),
     Rule(
         ("tuning.base_dtype", "tuning.lora.init_lora_weights"),
-        lambda c: _is_float8(c) and c.tuning.lora.init_lora_weights == "orthogonal",
+        lambda c: c.tuning.has_float8_base and c.tuning.lora.init_lora_weights == "orthogonal",
         "PEFT makes orthogonal adapters for 16-bit weights alone; set "
         "TUNING_LORA_INIT_LORA_WEIGHTS=default, or TUNING_BASE_DTYPE=auto",
     ),

@@ -50,7 +50,7 @@ def build_on_meta(
     keep_soft_caps(model)
     if config.tuning.mode == "qlora":
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, zero_stage == 3))
-    if config.tuning.base_dtype == "float8":
+    if config.tuning.has_float8_base:
         quantise_on_meta(model)
     if config.tuning.mode != "full":
         tokens = config.tuning.lora.trainable_tokens or ()

@@ -124,7 +124,7 @@ def load_base(
     options = loading_options(config, stored)
     options["dtype"] = base_dtype
     options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
-    if config.tuning.base_dtype == "float8":
+    if config.tuning.has_float8_base:
         quantised = stored_format(stored)
         options["quantization_config"] = float8_config(config, quantised, process.device)
     devices = placement.device_map_of(config, process, stored, most_layers)
@@ -160,7 +160,7 @@ def _reading(
     """Return the context in which weights are quantised or divided as they are read."""
     if quantization is not None:
         return packing_experts(quantization)
-    if config.tuning.base_dtype == "float8":
+    if config.tuning.has_float8_base:
         return quantising_to_float8()
     if is_fsdp:  # quantised weights are read whole first
         trains_weights = config.tuning.mode == "full"
@@ -171,7 +171,7 @@ def _reading(
 
 def is_quantised(config: Config) -> bool:
     """Return whether the base is quantised while it is read: to 4 bits or to float8."""
-    return config.tuning.mode == "qlora" or config.tuning.base_dtype == "float8"
+    return config.tuning.mode == "qlora" or config.tuning.has_float8_base
 
 
 def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def quantization_of(config: Config, compute_dtype: torch.dtype) -> tuple[str, Qu
     """Return how a run's base was quantised, in words and as a config; None if it was not."""
     if config.tuning.mode == "qlora":
         return "rounded to 4 bits", bnb.quantization_config(config, compute_dtype)
-    if config.tuning.base_dtype == "float8":
+    if config.tuning.has_float8_base:
         return "rounded to float8", Float8Config()
     return None
 

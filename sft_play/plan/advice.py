@@ -9,7 +9,7 @@ from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.float8 import is_float8, may_be_float8
+from sft_play.plan.float8 import may_be_float8
 from sft_play.plan.inputs import PlanInputs, choose_layout
 from sft_play.plan.memory import GIB, host_bytes, step_bytes
 from sft_play.plan.ranks import Strategy
@@ -77,7 +77,7 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
     changed = inputs
     for option in options:
         changed = _merged(inputs, changed, option.inputs)
-    if is_float8(changed.config) and changed.ranks.strategy == "deepspeed":
+    if changed.config.tuning.has_float8_base and changed.ranks.strategy == "deepspeed":
         return None
     if changed.ranks.strategy == "fsdp" and why_not_fsdp(changed.config):
         return None
@@ -144,7 +144,7 @@ def _options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         yield from _options_of_full(inputs)
     if tuning.mode != "qlora":
         changed = _with(inputs, "tuning", mode="qlora", base_dtype="auto")
-        words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * is_float8(inputs.config)
+        words = "TUNING_MODE=qlora" + " TUNING_BASE_DTYPE=auto" * tuning.has_float8_base
         yield Option(words, changed, "mode", "trains adapters over 4-bit weights")
     if may_be_float8(inputs.config, inputs.card) and not inputs.zero_stage:
         changed = _with(inputs, "tuning", base_dtype="float8")

@@ -10,11 +10,6 @@ from sft_play.plan.ranks import Ranks
 FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with float8 tensor cores
 
 
-def is_float8(config: Config) -> bool:
-    """Return whether the base is to be in float8."""
-    return config.tuning.base_dtype == "float8"
-
-
 def supports_float8(hardware: Hardware) -> bool:
     """Return whether every GPU here multiplies float8 numbers; a CPU computes what they would."""
     return all(gpu.capability >= FLOAT8_CAPABILITY for gpu in hardware.gpus)
@@ -22,7 +17,7 @@ def supports_float8(hardware: Hardware) -> bool:
 
 def may_be_float8(config: Config, card: Card | None) -> bool:
     """Return whether a run that has no float8 base could have one on GPUs of a known card."""
-    if card is None or card.capability < FLOAT8_CAPABILITY or is_float8(config):
+    if card is None or card.capability < FLOAT8_CAPABILITY or config.tuning.has_float8_base:
         return False
     lora = config.tuning.lora
     is_plain = not lora.use_dora and lora.init_lora_weights != "orthogonal"
@@ -31,7 +26,7 @@ def may_be_float8(config: Config, card: Card | None) -> bool:
 
 def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
     """Raise EnvironmentFault where a base in float8 is asked for and a GPU has no float8."""
-    if not is_float8(loaded.config) or supports_float8(hardware):
+    if not loaded.config.tuning.has_float8_base or supports_float8(hardware):
         return
     gpu = next(gpu for gpu in hardware.gpus if gpu.capability < FLOAT8_CAPABILITY)
     raise EnvironmentFault(
@@ -43,7 +38,7 @@ def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
 
 def refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
     """Raise ConfigError for a base in float8 under DeepSpeed."""
-    if is_float8(loaded.config) and ranks.strategy == "deepspeed":
+    if loaded.config.tuning.has_float8_base and ranks.strategy == "deepspeed":
         raise ConfigError(
             f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
             "train with make train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), "

@@ -12,7 +12,6 @@ from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted
 from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast
-from sft_play.plan.float8 import is_float8
 from sft_play.plan.flops import pair_cost
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
@@ -131,7 +130,7 @@ class PlanInputs:
             offload_weights=self.offload_weights,
             offload_activations=self.offloads_activations,
             layers_by_gpu=self.layers_by_gpu,
-            is_float8=is_float8(self.config),
+            is_float8=self.config.tuning.has_float8_base,
         )
 
     @property

@@ -13,7 +13,6 @@ from sft_play.config.targets import READS
 from sft_play.errors import OutOfMemory
 from sft_play.plan import batch
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.float8 import is_float8
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.probe_fit import MeasuredFit
@@ -151,7 +150,7 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
     if depends_on_rows and config.model.max_seq_len > 1:
         return {"model.max_seq_len": config.model.max_seq_len // 2}
     if config.tuning.mode == "lora":  # what is held whatever the rows are
-        unquantised = {"tuning.base_dtype": "auto"} if is_float8(config) else {}
+        unquantised = {"tuning.base_dtype": "auto"} if config.tuning.has_float8_base else {}
         return {"tuning.mode": "qlora", **unquantised}
     return {}
 

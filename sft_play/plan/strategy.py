@@ -130,7 +130,7 @@ def alternatives(config: Config, is_float16: bool) -> tuple[Engine, ...]:
     engines = [Engine("ddp")]
     if not why_not_fsdp(config, is_float16):
         engines.append(Engine("fsdp"))
-    if backend_of(config).runs_under_deepspeed and config.tuning.base_dtype != "float8":
+    if backend_of(config).runs_under_deepspeed and not config.tuning.has_float8_base:
         engines += [Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in ZERO_ORDER]
     return tuple(engines)
 

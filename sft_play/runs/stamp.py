@@ -93,7 +93,7 @@ def wanted(config: Config) -> Stamp:
     if tuning.mode == "qlora":
         double = tuning.bnb_4bit_use_double_quant
         quantisation = f"{tuning.bnb_4bit_quant_type}, double {double}"
-    if tuning.base_dtype == "float8":
+    if tuning.has_float8_base:
         quantisation = "float8 e4m3, a scale a row"
     base = Path(config.model.name)
     return {

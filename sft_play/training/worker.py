@@ -363,7 +363,7 @@ def log_large_weights(context: RunContext) -> None:
     if files:
         found = f"{size / 1e9:.1f} GB in {len(files)} files"
     quantised = ", quantised to 4 bits" if context.config.tuning.mode == "qlora" else ""
-    if context.config.tuning.base_dtype == "float8":
+    if context.config.tuning.has_float8_base:
         quantised = ", quantised to float8"
     logger.info("loading %s: %s to %s%s", model.name, found, context.process.device, quantised)
 

@@ -251,3 +251,8 @@ class TuningSection(Section):
         "row was never trained; adapters leave those rows as they are.",
     )
     lora: LoraSection = LoraSection()
+
+    @property
+    def has_float8_base(self) -> bool:
+        """Whether the frozen linear weights are in float8."""
+        return self.base_dtype == "float8"
