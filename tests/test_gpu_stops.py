@@ -4,7 +4,6 @@ A run of 4-bit LoRA is stopped by Ctrl-C, and killed while it writes a checkpoin
 again goes on, and its losses are those of a run that was left alone.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from make_runs import ROOT, run_make
+from test_gpu import needs_two, needs_unsloth
 
 from sft_play.errors import ExitClass
 from sft_play.runs import checkpoints
@@ -28,11 +28,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-needs_unsloth = pytest.mark.skipif(
-    importlib.util.find_spec("unsloth") is None,
-    reason="unsloth is not installed (make install-unsloth)",
-)
 
 STEPS = 16
 SETTINGS = {

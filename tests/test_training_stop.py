@@ -123,6 +123,8 @@ def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(plan_run)
                 stop._watcher.join()
 
         stop._closed = LateEvent()
+    assert not stop._watcher.is_alive()
+    assert recorder.report.cause is None
 
 
 @pytest.mark.parametrize(
