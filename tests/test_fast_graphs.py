@@ -134,6 +134,35 @@ def test_a_recording_that_reads_other_memory_is_found_and_not_used(
         torch.testing.assert_close(gradients, expected_gradients)
 
 
+class Overwrites(torch.autograd.Function):
+    """A last norm whose kernel writes the gradient of its input over that of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * hidden
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.mul_(2)
+
+
+def test_a_kernel_that_overwrites_its_gradient_proves_itself_too() -> None:
+    model = plain_model("llama")
+    make(model)
+    base = model.get_base_model().get_decoder()
+    own = base.forward
+
+    def overwriting(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.last_hidden_state = Overwrites.apply(output.last_hidden_state)
+        return output
+
+    base.forward = overwriting
+    decoder = graphed(model)
+    trained(model, list(micro_batches(24, False)))
+    assert decoder.counts.stopped is None and decoder.counts.replayed > 0
+
+
 def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureFixture) -> None:
     model = plain_model("llama")
     make(model)

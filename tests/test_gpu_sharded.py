@@ -20,6 +20,7 @@ SETTINGS = {
     "TRAIN_SAVE_STRATEGY": "steps",
     "TRAIN_SAVE_STEPS": "3",
     "TRAIN_GENERATION_MAX_ROWS": "16",
+    "TRAIN_REOPEN_SAVED": "false",
 }
 SECONDS = 400
 TOLERANCE = 2e-2  # bfloat16 sums in another order; losses are about 5
@@ -78,7 +79,8 @@ def test_a_shared_model_trains_resumes_and_is_scored_as_under_ddp(
 
 
 def test_two_gpus_score_what_one_scores(tmp_path: Path) -> None:
-    train("train", tmp_path, NUM_GPUS="1")
+    # in float32: other batches round otherwise, and in bfloat16 an answer may differ by that
+    train("train", tmp_path, NUM_GPUS="1", TRAIN_BF16="false")
     folder = tmp_path / "run"
     scores = []
     for gpus in ("1", "2"):

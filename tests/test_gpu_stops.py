@@ -40,6 +40,7 @@ SETTINGS = {
     "TRAIN_SAVE_STRATEGY": "steps",
     "TRAIN_SAVE_STEPS": "1",
     "TRAIN_EVAL_STRATEGY": "no",
+    "TRAIN_REOPEN_SAVED": "false",
     "TRAIN_PREDICT_WITH_GENERATE": "false",
 }
 SECONDS = 400

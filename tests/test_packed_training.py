@@ -418,6 +418,18 @@ def losses_of(trainer: SftTrainer, resume: Path | None = None) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def test_a_stamp_has_the_types_that_were_loaded(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, 2, packed=False)
+    trainer.model.to(torch.bfloat16)  # as DeepSpeed casts a model when training begins
+    assert trainer.stamp["dtypes"] == {"trained": ["float32"], "frozen": ["float32"]}
+
+
+def test_a_model_stays_where_it_was_loaded(tmp_path: Path) -> None:
+    model = llama(is_lora=True).to("meta")
+    trainer_of(tmp_path, 2, packed=False, model=model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory) -> list[float]:
     """The losses of a run that pads, two samples at a time."""

@@ -14,20 +14,27 @@ from sft_play.errors import EnvironmentFault
 from sft_play.models.packed import dtype_name, log_packed
 
 
-def quantization_config(
-    config: Config, compute_dtype: torch.dtype, is_divided: bool = False
-) -> BitsAndBytesConfig:
-    """Return the 4-bit configuration of a qlora base.
+def storage_of_divided(compute_dtype: torch.dtype, zero_stage: int) -> torch.dtype:
+    """Return the type in which ranks that divide a 4-bit base store its bytes.
 
-    Where ranks divide the base, the packed bytes are stored in the compute dtype: DeepSpeed
-    partitions only floating-point tensors, and so does the FSDP of torch before 2.13.
+    DeepSpeed divides only floating-point tensors, and so does the FSDP of torch before 2.13.
+    DeepSpeed casts those in another type than it computes in. FSDP copies several tensors in one
+    kernel, which turns 16-bit numbers into float32 and back: of bytes that are a NaN it makes
+    others, and float32 it leaves alone.
     """
+    return compute_dtype if zero_stage == 3 else torch.float32
+
+
+def quantization_config(
+    config: Config, compute_dtype: torch.dtype, storage: torch.dtype = torch.uint8
+) -> BitsAndBytesConfig:
+    """Return the 4-bit configuration of a qlora base, whose bytes are stored in `storage`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=config.tuning.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=config.tuning.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
-        bnb_4bit_quant_storage=compute_dtype if is_divided else torch.uint8,
+        bnb_4bit_quant_storage=storage,
     )
 
 

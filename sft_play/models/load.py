@@ -116,8 +116,10 @@ def load_base(
     """
     quantization = None
     if config.tuning.mode == "qlora":
-        is_divided = zero_stage == 3 or is_fsdp
-        quantization = bnb.quantization_config(config, process.compute_dtype, is_divided)
+        storage = torch.uint8
+        if zero_stage == 3 or is_fsdp:
+            storage = bnb.storage_of_divided(process.compute_dtype, zero_stage)
+        quantization = bnb.quantization_config(config, process.compute_dtype, storage)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
     is_mxfp4 = stored_format(stored) == MXFP4

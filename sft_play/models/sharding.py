@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
@@ -47,7 +47,7 @@ def dividing_while_loading(
     """Let from_pretrained divide a model once it is built, on the meta device.
 
     transformers reads into a divided parameter the rows of this rank alone, so no rank ever holds
-    a whole model, on its GPU or on the host.
+    a whole model, on its GPU or on the host. `offloads` keeps what it reads in host memory.
     """
 
     def distribute(cls: type, model: PreTrainedModel, *args: Any) -> PreTrainedModel:
@@ -55,9 +55,23 @@ def dividing_while_loading(
         _divide(model, process, trains_weights, offloads)
         return model
 
-    # where transformers divides a model itself, by lists of names that few models have
-    with patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(distribute)):
+    with contextlib.ExitStack() as stack:
+        # where transformers divides a model itself, by lists of names that few models have
+        replaced = classmethod(distribute)
+        stack.enter_context(patch.object(PreTrainedModel, "maybe_distribute_model", replaced))
+        if offloads:
+            # where transformers makes a rank's part, on the ranks' kind of device
+            stack.enter_context(
+                patch.object(core_model_loading, "_dtensor_from_local_like", _part_in_host_memory)
+            )
         yield
+
+
+def _part_in_host_memory(part: torch.Tensor, divided: DTensor) -> DTensor:
+    """Return what this rank holds of a divided tensor, as one like it whose parts are on hosts."""
+    like = torch.empty_like(divided, device="cpu")
+    like.to_local().copy_(part)
+    return like
 
 
 def _divide(

@@ -8,7 +8,7 @@ from sft_play.training.context import RunContext
 from sft_play.training.describe import describe_weights
 from sft_play.training.recorder import RunRecorder
 from sft_play.training.reopen import reopen_saved
-from sft_play.training.sealed_save import dtypes_of, published
+from sft_play.training.sealed_save import published
 from sft_play.training.trainer import SftTrainer
 
 
@@ -21,7 +21,7 @@ def save_weights(
     """
     weights = context.folder.weights(context.config.tuning.mode)
     step = trainer.state.global_step
-    facts = {**trainer.stamp, "global_step": step, "dtypes": dtypes_of(trainer.model)}
+    facts = {**trainer.stamp, "global_step": step}
     sealing = published(weights, context.process, facts, keeps_refused=True)
     with context.memory.phase("save"), sealing as staged:
         trainer.save_model(str(staged))  # a collective under ZeRO-3; one rank writes

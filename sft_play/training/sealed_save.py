@@ -37,11 +37,7 @@ def save_sealed(trainer: "SftTrainer", save: Callable[[], None]) -> None:
     folder = Path(trainer.args.output_dir)
     limit = trainer.args.save_total_limit
     trainer.args.save_total_limit = None  # Trainer would count what is staged
-    facts = {
-        **trainer.stamp,
-        "global_step": step,
-        "dtypes": dtypes_of(trainer.model),
-    }
+    facts = {**trainer.stamp, "global_step": step}
     try:
         with published(folder / f"checkpoint-{step}", trainer.process, facts):
             save()

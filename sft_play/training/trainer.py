@@ -38,7 +38,7 @@ from sft_play.training.memory import MemoryMeter
 from sft_play.training.nonfinite import StepGuard, spread
 from sft_play.training.router_loss import RouterLoss
 from sft_play.training.samples import sample_answers
-from sft_play.training.sealed_save import save_sealed
+from sft_play.training.sealed_save import dtypes_of, save_sealed
 from sft_play.training.step_log import StepLog
 from sft_play.training.untrained import GradientWatch
 from sft_play.training.visits import visited_once
@@ -117,7 +117,8 @@ class SftTrainer(Trainer):
         self.evaluator = evaluator
         self.speed = speed
         self.throughput = throughput
-        self.stamp = stamp
+        # the types as loaded: DeepSpeed casts what it trains
+        self.stamp = {**stamp, "dtypes": dtypes_of(self.model)}
         self.loraplus_lr_ratio = loraplus_lr_ratio
         self.process = throughput.process
         self.memory = memory or MemoryMeter(self.process)
@@ -134,6 +135,9 @@ class SftTrainer(Trainer):
         self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
         # called on the main rank with the rows' name, some answers to them, and the step
         self.note_answers: list[Callable[[str, Sequence[SampleAnswer], int], None]] = []
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Leave a model where it was loaded: a part of it may be meant to be in host memory."""
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer; with a `loraplus_lr_ratio` B has groups of its own."""

@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.float8.format import FLOAT8, LARGEST, Quantised
+from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantised
 
 BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
 TILE = 128  # rows and columns of a weight that a program transposes
 _LARGEST = tl.constexpr(LARGEST)
+_ONE_OVER_LARGEST = tl.constexpr(ONE_OVER_LARGEST)
 
 
 @triton.jit
 def scale_of(largest):
     """Scale of a row whose largest absolute value is `largest`; 1 for zeros and NaN."""
-    return tl.where(largest > 0, tl.div_rn(largest, tl.full((), _LARGEST, tl.float32)), 1.0)
+    return tl.where(largest > 0, largest * _ONE_OVER_LARGEST, 1.0)
 
 
 @triton.jit

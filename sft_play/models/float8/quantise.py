@@ -12,7 +12,7 @@ Legend: N rows, F features of a row.
 import torch
 from torch import Tensor
 
-from sft_play.models.float8.format import FLOAT8, LARGEST, Quantised
+from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantised
 
 # What half the numbers of a row may be off by, relative to their size. In e4m3's normal range it is
 # 2 to 3 %; more says that an outlier, 40,000 times as large, pushes them below that range.
@@ -45,7 +45,7 @@ def quantise_reference(x: Tensor, column_scales: Tensor | None = None) -> Quanti
 def to_float8(wide: Tensor) -> Quantised:
     """Return float32 rows (N, F) in float8."""
     largest = wide.abs().amax(dim=-1)
-    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    scales = torch.where(largest > 0, largest * ONE_OVER_LARGEST, 1.0)
     # torch 2.11 makes NaN of what rounding takes beyond the largest number
     values = (wide / scales[:, None]).clamp(-LARGEST, LARGEST)
     return Quantised(values.to(FLOAT8), scales)

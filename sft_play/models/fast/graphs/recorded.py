@@ -64,7 +64,11 @@ class RecordedPass:
         )
         parameters = self.gradients.parameters
         expected = torch.autograd.grad(
-            hidden, parameters, grad, retain_graph=True, allow_unused=True
+            hidden,
+            parameters,
+            grad.clone(),  # the kernel of the last norm overwrites it
+            retain_graph=True,
+            allow_unused=True,
         )
         kept = [buffer.clone() for buffer in self.gradients.buffers]
         torch._foreach_zero_(self.gradients.buffers)
