@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.inputs import random_model
 from benchmarks.machine import GIB, Machine
+from sft_play.plan.launch import allocator_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,6 +118,7 @@ def main() -> None:
     if not args.model.is_dir():
         random_model(args.shape, args.model)
 
+    os.environ.update(allocator_defaults(os.environ))  # as every run has them
     from sft_play.data.tokenizer import load_tokenizer
     from sft_play.evaluation.generate import Generator
 

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.render import stop_ids
+from sft_play.evaluation.decoding import shared_keys
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class Generator:
         device = self.process.device
         # else PEFT casts the input of each adapter to float32, and autocast casts it back
         is_half = self.process.compute_dtype != torch.float32
-        with self.process.autocast(), disable_input_dtype_casting(model, active=is_half):
+        casting = disable_input_dtype_casting(model, active=is_half)
+        with self.process.autocast(), casting, shared_keys():
             ids = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),

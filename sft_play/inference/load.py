@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import load_base
 from sft_play.models.placement import move_inputs
+from sft_play.plan.launch import allocator_defaults
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
@@ -168,6 +170,7 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
     """
     trained_dtype = DTYPES[precision(config)]
     if device == "cuda":
+        os.environ.update(allocator_defaults(os.environ))  # a cache grows with each token
         gpus = 1 if config.model.device_map is None else torch.cuda.device_count()
         return replace(Process.alone(torch.device("cuda", 0), trained_dtype), gpus=gpus)
     if isinstance(folder, ModelFolder) or read_plan(folder).ranks.device == "cpu":

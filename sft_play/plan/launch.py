@@ -169,13 +169,21 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
     return env
 
 
+def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which tensors of other lengths can use the memory of earlier ones.
+
+    Torch reads them when it first allocates on a GPU.
+    """
+    # torch reads both names, from 2.9 on
+    if "PYTORCH_CUDA_ALLOC_CONF" in environ or "PYTORCH_ALLOC_CONF" in environ:
+        return {}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 def _gpu_defaults(run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     # Unsloth would write its compiled code into the working folder
     defaults = {"UNSLOTH_COMPILE_LOCATION": str(run_folder.absolute() / "unsloth")}
-    # torch reads both names, from 2.9 on
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ and "PYTORCH_ALLOC_CONF" not in environ:
-        # steps of other lengths can then use the memory of earlier ones
-        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    defaults |= allocator_defaults(environ)
     if "NCCL_ASYNC_ERROR_HANDLING" in environ:
         # the name that torch reads
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = environ["NCCL_ASYNC_ERROR_HANDLING"]
