@@ -11,6 +11,8 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -36,40 +38,68 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def seconds_of(folder: Path, gigabytes: float) -> tuple[float, float, float]:
-    """Return the seconds of a save, of the sync after it, and of a sealed save."""
+class Seconds(NamedTuple):
+    """What a save took."""
+
+    save: float
+    sync: float  # after it, of a plain one
+    sealed: float  # save and seal of a sealed one
+
+    @property
+    def added(self) -> float:
+        """What sealing adds to a save that reaches the disk, as a share of it."""
+        return self.sealed / (self.save + self.sync) - 1
+
+
+def measure(folder: Path, gigabytes: float, repeats: int) -> list[Seconds]:
+    """Return the seconds of pairs of a plain and a sealed save, either one first in turn.
+
+    One that is not measured comes before them: the system finds memory for the first pages.
+    """
     tensors = 24
     numbers = int(gigabytes * GB / 4 / (1 + MOMENTS) / tensors)
     weights = {f"layer.{index}": torch.randn(numbers) for index in range(tensors)}
     moments = [torch.randn(numbers) for _ in range(tensors * MOMENTS)]
-    plain = folder / "plain"
-    started = time.perf_counter()
-    write(plain, weights, moments)
-    written = time.perf_counter()
-    sync(plain)
-    synced = time.perf_counter()
-    shutil.rmtree(plain)
-    staged = folder / checkpoints.STAGING / "checkpoint-1"
-    begun = time.perf_counter()
-    write(staged, weights, moments)
-    checkpoints.publish(staged, folder / "checkpoint-1")
-    ended = time.perf_counter()
-    assert seal.find_damage(folder / "checkpoint-1") is None
-    shutil.rmtree(folder / "checkpoint-1")
-    return written - started, synced - written, ended - begun
+
+    def plain() -> tuple[float, float]:
+        started = time.perf_counter()
+        write(folder / "plain", weights, moments)
+        written = time.perf_counter()
+        sync(folder / "plain")
+        synced = time.perf_counter()
+        shutil.rmtree(folder / "plain")
+        return written - started, synced - written
+
+    def sealed() -> float:
+        staged = folder / checkpoints.STAGING / "checkpoint-1"
+        started = time.perf_counter()
+        write(staged, weights, moments)
+        checkpoints.publish(staged, folder / "checkpoint-1")
+        ended = time.perf_counter()
+        assert seal.find_damage(folder / "checkpoint-1") is None
+        shutil.rmtree(folder / "checkpoint-1")
+        return ended - started
+
+    found = []
+    sealed()
+    for number in range(repeats):
+        seconds = sealed() if number % 2 else None
+        save, wait = plain()
+        found.append(Seconds(save, wait, seconds or sealed()))
+    return found
 
 
 def main() -> None:
-    """Print the least seconds of each, the least disturbed ones, and what sealing adds."""
+    """Print the median of each, and of what sealing adds in a pair."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=".", help="a folder on the disk to measure")
     parser.add_argument("--gigabytes", type=float, default=1.5, help="size of the checkpoint")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        runs = [seconds_of(Path(folder), chosen.gigabytes) for _ in range(chosen.repeats)]
-    save, wait, sealed = (min(column) for column in zip(*runs, strict=True))
-    added = sealed / (save + wait) - 1
+        pairs = measure(Path(folder), chosen.gigabytes, chosen.repeats)
+    save, wait, sealed = (median(column) for column in zip(*pairs, strict=True))
+    added = median(pair.added for pair in pairs)
     print(
         f"checkpoint {chosen.gigabytes:g} GB, {len(os.sched_getaffinity(0))} cores: "
         f"save {save:.2f} s, to the disk {wait:.2f} s more, sealed {sealed:.2f} s: "
