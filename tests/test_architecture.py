@@ -99,6 +99,7 @@ ALLOWED = {
 }
 READ_THE_ENVIRONMENT = {
     "config/loader.py",
+    "inference/load.py",  # sets what torch reads when it first allocates on a GPU
     "models/load.py",  # sets what transformers reads while it loads
     "training/runtime.py",
     "training/peers.py",
