@@ -95,6 +95,18 @@ def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
 
 
+def test_what_the_layers_left_in_torchs_cache_is_freed_once_for_each_recording() -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+    freed_at: list[int] = []
+    decoder.free_cache = lambda: freed_at.append(decoder.counts.replayed)
+    trained(model, list(micro_batches(45, True)))
+    used = [each for each in decoder.recorded.values() if not each.is_first_run]
+    assert decoder.counts.replayed > len(freed_at) == len(used) >= 1
+    assert freed_at[0] == 1  # the layers' own activations are gone by then
+
+
 def test_evaluation_runs_the_layers_themselves() -> None:
     model = plain_model("llama")
     make(model)

@@ -11,8 +11,9 @@ from sft_play.plan import activations, batch, cards, memory, placement, speed
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted
-from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast
+from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast, plan_kernels
 from sft_play.plan.flops import pair_cost
+from sft_play.plan.graphs import records_graphs
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
@@ -96,8 +97,12 @@ class PlanInputs:
         """What each rank computes."""
         step = self._step_in_closed_form
         if isinstance(self.trace, TracedStep):
-            return step.with_trace(self.trace)
-        return replace(step, untraced=self.trace)
+            fused = self.trace.on
+            step = step.with_trace(self.trace)
+        else:
+            fused = plan_kernels(self.fast_setup).on
+            step = replace(step, untraced=self.trace)
+        return replace(step, records_graphs=records_graphs(self.config, self.ranks, fused))
 
     @property
     def _step_in_closed_form(self) -> StepSpec:

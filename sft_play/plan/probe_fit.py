@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sft_play.plan.batch import BatchRequest
+from sft_play.plan.graphs import graph_bytes
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import StepBytes, is_fullest_at_begin, step_bytes
 from sft_play.plan.step import StepSpec
@@ -93,7 +94,7 @@ class MeasuredFit:
         bytes(t, L) = closed(t, L) + (F - f(L0)) + (S / s(L0) - 1) (closed(t, L) - f(L)),
     which is what was measured at both points and follows the closed form elsewhere. The optimizer's
     phase is moved by what it differs. Phases that no probe runs are left as they are. All bytes
-    include the context, which a point does not hold.
+    include the context, which a point does not hold, and CUDA graphs, which are recorded later.
     """
 
     step: StepSpec
@@ -102,7 +103,7 @@ class MeasuredFit:
 
     def phases(self, layout: Layout) -> dict[str, int]:
         """Return the bytes of every phase of a step."""
-        closed = step_bytes(self.step, layout)
+        closed = self._closed_bytes(layout)
         found = closed.totals()
         for name in self.large.phases:
             found[name] += self._excess(name, layout, found[name])
@@ -113,6 +114,8 @@ class MeasuredFit:
             # forward pass saw those activations.
             forward_excess = found["forward"] - closed.phases["forward"].total
             found["backward"] = closed.phases["backward"].total + forward_excess
+        for name, phase in step_bytes(self.step, layout).phases.items():
+            found[name] += phase.graphs
         return found
 
     def peak(self, layout: Layout) -> int:
@@ -156,7 +159,11 @@ class MeasuredFit:
         return Line.through([point.tokens for point in self._points], sizes)
 
     def _closed(self, name: str, layout: Layout) -> int:
-        return step_bytes(self.step, layout).phases[name].total
+        return self._closed_bytes(layout).phases[name].total
+
+    def _closed_bytes(self, layout: Layout) -> StepBytes:
+        """Return the closed form of what a probe measures: a step before anything is recorded."""
+        return step_bytes(replace(self.step, records_graphs=False), layout)
 
 
 def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes: int) -> StepBytes:
@@ -166,7 +173,7 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
     it is. The peak is no less.
     """
     memory = MeasuredFit(step, point, point).memory(layout)
-    missing = used_bytes - memory.predicted_peak
+    missing = used_bytes + graph_bytes(step, layout) - memory.predicted_peak
     if missing <= 0:
         return memory
     peak = memory.peak
@@ -177,6 +184,11 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
 def context_bytes(step: StepSpec, layout: Layout) -> int:
     """Return what the closed form counts for what lies outside the allocator."""
     return step_bytes(step, layout).peak.context
+
+
+def unmeasured_bytes(step: StepSpec, layout: Layout) -> int:
+    """Return what a step takes beside a point: the context, and CUDA graphs recorded later."""
+    return context_bytes(step, layout) + graph_bytes(step, layout)
 
 
 def budget_bytes(step: StepSpec, layout: Layout, allocatable_bytes: int) -> int:
@@ -201,14 +213,14 @@ def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchReque
 
 def is_known_to_fit(step: StepSpec, layout: Layout, points: Sequence[Point], budget: int) -> bool:
     """Return whether a step that needs at least as much was measured, within the budget."""
-    context = context_bytes(step, layout)
+    beside = unmeasured_bytes(step, layout)
     for point in points:
         needs_as_much = (
             point.tokens >= layout.tokens
             and point.checkpointed_layers <= layout.checkpointed_layers
             and point.accumulates >= layout.accumulates
         )
-        if needs_as_much and point.peak + context <= budget:
+        if needs_as_much and point.peak + beside <= budget:
             return True
     return False
 

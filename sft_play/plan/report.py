@@ -38,6 +38,7 @@ COMPONENT_NAMES = {
     "logits": "logits and loss",
     "buckets": "gradient buckets",
     "gathered": "gathered layers",
+    "graphs": "CUDA graphs",
     "context": "context, libraries",
 }
 

@@ -186,7 +186,7 @@ class Probe:
             point = self._measure(dry_run, layout)
             if point is not None:
                 tried += (point,)
-                if self._needs(point) <= budget:
+                if self._needs(point, layout) <= budget:
                     return layout, tried
                 if self.request.batch_size != "auto" and layout == batch.smallest(self.request):
                     self._warn_of_tight_batch(layout, point, budget)  # it runs
@@ -199,7 +199,7 @@ class Probe:
             "train.batch_size=%d takes %.1f GiB, and beyond %.1f GiB a tensor may find no room; "
             "TRAIN_BATCH_SIZE=auto chooses one that does",
             layout.batch_size,
-            self._needs(point) / GIB,
+            self._needs(point, layout) / GIB,
             budget / GIB,
         )
 
@@ -214,8 +214,8 @@ class Probe:
             and layout.checkpointed_layers == self.layout.checkpointed_layers
         )
 
-    def _needs(self, point: Point) -> int:
-        return point.peak + probe_fit.context_bytes(self.step, self.layout)
+    def _needs(self, point: Point, layout: Layout) -> int:
+        return point.peak + probe_fit.unmeasured_bytes(self.step, layout)
 
     def _measure(self, dry_run: DryRun, layout: Layout) -> Point | None:
         """Return the largest peaks of a step over all ranks; None if it does not fit on one."""

@@ -15,6 +15,7 @@ Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +59,12 @@ class GraphCounts:
 class GraphedDecoder:
     """The forward method of a decoder in training: recorded passes for shapes that come again."""
 
-    def __init__(self, decoder: nn.Module, record: Record):
+    def __init__(
+        self, decoder: nn.Module, record: Record, free_cache: Callable[[], None] = lambda: None
+    ):
         self.decoder = decoder
         self.record = record
+        self.free_cache = free_cache  # of memory that the layers themselves no longer need
         self.forward = decoder.forward
         trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
@@ -80,6 +84,8 @@ class GraphedDecoder:
         recorded = self.recorded.get(call.shape)
         if recorded is not None and recorded.is_proven:
             self.counts.replayed += 1
+            if recorded.is_first_run:
+                self.free_cache()
             return BaseModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
         if recorded is None:
             self._record_what_comes_again(call)
@@ -127,7 +133,7 @@ def graph_layers(
         logger.warning("warning: train.cuda_graphs=true has no effect: %s", reason)
         return None
     decoder = base_model_of(model).get_decoder()
-    decoder.forward = GraphedDecoder(decoder, record_on_gpu())
+    decoder.forward = GraphedDecoder(decoder, record_on_gpu(), torch.cuda.empty_cache)
     return decoder.forward
 
 

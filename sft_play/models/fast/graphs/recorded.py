@@ -36,6 +36,7 @@ class RecordedPass:
         self.grad_hidden = torch.zeros_like(self.hidden)
         self.replay_backward = record(self._backward)
         self.is_proven = False
+        self.is_first_run = True
 
     def _forward(self) -> None:
         with _without_cast_cache(self.inputs.input_ids.device):
@@ -49,6 +50,7 @@ class RecordedPass:
 
     def run(self, call: DecoderCall, anchor: Tensor) -> Tensor:
         """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
+        self.is_first_run = False
         self.inputs.fill(call)
         self.gradients.take_over()
         return _Replayed.apply(anchor, self)

@@ -1,0 +1,72 @@
+"""sft_play.plan.graphs: which runs record their layers, and the bytes of recordings."""
+
+from dataclasses import replace
+
+import pytest
+from plan_examples import STEP, plan_for
+
+from sft_play.plan.graphs import graph_bytes
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB, PHASES, step_bytes
+from sft_play.plan.model_shape import ModelShape
+
+ONE_B = ModelShape(  # Llama 3.2 1B
+    vocab=128256,
+    hidden=2048,
+    intermediate=8192,
+    layers=16,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    is_tied=True,
+    model_type="llama",
+)
+LAUNCHED = replace(STEP, model=ONE_B, is_fast=True, optim="adamw_torch_fused")
+RECORDED = replace(LAUNCHED, records_graphs=True)
+FOUR_ROWS = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
+
+
+def test_recorded_layers_take_what_an_h200_reserved_for_them() -> None:
+    for step, measured_gib in ((LAUNCHED, 10.2), (RECORDED, 18.3)):
+        memory = step_bytes(step, FOUR_ROWS)
+        of_allocator = memory.predicted_peak - memory.peak.context
+        assert of_allocator / GIB == pytest.approx(measured_gib, rel=0.02)
+
+
+def test_recordings_are_held_from_the_first_one_to_the_end() -> None:
+    with_graphs = step_bytes(RECORDED, FOUR_ROWS).phases
+    without = step_bytes(LAUNCHED, FOUR_ROWS).phases
+    graphs = graph_bytes(RECORDED, FOUR_ROWS)
+    assert graphs > 0
+    assert with_graphs["load"] == without["load"]
+    for name in PHASES[1:]:
+        assert with_graphs[name] == replace(without[name], graphs=graphs)
+
+
+def test_nothing_is_recorded_where_a_layer_is_recomputed() -> None:
+    assert graph_bytes(RECORDED, replace(FOUR_ROWS, checkpointed_layers=1)) == 0
+
+
+LLAMA = ("model.name=meta-llama/Llama-3.1-8B", "train.cuda_graphs=true")
+NOT_RECORDED = {
+    "train.cuda_graphs=false": "1xH200",
+    "train.neftune_noise_alpha=5": "1xH200",
+    "tuning.lora.dropout=0.1": "1xH200",
+    "tuning.mode=full": "1xH200",
+    "train.fast_path=false": "1xH200",
+    "tuning.backend=bnb": "2xH200",
+}
+
+
+def test_a_plan_counts_what_is_recorded_and_names_it() -> None:
+    plan = plan_for("1xH200", *LLAMA).plan
+    assert plan.step.records_graphs
+    graphs = plan.memory.peak.components()["graphs"]
+    assert graphs == graph_bytes(plan.step, plan.layout) > 0
+
+
+@pytest.mark.parametrize("setting", NOT_RECORDED)
+def test_a_plan_counts_no_graphs_where_none_can_be_recorded(setting: str) -> None:
+    plan = plan_for(NOT_RECORDED[setting], *LLAMA, setting).plan
+    assert not plan.step.records_graphs
+    assert "graphs" not in plan.memory.peak.components()
