@@ -88,6 +88,7 @@ ELSEWHERE = {
     "router_aux_loss_coef": "training.router_loss",
     "fast_path": "models.load",
     "cuda_graphs": "models.fast.graphs",
+    "profile_steps": "training.kernel_profile",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "stop.StopAfter",
     "hang_timeout": "rank_watch.RankWatch",

@@ -55,6 +55,7 @@ FREE = (
     "train.reopen_saved",
     "train.fast_path",
     "train.cuda_graphs",
+    "train.profile_steps",
     "train.ddp_find_unused_parameters",
     "train.ddp_broadcast_buffers",
     "train.ddp_bucket_cap_mb",

@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def profile(self) -> Path:
+        """What some steps took, where train.profile_steps asks for it."""
+        return self.path / "profile"
+
+    @property
     def quarantine(self) -> Path:
         """Rows that could not be used, where data.on_bad_row says to go on without them."""
         return self.path / "quarantine"

@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 
 from sft_play.training.context import RunContext
 from sft_play.training.gpu_sampler import GpuSampler
+from sft_play.training.kernel_profile import StepProfile
 from sft_play.training.metrics_file import MetricsFile
 from sft_play.training.trackers import Trackers
 from sft_play.training.trainer import SftTrainer
@@ -21,11 +22,14 @@ class Observers:
         self.trackers = Trackers(opened)
         path = context.folder.metrics if context.process.is_main else None
         self.metrics_file = MetricsFile(path, self.gpus.latest)
+        steps = context.config.train.profile_steps
+        self.profile = StepProfile(context.folder.profile, steps, context.process)
 
     def attach(self, trainer: SftTrainer) -> None:
         """Show what the trainer logs. Call it before any callback that scores."""
         trainer.note_answers += [self.metrics_file.note_answers, self.trackers.note_answers]
         trainer.add_callback(self.metrics_file)
+        trainer.add_callback(self.profile)
         self.metrics_file.gpus_of_log = lambda: trainer.step_log.gpus
         self.trackers.more_values = lambda: trainer.step_log.by_rank
 
@@ -35,6 +39,7 @@ class Observers:
 
     def __exit__(self, *_: object) -> None:
         self.gpus.end()
+        self.profile.close()
         self.metrics_file.end()
 
     def close(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:

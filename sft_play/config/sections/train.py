@@ -185,6 +185,13 @@ class TrainSection(Section):
         "slower than the GPU (99k tokens/s in place of 92k: H200, 1B) and twice the activations' "
         "memory; see docs/fast.md.",
     )
+    profile_steps: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Record so many steps, from the 6th on, with torch's profiler: the log has the "
+        "time by kind of kernel, profile/ in the run has each kernel and a trace.",
+    )
     probe: bool | Auto = Field(
         "auto",
         description="Measure a step's memory before training and choose batch and checkpointing by "
