@@ -1,5 +1,6 @@
 """Sealed checkpoints: published whole, every damage found and named, rotated by step."""
 
+import errno
 import json
 import os
 import random
@@ -176,6 +177,37 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_one_to_take(two
         f"{two[1]}: scheduler.pt is missing; it is checkpoint-40.corrupt now; "
         f"go on with TRAIN_RESUME_FROM={two[0]}"
     )
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
+    two, tmp_path, monkeypatch, is_named
+):
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(seal, "digest_of_file", refuse)  # root may read everything
+    with pytest.raises(PermissionError, match="adapter_model"):
+        checkpoints.choose(two[1] if is_named else tmp_path, print)
+    assert names_in(two[1].parent) == ["checkpoint-20", "checkpoint-40"], "nothing is set aside"
+    damage = seal.find_damage(two[1])
+    assert damage == "adapter_model.safetensors cannot be read (Permission denied)"
+
+
+def test_a_file_on_a_broken_place_of_the_disk_makes_way_for_the_older_checkpoint(
+    two, tmp_path, monkeypatch
+):
+    really = seal.digest_of_file
+
+    def break_off(path: Path) -> str:
+        if path == two[1] / "optimizer.pt":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return really(path)
+
+    monkeypatch.setattr(seal, "digest_of_file", break_off)
+    said: list[str] = []
+    assert checkpoints.choose(tmp_path, said.append) == two[0]
+    assert said[0].startswith(f"{two[1]}: optimizer.pt cannot be read (Input/output error); it is ")
 
 
 def test_where_every_checkpoint_is_damaged_all_are_named(two, tmp_path):

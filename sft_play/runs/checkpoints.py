@@ -4,6 +4,7 @@ A checkpoint is written into STAGING, sealed there (runs.seal) and renamed to ch
 has that name was whole when it got it. Age is the step in the name: clocks go back.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ STAGING = ".staging"  # folder beside what is published
 ASIDE = ".corrupt"  # ending of a checkpoint that was found damaged
 NAME = re.compile(r"checkpoint-([0-9]{1,12})")
 TRAINER_STATE = "trainer_state.json"
+# What says that a file is gone or its disk has lost it; any other refusal may be over tomorrow
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 
 Say = Callable[[str], None]
 
@@ -92,7 +95,7 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
 
     A damaged one is set aside, which `say` is told, and the next older one is taken; one that was
     named itself is refused. Without `reads_all` large files are only measured.
-    Raises: CheckpointError when there is none.
+    Raises: CheckpointError when there is none; OSError for one that cannot be read here or now.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -101,7 +104,7 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
     if _is_checkpoint(path):
         return _checked(path, say, reads_all)
     for checkpoint in listing(folder_of(path)):
-        damage = seal.find_damage(checkpoint, reads_all)
+        damage = _damage(checkpoint, reads_all)
         if damage is None:
             return checkpoint
         say(f"{checkpoint}: {damage}; {_set_aside(checkpoint)}, and the next older one is taken")
@@ -112,14 +115,27 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
 
 
 def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
-    """Return a checkpoint that was named. Raises CheckpointError where it is not whole."""
-    damage = seal.find_damage(checkpoint, reads_all)
+    """Return a checkpoint that was named. Raises CheckpointError where it is not whole, OSError."""
+    damage = _damage(checkpoint, reads_all)
     if damage is None:
         return checkpoint
     aside = _set_aside(checkpoint) if step_of(checkpoint) is not None else "it is left as it is"
     others = listing(checkpoint.parent)
     advice = f"go on with TRAIN_RESUME_FROM={others[0]}" if others else "there is no other one"
     raise CheckpointError(f"{checkpoint}: {damage}; {aside}; {advice}")
+
+
+def _damage(checkpoint: Path, reads_all: bool) -> str | None:
+    """Return what is damaged, None where nothing is.
+
+    Raises: OSError where it may be whole, and only cannot be read here or now.
+    """
+    try:
+        return seal.find_difference(checkpoint, reads_all)
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
 
 
 def _set_aside(checkpoint: Path) -> str:

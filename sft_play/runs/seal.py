@@ -53,8 +53,17 @@ def find_damage(folder: Path, reads_all: bool = True, allows_more: bool = False)
     """Return the first difference between a folder and its manifest, None where there is none.
 
     Without `reads_all` files over SMALL_BYTES are measured and not read. Files that the manifest
-    does not list are a difference, unless it `allows_more`.
+    does not list are a difference, unless it `allows_more`. So is a file that cannot be read.
     """
+    try:
+        return find_difference(folder, reads_all, allows_more)
+    except OSError as error:
+        name = Path(error.filename or NAME).name
+        return f"{name} cannot be read ({error.strerror or error})"
+
+
+def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = False) -> str | None:
+    """Return what `find_damage` does. Raises: OSError for a file that cannot be read."""
     if not is_sealed(folder):
         return f"{NAME} is missing"
     try:
@@ -68,7 +77,7 @@ def find_damage(folder: Path, reads_all: bool = True, allows_more: bool = False)
             return f"{more[0]} is not in {NAME}"
         pairs = [(found[name], entry) for name, entry in sorted(entries.items())]
         return _first_difference(folder, pairs, reads_all)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"{NAME} cannot be used ({error})"
 
 
