@@ -29,7 +29,12 @@ from sft_play.commands.options import (
     SetOption,
 )
 from sft_play.config import loader, targets
-from sft_play.errors import ExitClass, SftPlayError, disk_errors_in_words
+from sft_play.errors import (
+    ExitClass,
+    SftPlayError,
+    disk_errors_in_words,
+    memory_errors_in_words,
+)
 from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr, visible
 
@@ -347,7 +352,7 @@ def main_of_rank(words: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _errors_as_messages() -> Iterator[None]:
     try:
-        with disk_errors_in_words():
+        with disk_errors_in_words(), memory_errors_in_words():
             yield
     except SftPlayError as error:
         code = int(error.exit_class)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -21,6 +22,9 @@ OF_PATH = {
     errno.ENODEV: "the disk is gone: mount it again, then resume",
     errno.ENXIO: "the disk is gone: mount it again, then resume",
 }
+# RuntimeErrors of torch's allocators, and of CUDA outside of them
+NO_HOST_MEMORY = re.compile(r"can't allocate memory", re.IGNORECASE)
+NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.IGNORECASE)
 SHOWN_PATH = 100  # characters of a path in a message
 
 
@@ -121,6 +125,31 @@ def of_os_error(error: OSError) -> SftPlayError | None:
             f"{error.strerror}: {place}; its folder was removed meanwhile: start the run anew"
         )
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the host or a device ran out of memory."""
+    return isinstance(error, MemoryError) or _says(error, NO_HOST_MEMORY, NO_DEVICE_MEMORY)
+
+
+def _says(error: BaseException, *patterns: re.Pattern[str]) -> bool:
+    """Return whether a RuntimeError has a name or text like one of the patterns."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, RuntimeError) and any(each.search(text) for each in patterns)
+
+
+@contextlib.contextmanager
+def memory_errors_in_words() -> Iterator[None]:
+    """Raise what runs out of memory inside this context as an error with its class."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "make memory-check shows what holds it: free some"
+        if _says(error, NO_DEVICE_MEMORY):
+            advice += ", or take DEVICE=cpu, which is slower"
+        raise OutOfMemory(f"out of memory: {first_line(error)}; {advice}") from error
 
 
 @contextlib.contextmanager

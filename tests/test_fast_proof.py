@@ -163,6 +163,17 @@ def test_a_mutant_of_an_mlp_is_caught() -> None:
         prove(modules, lambda m: MethodType(linear_install.mlp_forward, m), setup)
 
 
+def test_fused_code_that_finds_no_memory_is_not_taken_for_one_that_is_called_otherwise() -> None:
+    setup = setup_of(model_of("llama"))
+    modules = [layer.mlp for layer in setup.decoder.layers]
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        prove(modules, lambda m: refuse, setup)
+
+
 @pytest.mark.parametrize("mutant", ["offset", "multiplier"])
 def test_a_mutant_of_a_layer_is_caught(mutant: str) -> None:
     setup = setup_of(model_of("granite"))

@@ -7,19 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from run_files import run_json
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.data.rows import Message
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, ExitClass
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import Answer
 from sft_play.inference import chat
 from sft_play.inference.evaluate import evaluate_run, prepared_data
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
+from sft_play.models import expert_adapters
 from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,6 +242,38 @@ def test_an_adapter_that_is_cut_short_is_class_12(copied):
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=r"has .* bytes, and was sealed"):
         load_run(copied, "cpu")
+
+
+def test_an_adapter_that_finds_no_memory_is_not_taken_for_a_damaged_one(copied, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(expert_adapters, "load_adapter", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_run(copied, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"),
+            "out of memory: CUDA out of memory. Tried to allocate 2 GiB; make memory-check shows "
+            "what holds it: free some, or take DEVICE=cpu, which is slower",
+        ),
+        (
+            MemoryError(),
+            "out of memory: MemoryError; make memory-check shows what holds it: free some",
+        ),
+    ],
+)
+def test_a_command_that_runs_out_of_memory_is_class_15_with_one_sentence(error, said, capsys):
+    with pytest.raises(SystemExit) as end, cli._errors_as_messages():
+        raise error
+    assert end.value.code == ExitClass.OUT_OF_MEMORY
+    assert capsys.readouterr().err == f"{said}\nexit class 15 (out_of_memory)\n"
+    with pytest.raises(RuntimeError, match="shapes"), cli._errors_as_messages():
+        raise RuntimeError("shapes differ")
 
 
 def test_an_adapter_of_another_base_is_class_12(copied, tiny_base, tmp_path):

@@ -44,7 +44,7 @@ def push(folder: Path) -> list[str]:
         done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except HfHubHTTPError as error:
         raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
-    except (OSError, httpx.HTTPError) as error:
+    except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
         raise EnvironmentFault(
             f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command goes "
             "on where it was cut off"

@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 from sft_play.config.sampling import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, is_out_of_memory
 from sft_play.evaluation.generate import Sampling
 from sft_play.inference.other_weights import load_other_adapter
 from sft_play.inference.sampling import sampling_of
@@ -198,6 +198,8 @@ def load_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
     try:
         return expert_adapters.load_adapter(base, weights)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):  # it says nothing of the adapter
+            raise
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in "

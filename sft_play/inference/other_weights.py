@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sft_play.data.store import Split
 from sft_play.data.templates import DEFAULT_TEMPLATE
-from sft_play.errors import CheckpointError, first_line
+from sft_play.errors import CheckpointError, first_line, is_out_of_memory
 from sft_play.models import expert_adapters
 from sft_play.models.export import read_stops, trained_stops
 from sft_play.runs.model_folder import ModelFolder
@@ -24,6 +24,8 @@ def load_other_adapter(base: PreTrainedModel, adapter: ModelFolder) -> PreTraine
             warnings.simplefilter("always")
             model = expert_adapters.load_adapter(base, adapter.path)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        if is_out_of_memory(error):  # it says nothing of the adapter
+            raise
         raise CheckpointError(
             f"{adapter.path}: the adapter cannot be loaded over {adapter.base} "
             f"({first_line(error)}); is that the base it was trained on?"

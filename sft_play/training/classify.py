@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from sft_play.errors import ExitClass, SftPlayError, first_line, of_os_error
+from sft_play.errors import ExitClass, SftPlayError, first_line, is_out_of_memory, of_os_error
 
 # Messages of gloo and NCCL when a peer is gone or a collective timed out; gloo raises plain
 # RuntimeErrors.
@@ -18,8 +18,6 @@ DISK_FULL = re.compile(
     r"No space left on device|os error 28|Disk quota exceeded|"
     r"PytorchStreamWriter failed|iostream error|unexpected pos"
 )
-# Messages of torch's CPU allocator, and of CUDA outside torch's allocator
-OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
 class Failure(NamedTuple):
@@ -34,7 +32,7 @@ def classify(error: BaseException) -> Failure:
     first = first_line(error)
     if isinstance(error, SftPlayError):
         return Failure(error.exit_class, str(error))
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return Failure(
             ExitClass.OUT_OF_MEMORY,
             f"out of memory: {first}; try half of TRAIN_BATCH_SIZE, "
@@ -54,12 +52,6 @@ def classify(error: BaseException) -> Failure:
             f"another rank is gone or hangs: {first}; logs/rank-*.log of the run say which",
         )
     return Failure(ExitClass.UNEXPECTED, f"{type(error).__name__}: {first}")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
 
 
 def _is_peer_lost(error: BaseException) -> bool:

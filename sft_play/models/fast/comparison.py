@@ -133,6 +133,8 @@ class Trial:
             for child in module.modules():
                 vars(child).pop("forward", None)  # of parts that are fused already
             return Trial(module, call, process, self.mixes_tokens).run(code, choices=choices)
+        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the code
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             logger.debug("%s in float32: %s", type(self.module).__name__, error)
             return None

@@ -117,6 +117,8 @@ def _where_different(
     own = trial.run(own_code)
     try:
         computed = trial.run(fused, given, own.choices)
+    except torch.OutOfMemoryError:  # its own code would need as much or more
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         # recognised by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"

@@ -67,6 +67,8 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
         decoder.train()
         try:
             decoder(*call.args, **{**call.kwargs, "attention_mask": padding})
+        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of masks
+            raise
         except (RuntimeError, ValueError, IndexError):
             return f"{type(decoder).__name__} reads the mask itself"
     return None

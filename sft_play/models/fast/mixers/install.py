@@ -123,6 +123,8 @@ def _install_kind(
     try:
         with torch_code(not is_fast):
             does_leak = leaks(call)
+    except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of documents
+        raise
     except RuntimeError as error:
         logger.debug("%s on one document: %s", name, error)
         raise Unsupported(f"{name} reads other documents and does not run on one alone") from None
