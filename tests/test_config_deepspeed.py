@@ -361,6 +361,21 @@ BAD_JSON = [
         '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
         'device=nvme needs a folder; write "nvme_path" beside it',
     ),
+    (
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}',
+        "zero_optimization.reduce_bucket_size=big is not valid; write a whole number of at least "
+        '1, or "auto"',
+    ),
+    (
+        '{"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": null}}',
+        "stage3_max_reuse_distance=null is not valid; write a whole number of at least 0",
+    ),
+    ('{"zero_optimization": {"sub_group_size": 1.5}}', "sub_group_size=1.5 is not valid"),
+    (
+        '{"zero_optimization": {"stage": 2, "overlap_comm": "yes"}}',
+        "zero_optimization.overlap_comm=yes is not valid; write true or false",
+    ),
+    ('{"wall_clock_breakdown": 1}', "wall_clock_breakdown=1 is not valid; write true or false"),
     ("[1]", ":1: a DeepSpeed config is an object in braces, not [1]"),
 ]
 
@@ -375,6 +390,18 @@ def test_bad_json_values_are_refused_with_their_place(
     (line,) = str(error.value).splitlines()
     assert line.startswith("a.json:")
     assert message in line
+
+
+def test_numbers_with_exponents_and_deepspeeds_own_nulls_are_read(folder: Path) -> None:
+    text = '{"steps_per_print": null, "zero_optimization": {"reduce_bucket_size": 5e8}}'
+    (folder / "a.json").write_text(text)
+    assert deepspeed.read("a.json")["zero_optimization"]["reduce_bucket_size"] == 5e8
+
+
+def test_switches_and_numbers_are_keys_that_are_known() -> None:
+    for path in deepspeed_keys.SWITCHES | deepspeed_keys.WHOLE_NUMBERS.keys():
+        section, _, key = path.rpartition(".")
+        assert key in deepspeed_keys.SECTIONS[section]
 
 
 def test_a_missing_json_is_refused_with_the_nearest() -> None:

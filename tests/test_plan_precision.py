@@ -58,6 +58,18 @@ def test_float16_without_a_gpu_is_refused() -> None:
         plan_for(CPU, "train.fp16=true")
 
 
+def test_float16_of_a_deepspeed_json_without_a_gpu_is_refused_with_its_place(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    with pytest.raises(ConfigError) as error:
+        plan_for(CPU, environ={"DEEPSPEED_CONFIG": str(path)}, use_deepspeed=True)
+    assert str(error.value) == (
+        f'{path}: fp16.enabled=true: float16 needs a GPU; write "auto" there'
+    )
+
+
 def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_open(
     tmp_path: Path,
 ) -> None:

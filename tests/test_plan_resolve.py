@@ -348,3 +348,17 @@ def test_rows_beyond_the_positions_of_the_model_are_said(tokens: int, is_said: b
     assert bool(said) is is_said
     if is_said:
         assert said[0].endswith("or set MODEL_MAX_SEQ_LEN=1024")
+
+
+@pytest.mark.parametrize("event", ["save", "eval"])
+def test_a_number_of_steps_that_no_strategy_reads_is_named(event: str) -> None:
+    steps = f"train.{event}_steps=2"
+    strategy = f"train.{event}_strategy"
+    warnings = plan_for(CPU, steps, f"{strategy}=epoch").plan.warnings
+    sentence = (
+        f"{steps} (--set train.{event}_steps) has no effect: {strategy}=epoch (--set {strategy}); "
+        f"set TRAIN_{event.upper()}_STRATEGY=steps"
+    )
+    assert sentence in warnings
+    assert not plan_for(CPU, steps, f"{strategy}=steps").plan.warnings
+    assert not plan_for(CPU, f"{strategy}=epoch").plan.warnings

@@ -1,6 +1,7 @@
 """What is wrong with a DeepSpeed JSON: by itself, and against the run that it is used for. Pure."""
 
 import difflib
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,19 +23,27 @@ from sft_play.config.deepspeed_json import (
     value_at,
     zero_stage,
 )
-from sft_play.config.deepspeed_keys import OWN_AUTO, REFUSED, REMOVED, SECTIONS
+from sft_play.config.deepspeed_keys import (
+    NULLABLE,
+    OWN_AUTO,
+    REFUSED,
+    REMOVED,
+    SECTIONS,
+    SWITCHES,
+    WHOLE_NUMBERS,
+)
 from sft_play.config.messages import word
 from sft_play.config.schema import env_name
 
 STAGES = (0, 1, 2, 3)
-SWITCHES = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
+PRECISIONS = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
 # keys whose "auto" a run resolves
 RESOLVED = {
     MICRO_BATCH,
     GRAD_ACCUM,
     TOTAL_BATCH,
     CLIPPING,
-    *SWITCHES,
+    *PRECISIONS,
     GATHER,
     f"{ZERO}.reduce_bucket_size",
     f"{ZERO}.stage3_prefetch_bucket_size",
@@ -73,7 +82,10 @@ def find_problems(raw: DeepSpeedJson) -> list[Problem]:
             example = EXAMPLES.get(section, '{"enabled": "auto"}')
             sentence = f"={word(members)} is not valid; write an object, such as {example}"
             problems.append(Problem(section, sentence))
-    return problems or [*_value_problems(raw), *_zero_problems(raw), *_stray_autos(raw)]
+    if problems:
+        return problems
+    found = (_value_problems, _type_problems, _zero_problems, _stray_autos)
+    return list(itertools.chain.from_iterable(find(raw) for find in found))
 
 
 def find_contradictions(
@@ -123,12 +135,26 @@ def _value_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
         yield Problem(
             CLIPPING, f'={word(clipping)} is not valid; write a number of at least 0, or "auto"'
         )
-    for key in SWITCHES:
+    for key in PRECISIONS:
         value = value_at(raw, key)
         if value not in (None, AUTO) and not isinstance(value, bool):
             yield Problem(key, f'={word(value)} is not valid; write true, false or "auto"')
     if value_at(raw, "fp16.enabled") is True and precision(raw) == "bf16":
         yield Problem("fp16.enabled", "=true beside bf16.enabled=true; keep one of them")
+
+
+def _type_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
+    """Yield switches and numbers that are something else; "auto" is `_stray_autos`' matter."""
+    for key, value in leaves(raw):
+        if value == AUTO or (value is None and key in NULLABLE):
+            continue
+        if key in SWITCHES and not isinstance(value, bool):
+            yield Problem(key, f"={word(value)} is not valid; write true or false")
+        least = WHOLE_NUMBERS.get(key)
+        if least is not None and not _is_whole_from(least, value):
+            or_auto = ', or "auto"' if key in RESOLVED else ""
+            sentence = f"={word(value)} is not valid; write a whole number of at least {least}"
+            yield Problem(key, sentence + or_auto)
 
 
 def _zero_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
@@ -223,6 +249,11 @@ def _is_number(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_whole_from(least: int, value: Any) -> bool:
+    """Return whether a value is a whole number of at least `least`; 5e8 is one."""
+    return _is_number(value) and float(value).is_integer() and value >= least
 
 
 def _count(number: int, noun: str) -> str:

@@ -80,6 +80,46 @@ DATA_TYPES_KEYS = frozenset(
     "buffer_dtype grad_accum_dtype keep_in_fp32_modules param_dtype".split()
 )
 
+# Where DeepSpeed wants true or false
+SWITCHES = frozenset(
+    """
+    disable_allgather dump_state memory_breakdown prescale_gradients wall_clock_breakdown
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer fp16.auto_cast
+    fp16.consecutive_hysteresis
+    zero_optimization.allgather_partitions zero_optimization.contiguous_gradients
+    zero_optimization.elastic_checkpoint zero_optimization.ignore_unused_parameters
+    zero_optimization.load_from_fp32_weights zero_optimization.overlap_comm
+    zero_optimization.reduce_scatter zero_optimization.round_robin_gradients
+    zero_optimization.stage3_use_all_reduce_for_fetch_params
+    zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_weights
+    zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_param.pin_memory
+    """.split()
+)
+# Where it wants a whole number, and the smallest that it takes
+WHOLE_NUMBERS = {
+    "steps_per_print": 1,
+    "fp16.hysteresis": 0,
+    "fp16.initial_scale_power": 0,
+    "fp16.loss_scale_window": 0,
+    "zero_optimization.allgather_bucket_size": 0,
+    "zero_optimization.max_live_parameters": 0,
+    "zero_optimization.max_reuse_distance": 0,
+    "zero_optimization.model_persistence_threshold": 0,
+    "zero_optimization.param_persistence_threshold": 0,
+    "zero_optimization.prefetch_bucket_size": 0,
+    "zero_optimization.reduce_bucket_size": 1,
+    "zero_optimization.stage3_max_live_parameters": 0,
+    "zero_optimization.stage3_max_reuse_distance": 0,
+    "zero_optimization.stage3_model_persistence_threshold": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.sub_group_size": 0,
+    "zero_optimization.zero_hpz_partition_size": 0,
+}
+
+# Where null is DeepSpeed's own default
+NULLABLE = frozenset({"steps_per_print", "zero_optimization.overlap_comm"})
+
 # The objects whose keys are checked, outer ones first.
 SECTIONS = {
     "": TOP_LEVEL_KEYS,

@@ -280,3 +280,21 @@ def broken(config: Config, described: Callable[[str], str]) -> list[str]:
         if rule.when(config)
     ]
     return [*found, *_metric_problems(config, described)]
+
+
+def without_effect(
+    config: Config, is_set: Callable[[str], bool], described: Callable[[str], str]
+) -> list[str]:
+    """Return a sentence for each number of steps that the user set and no strategy reads.
+
+    `is_set` says whether the user chose a setting.
+    """
+    found = []
+    for event in ("save", "eval"):
+        steps, strategy = f"train.{event}_steps", f"train.{event}_strategy"
+        if is_set(steps) and getattr(config.train, f"{event}_strategy") != "steps":
+            found.append(
+                f"{described(steps)} has no effect: {described(strategy)}; set "
+                f"TRAIN_{event.upper()}_STRATEGY=steps"
+            )
+    return found

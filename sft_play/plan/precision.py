@@ -1,7 +1,9 @@
 """The number type of matrix products: decided once, for all ranks. Pure: no torch, no I/O."""
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
+from sft_play.config import deepspeed
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
@@ -27,17 +29,22 @@ def precision(config: Config) -> Precision:
 
 
 def choose_precision(
-    loaded: LoadedConfig, hardware: Hardware, deepspeed: str | None
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    raw: deepspeed.DeepSpeedJson,
+    json_path: Path | None = None,
 ) -> PrecisionChoice:
     """Return bfloat16 where every GPU has it, else float16, and float32 on a CPU unless asked.
 
-    `deepspeed` is what a DeepSpeed JSON says; it decides where the config leaves both to auto.
+    What `raw`, the DeepSpeed JSON at `json_path`, says decides where the config leaves both to
+    auto.
     Raises: ConfigError for float16 without a GPU.
     """
     train = loaded.config.train
-    if deepspeed and train.bf16 == train.fp16 == "auto":
-        wants_bf16 = deepspeed == "bf16"
-        wants_fp16 = deepspeed == "fp16"
+    of_json = deepspeed.precision(raw)
+    if of_json and train.bf16 == train.fp16 == "auto":
+        wants_bf16 = of_json == "bf16"
+        wants_fp16 = of_json == "fp16"
     else:
         wants_bf16 = train.bf16 is True
         if train.bf16 == "auto":
@@ -64,9 +71,10 @@ def choose_precision(
             "TRAIN_FP16=false says so"
         )
     if wants_fp16 and hardware.kind != "cuda":
-        raise ConfigError(
-            f"{loaded.described('train.fp16')}: float16 needs a GPU; set TRAIN_FP16=auto"
-        )
+        asked, advice = loaded.described("train.fp16"), "set TRAIN_FP16=auto"
+        if train.fp16 == "auto":
+            asked, advice = f"{json_path}: fp16.enabled=true", 'write "auto" there'
+        raise ConfigError(f"{asked}: float16 needs a GPU; {advice}")
     if wants_bf16:
         return PrecisionChoice("bf16", warnings)
     return PrecisionChoice("fp16" if wants_fp16 else "float32", warnings)

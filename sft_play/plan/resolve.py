@@ -11,6 +11,7 @@ from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.invocation import Invocation
 from sft_play.config.loader import LoadedConfig
+from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import advice, device_map, float8, memory, offloading, recipe, sources, switches
@@ -112,7 +113,7 @@ def fastest(
 
 def _is_float16(loaded: LoadedConfig, hardware: Hardware) -> bool:
     """Return whether a run without DeepSpeed, whose JSON may say otherwise, is in float16."""
-    return choose_precision(loaded, hardware, None).precision == "fp16"
+    return choose_precision(loaded, hardware, {}).precision == "fp16"
 
 
 def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
@@ -133,7 +134,7 @@ def _resolve(
     deepspeed_path = engine.deepspeed_path
     raw = deepspeed.read(deepspeed_path) if deepspeed_path else {}
     model = load_counted_shape(config, environ)
-    precision, warnings = choose_precision(loaded, hardware, deepspeed.precision(raw))
+    precision, warnings = choose_precision(loaded, hardware, raw, deepspeed_path)
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
         _refuse_bfloat16(loaded, deepspeed_path, raw)
     offload, offload_weights = deepspeed.offloads(raw)
@@ -157,7 +158,7 @@ def _resolve(
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
     warnings += device_map.sentences(loaded, ranks, inputs.layers_by_gpu)
-    warnings += _batch_warnings(loaded, layout) + recipe.foreign_recipe(loaded)
+    warnings += _batch_warnings(loaded, layout) + _setting_warnings(loaded)
     warnings += _machine_warnings(inputs, layout, precision, hardware, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
@@ -279,6 +280,11 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
         f"{layout.batch_size} x world={layout.world_size} x train.grad_accum={layout.grad_accum}; "
         f"TRAIN_EFFECTIVE_BATCH_SIZE={rows} says so"
     ]
+
+
+def _setting_warnings(loaded: LoadedConfig) -> list[str]:
+    unread = without_effect(loaded.config, loaded.is_set, loaded.described)
+    return recipe.foreign_recipe(loaded) + unread
 
 
 def _require_backend(config: Config, hardware: Hardware) -> None:
