@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 
 from sft_play.evaluation import plain, reopened
 from sft_play.evaluation.reference import Reference
@@ -83,3 +84,14 @@ def test_of_a_large_vocabulary_the_divergence_of_equal_logits_is_zero():
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
     run = plain.said(logits, torch.arange(3))
     assert reopened.divergence(run, plain.said(logits, torch.arange(3), run["tokens"])) == 0
+
+
+def test_soft_caps_of_attention_scores_are_computed_in_the_opened_model():
+    ids = torch.arange(2, 34)[None]
+    opened_model = plain.with_soft_caps(tiny_model("gemma2").eval())
+    assert opened_model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        capped = opened_model(input_ids=ids).logits
+        without = tiny_model("gemma2", attention="sdpa").eval()(input_ids=ids).logits
+    assert (capped - without).abs().max() > 0.1, "a cap that changes nothing proves nothing"
+    assert plain.with_soft_caps(tiny_model("llama")).config._attn_implementation == "sdpa"

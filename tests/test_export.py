@@ -289,6 +289,13 @@ def test_what_is_served_listens_on_the_loopback_interface(exported, monkeypatch)
     assert warned[-1].startswith("warning: BIND=0.0.0.0: whoever reaches this machine")
 
 
+def test_a_server_of_transformers_computes_soft_caps(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "NEEDED", ())
+    (tmp_path / "config.json").write_text('{"attn_logit_softcapping": 50.0}')
+    launch = serve.server_of(tmp_path, Address("127.0.0.1", 8000), "cpu")
+    assert launch.argv[-2:] == ("--attn-implementation", "eager")
+
+
 def test_a_server_whose_packages_are_missing_says_how_to_install_them(exported, monkeypatch):
     monkeypatch.setattr(serve, "NEEDED", ("no_such_package",))
     with pytest.raises(EnvironmentFault, match=r"needs no_such_package, which .* type .* -m pip"):

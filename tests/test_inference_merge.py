@@ -55,10 +55,13 @@ def test_a_merged_model_computes_what_the_adapter_does(finished, ids):
     ).abs().max() < 1e-5  # (W + BA)x for Wx + B(Ax), in float32
 
 
-def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(finished, tokenizer):
-    folder = finished("lora")
+def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(copied, tokenizer):
+    folder, sampling = copied, {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    change(folder.weights("lora") / "generation_config.json", **sampling)  # as the base's says
     merge_run(folder)
     target = folder.path / "merged"
+    generation = json.loads((target / "generation_config.json").read_text())
+    assert generation.items() >= sampling.items()
     own = AutoTokenizer.from_pretrained(target)
     assert own.chat_template == tokenizer.chat_template and own.get_vocab() == tokenizer.get_vocab()
     stamp = json.loads((target / "stamp.json").read_text())

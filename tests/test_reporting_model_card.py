@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, ModelSection
 from sft_play.reporting.answer_scores import answer_scores
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import (
@@ -14,6 +14,7 @@ from sft_play.reporting.card_facts import (
     Energy,
     energy_of,
     hardware_of,
+    has_soft_caps,
     licence_of,
 )
 from sft_play.reporting.model_card import card_text
@@ -115,3 +116,12 @@ def test_an_export_says_what_its_own_files_scored():
     line = "a-Q8_0.gguf eval_loss=1.0 (run 1.0, 9 rows) gain kept=1.000"
     text = card(kind="gguf", reopened=[line])
     assert f"```\n{line}\n```" in text and "ollama create" in text
+
+
+def test_a_base_with_soft_caps_is_loaded_with_the_attention_that_computes_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"attn_logit_softcapping": 50.0}}')
+    assert has_soft_caps(ModelSection(name=str(tmp_path)))
+    assert not has_soft_caps(ModelSection(name="me/not-in-the-cache"))
+    facts = replace(NOTHING, has_soft_caps=True)
+    assert "generation_config=stops, attn_implementation='eager')" in card(facts=facts)
+    assert "attn_implementation" not in card()

@@ -15,6 +15,7 @@ from sft_play.config import loader
 from sft_play.config.messages import refuse
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.launch import Launch, execute
+from sft_play.reporting.card_facts import names_soft_cap
 
 LOOPBACK = "127.0.0.1"
 PORT = 8000
@@ -60,7 +61,10 @@ def server_of(folder: Path, address: Address, device: str) -> Launch:
         return Launch((vllm, "serve", str(folder), *where), {})
     require(NEEDED, " ".join(NEEDED))
     words = ("-m", "transformers.cli.transformers", "serve", str(folder))
-    return Launch((sys.executable, *words, *where, "--device", device), {})
+    own = ("--device", device)
+    if names_soft_cap(folder):  # transformers' sdpa leaves it out without a word
+        own += ("--attn-implementation", "eager")
+    return Launch((sys.executable, *words, *where, *own), {})
 
 
 def require(packages: Sequence[str], to_install: str) -> None:

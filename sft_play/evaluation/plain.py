@@ -91,7 +91,8 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         options["offload_folder"] = request["offload_folder"]
     tokenizer = AutoTokenizer.from_pretrained(folder, **remote)
     if not request["is_adapter"]:
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval(), tokenizer
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        return with_soft_caps(model).eval(), tokenizer
     from peft import PeftConfig, PeftModel
 
     if request["quantization"]:
@@ -106,7 +107,17 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         # is in the files is looked at here, not a kernel.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return PeftModel.from_pretrained(model, folder).eval(), tokenizer
+    return PeftModel.from_pretrained(with_soft_caps(model), folder).eval(), tokenizer
+
+
+def with_soft_caps(model: Any) -> Any:
+    """Return a model that computes the soft cap of its attention scores, if it has one.
+
+    transformers' sdpa leaves it out without a word; the model's own eager attention does not.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return model
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from sft_play.config.schema import Config
 from sft_play.data.render import stop_ids
@@ -147,9 +148,11 @@ def merged_candidate(
 
 
 def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Path) -> None:
-    """Write tokenizer, stops and README.md beside merged weights."""
+    """Write tokenizer, stops, sampling and README.md beside merged weights."""
     tokenizer = load_tokenizer(config_of_weights(merge.config, merge.adapter))
     stops = list(read_stops(merge.adapter)) or sorted(stop_ids(tokenizer))
+    if (merge.adapter / GENERATION_CONFIG_NAME).is_file():  # a model built for its names has none
+        model.generation_config = GenerationConfig.from_pretrained(merge.adapter)
     write_stops(target, stops, tokenizer, model)
     published = folder.path / "merged"
     report = folder.read_report()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, ModelSection
 from sft_play.reporting import answers
 from sft_play.reporting.answer_scores import answer_scores
 from sft_play.reporting.row_losses import read_losses
@@ -17,6 +17,7 @@ from sft_play.reporting.summary import loss_score, used_settings
 from sft_play.reporting.verdict import Score
 from sft_play.runs import metrics
 from sft_play.runs.asked import AskedRun
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import MetricsLine
 from sft_play.runs.report import RunReport
@@ -53,6 +54,7 @@ class CardFacts:
     hardware: str | None
     energy: Energy | None
     licence: str | None
+    has_soft_caps: bool = False  # of attention scores: transformers' sdpa leaves them out
 
     @classmethod
     def of(cls, folder: RunFolder, config: Config, report: RunReport) -> "CardFacts":
@@ -67,6 +69,7 @@ class CardFacts:
             hardware=hardware_of(report),
             energy=energy_of(metrics.read(folder.metrics).lines),
             licence=licence_of(Path(config.model.name)),
+            has_soft_caps=has_soft_caps(config.model),
         )
 
 
@@ -116,3 +119,23 @@ def licence_of(base: Path) -> str | None:
         if (base / name).is_file():
             return f"{name} in the base's folder"
     return None
+
+
+def has_soft_caps(model: ModelSection) -> bool:
+    """Return whether a base, in its folder or the hub's cache, caps its attention scores."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(model.name).is_dir():
+        return names_soft_cap(Path(model.name))
+    config = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+    return isinstance(config, str) and names_soft_cap(Path(config).parent)
+
+
+def names_soft_cap(folder: Path) -> bool:
+    """Return whether the config.json of a folder names a soft cap of attention scores."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    config = read_json(path)
+    text = config.get("text_config") or config
+    return text.get("attn_logit_softcapping") is not None

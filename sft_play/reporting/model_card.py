@@ -44,7 +44,7 @@ def card_text(
         "",
         "## Use",
         "",
-        *_use_lines(config, weights, kind),
+        *_use_lines(config, weights, kind, facts),
         "",
         *_stop_lines(stops, kind),
         "",
@@ -96,7 +96,7 @@ def _base_line(config: Config, facts: CardFacts) -> str:
     return f"Base: `{config.model.name}`{revision}; {licence}."
 
 
-def _use_lines(config: Config, weights: Path, kind: str) -> list[str]:
+def _use_lines(config: Config, weights: Path, kind: str, facts: CardFacts) -> list[str]:
     """Return how the weights are used, by kind."""
     if kind == "gguf":
         return [
@@ -105,7 +105,7 @@ def _use_lines(config: Config, weights: Path, kind: str) -> list[str]:
             "llama-server -m file.gguf --jinja",
             "```",
         ]
-    lines = ["```python", *_code(config, weights, kind == "adapter"), "```"]
+    lines = ["```python", *_code(config, weights, kind == "adapter", facts.has_soft_caps), "```"]
     if kind == "safetensors":
         lines += ["", "```bash", f"vllm serve {weights}", "```"]
     if kind == "adapter" and config.tuning.lora.r <= VLLM_RANKS[-1]:
@@ -121,7 +121,7 @@ def _use_lines(config: Config, weights: Path, kind: str) -> list[str]:
     return lines
 
 
-def _code(config: Config, weights: Path, is_adapter: bool) -> list[str]:
+def _code(config: Config, weights: Path, is_adapter: bool, has_soft_caps: bool) -> list[str]:
     """Return the lines of Python that load the weights and answer a question."""
     model = config.model
     options = ""
@@ -129,6 +129,8 @@ def _code(config: Config, weights: Path, is_adapter: bool) -> list[str]:
         options += f", revision={model.revision!r}"
     if model.trust_remote_code:
         options += ", trust_remote_code=True"
+    if has_soft_caps:  # transformers' sdpa leaves them out
+        options += ", attn_implementation='eager'"
     classes = "AutoModelForCausalLM, AutoTokenizer"
     imports = [f"from transformers import {classes}"]
     load = [f"model = AutoModelForCausalLM.from_pretrained(folder{options}).eval()"]
