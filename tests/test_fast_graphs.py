@@ -64,7 +64,7 @@ def trained(model: Any, batches: list[Batch]) -> list[tuple[float, list[torch.Te
 
 def graphed(model: Any) -> GraphedDecoder:
     base = model.get_base_model().get_decoder()
-    base.forward = GraphedDecoder(base, again)
+    base.forward = GraphedDecoder(model, again)
     return base.forward
 
 
@@ -238,5 +238,5 @@ def test_why_layers_are_not_recorded_is_said(change: dict[str, Any], reason: str
         section[name] = value
     config = type(settings()).model_validate(values)
     gpu = Process.alone(torch.device("cuda", 0))
-    assert why_not_graphed(model, config, gpu) == reason
-    assert why_not_graphed(model, config, Process.alone(CPU)) == "the model is not on a GPU"
+    assert why_not_graphed(model, model, config, gpu) == reason
+    assert why_not_graphed(model, model, config, Process.alone(CPU)) == "the model is not on a GPU"

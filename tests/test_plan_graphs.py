@@ -54,12 +54,14 @@ NOT_RECORDED = {
     "tuning.lora.dropout=0.1": "1xH200",
     "tuning.mode=full": "1xH200",
     "train.fast_path=false": "1xH200",
-    "tuning.backend=bnb": "2xH200",
+    "train.strategy=fsdp": "2xH200",
+    "train.strategy=zero2": "2xH200",
 }
 
 
-def test_a_plan_counts_what_is_recorded_and_names_it() -> None:
-    plan = plan_for("1xH200", *LLAMA).plan
+@pytest.mark.parametrize("gpus", ["1xH200", "2xH200"])
+def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
+    plan = plan_for(gpus, *LLAMA).plan
     assert plan.step.records_graphs
     graphs = plan.memory.peak.components()["graphs"]
     assert graphs == graph_bytes(plan.step, plan.layout) > 0

@@ -21,7 +21,8 @@ HIDDEN_COPIES = 3  # of the last hidden states: the recording's output, its grad
 def records_graphs(config: Config, ranks: Ranks, fused: Collection[str]) -> bool:
     """Return whether layers are recorded where none is recomputed; `fused` are the fused parts."""
     tuning = config.tuning
-    is_one_gpu = ranks.device == "cuda" and ranks.world_size * ranks.gpus_per_process == 1
+    has_whole_model = ranks.device == "cuda" and ranks.gpus_per_process == 1
+    has_whole_model &= ranks.strategy in ("single", "ddp")
     has_same_kernels_each_time = (
         tuning.mode != "full"
         and tuning.lora.dropout == 0
@@ -29,7 +30,7 @@ def records_graphs(config: Config, ranks: Ranks, fused: Collection[str]) -> bool
         and set(fused) >= NEEDED
         and not HINDERING & set(fused)
     )
-    return config.train.cuda_graphs and is_one_gpu and has_same_kernels_each_time
+    return config.train.cuda_graphs and has_whole_model and has_same_kernels_each_time
 
 
 def graph_bytes(step: StepSpec, layout: Layout) -> int:

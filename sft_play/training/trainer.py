@@ -1,5 +1,6 @@
 """transformers.Trainer with our order of rows, loss, evaluation and checkpoints."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import DistributedDataParallelKwargs
 from peft import PeftModel
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -36,6 +36,7 @@ from sft_play.training.expert_use import ExpertUse
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.nonfinite import StepGuard, spread
+from sft_play.training.rates import set_rates
 from sft_play.training.router_loss import RouterLoss
 from sft_play.training.samples import sample_answers
 from sft_play.training.sealed_save import dtypes_of, save_sealed
@@ -74,21 +75,6 @@ def collate_for_step(
         LOSS_TARGETS: targets,
         REAL_LENGTHS: [length for sequence in sequences for length in sequence.real_lengths],
     }
-
-
-def set_rates(scheduler: Any) -> None:
-    """Give the optimizer the rates of its schedule for the step to come.
-
-    A checkpoint has those of the schedule that it was saved with, which train.extend makes longer.
-    """
-    schedule = getattr(scheduler, "scheduler", scheduler)  # under accelerate's wrapper
-    if not isinstance(schedule, LambdaLR):
-        return
-    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-    rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates  # what is logged
 
 
 class SftTrainer(Trainer):
@@ -217,7 +203,12 @@ class SftTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss."""
         self.memory.enter("forward")
-        loss = super().training_step(*args, **kwargs)
+        averaging: Any = contextlib.nullcontext()
+        if self.graphs is not None:
+            is_last = self.accelerator.sync_gradients
+            averaging = self.graphs.in_place_of_ddp(self.model_wrapped, is_last)
+        with averaging:
+            loss = super().training_step(*args, **kwargs)
         self.guard.add_loss(loss)
         return loss
 

@@ -14,13 +14,15 @@ not recorded with are compared with those of the layers.
 Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -30,6 +32,7 @@ from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradien
 from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
+from sft_play.models.sharding import is_divided
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -57,16 +60,26 @@ class GraphCounts:
 
 
 class GraphedDecoder:
-    """The forward method of a decoder in training: recorded passes for shapes that come again."""
+    """The forward method of a model's decoder in training: recorded passes for shapes that recur.
+
+    A replay calls none of DDP's hooks. So under DDP the gradients of all micro-batches, replayed
+    and launched ones, are summed in memory that stays, and averaged over ranks once a step
+    (`in_place_of_ddp`).
+    """
 
     def __init__(
-        self, decoder: nn.Module, record: Record, free_cache: Callable[[], None] = lambda: None
+        self,
+        model: PreTrainedModel,
+        record: Record,
+        free_cache: Callable[[], None] = lambda: None,
+        ranks: int = 1,
     ):
-        self.decoder = decoder
+        self.decoder = decoder = base_model_of(model).get_decoder()
         self.record = record
         self.free_cache = free_cache  # of memory that the layers themselves no longer need
+        self.ranks = ranks
         self.forward = decoder.forward
-        trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
         self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
         self.seen: dict[Shape, int] = {}
@@ -77,6 +90,8 @@ class GraphedDecoder:
         """Return the decoder's output; in training its hidden states alone."""
         if not is_training(self.decoder):
             return self.forward(*args, **kwargs)
+        if self.ranks > 1:
+            self.gradients.take_over()
         call = readable_call(args, kwargs)
         if call is None or self.counts.stopped:
             self.counts.launched += 1
@@ -94,6 +109,17 @@ class GraphedDecoder:
             self._prove(recorded, call, output.last_hidden_state)
         self.counts.launched += 1
         return output
+
+    @contextlib.contextmanager
+    def in_place_of_ddp(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+        """Run a micro-batch without DDP's hooks; average the gradients after a step's last one."""
+        if self.ranks == 1:
+            yield
+            return
+        with wrapped.no_sync():
+            yield
+        if is_last:
+            self.gradients.average(self.ranks)
 
     def _record_what_comes_again(self, call: DecoderCall) -> None:
         self.seen[call.shape] = self.seen.get(call.shape, 0) + 1
@@ -119,31 +145,35 @@ class GraphedDecoder:
 
 
 def graph_layers(
-    model: PreTrainedModel, config: Config, process: Process
-) -> "GraphedDecoder | None":
+    model: PreTrainedModel, wrapped: nn.Module, config: Config, process: Process
+) -> GraphedDecoder | None:
     """Record the layers of a model from here on where train.cuda_graphs asks for it.
 
-    Call it before the first step, when the micro-batches are those of the run. Where layers cannot
-    be recorded a warning says why.
+    `wrapped` is what the trainer calls: the model itself, or DDP around it. Call it before the
+    first step, when the micro-batches are those of the run. Where layers cannot be recorded a
+    warning says why.
     """
     if not config.train.cuda_graphs:
         return None
-    reason = why_not_graphed(model, config, process)
+    reason = why_not_graphed(model, wrapped, config, process)
     if reason is not None:
         logger.warning("warning: train.cuda_graphs=true has no effect: %s", reason)
         return None
-    decoder = base_model_of(model).get_decoder()
-    decoder.forward = GraphedDecoder(decoder, record_on_gpu(), torch.cuda.empty_cache)
-    return decoder.forward
+    graphed = GraphedDecoder(model, record_on_gpu(), torch.cuda.empty_cache, process.world_size)
+    graphed.decoder.forward = graphed
+    return graphed
 
 
-def why_not_graphed(model: PreTrainedModel, config: Config, process: Process) -> str | None:
+def why_not_graphed(
+    model: PreTrainedModel, wrapped: nn.Module, config: Config, process: Process
+) -> str | None:
     """Return why the layers of a model cannot be recorded, None where they can."""
+    is_ddp = isinstance(wrapped, DistributedDataParallel) and not is_divided(model)
     fused = fused_kernels_of(model).on
     layers = decoder_layers(base_model_of(model))
     reasons = {
         "the model is not on a GPU": process.device.type != "cuda",
-        "several processes train": process.world_size > 1,
+        "the ranks share the model otherwise than by DDP": process.world_size > 1 and not is_ddp,
         "the model is on several GPUs": len(process.devices) > 1,
         "tuning.mode=full": config.tuning.mode == "full",
         f"tuning.lora.dropout={config.tuning.lora.dropout}": config.tuning.lora.dropout > 0,

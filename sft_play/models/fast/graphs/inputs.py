@@ -102,11 +102,22 @@ class StaticInputs:
 
 
 class StaticGradients:
-    """The gradients of trained parameters in memory that stays."""
+    """The gradients of trained parameters in memory that stays: one tensor for each type."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = list(parameters)
-        self.buffers = [torch.zeros_like(parameter) for parameter in self.parameters]
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        self.wholes: list[Tensor] = []
+        parts: dict[nn.Parameter, Tensor] = {}
+        for dtype, alike in by_type.items():
+            sizes = [parameter.numel() for parameter in alike]
+            whole = torch.zeros(sum(sizes), dtype=dtype, device=alike[0].device)
+            self.wholes.append(whole)
+            for parameter, part in zip(alike, whole.split(sizes), strict=True):
+                parts[parameter] = part.view_as(parameter)
+        self.buffers = [parts[parameter] for parameter in self.parameters]
 
     def take_over(self) -> None:
         """Make the buffers the gradients of the parameters, with what these hold by now.
@@ -124,6 +135,12 @@ class StaticGradients:
             parameter.grad = buffer
         if missing:
             torch._foreach_zero_(missing)
+
+    def average(self, ranks: int) -> None:
+        """Average the gradients over all ranks. Every rank must call it."""
+        for whole in self.wholes:
+            torch.distributed.all_reduce(whole)
+            whole /= ranks
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in the order of the parameters."""

@@ -1,0 +1,63 @@
+"""Two ranks that replay their layers: the gradients that DDP averages, without its hooks."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import run_two_workers
+from run_files import run_json
+from safetensors.torch import load_file
+from test_fast_graphs import again
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+SETTINGS = {
+    "train.strategy": "ddp",
+    "train.max_steps": STEPS,
+    "train.batch_size": 1,
+    "train.grad_accum": 2,
+    "train.learning_rate": 1e-3,
+    "train.gradient_checkpointing": False,
+    "train.packing": False,
+    "train.save_strategy": "no",
+    "train.predict_with_generate": False,
+}
+
+
+def replay_on_cpu() -> None:
+    """Let a rank on a CPU record its layers: a replay launches them anew."""
+    from sft_play.models.fast.graphs import decoder
+
+    why_not = decoder.why_not_graphed
+
+    def why_not_on_gpu(model, wrapped, config, process):
+        on_gpu = dataclasses.replace(process, device=torch.device("cuda", 0))
+        return why_not(model, wrapped, config, on_gpu)
+
+    decoder.why_not_graphed = why_not_on_gpu
+    decoder.record_on_gpu = lambda: again
+
+
+def test_two_ranks_that_replay_train_as_under_ddp(plan_run: Callable, taught_base: Path) -> None:
+    found = {}
+    for graphs in (False, True):
+        changes = {**SETTINGS, "model.name": taught_base, "train.cuda_graphs": graphs}
+        folder = plan_run(changes, num_gpus=2)
+        exits = run_two_workers(folder, replay_on_cpu)
+        assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+        found[graphs] = folder
+    for rank in (0, 1):
+        log = (found[True].logs / f"rank-{rank}.log").read_text()
+        assert "differs by" not in log and "cannot be recorded" not in log
+    log = (found[True].logs / "rank-0.log").read_text()
+    (replayed,) = re.findall(r"cuda graphs: (\d+) of 24 micro-batches replayed\n", log)
+    assert int(replayed) >= 6
+    losses = [[entry["loss"] for entry in run_json(found[graphs])["loss"]] for graphs in found]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    name = "adapter/adapter_model.safetensors"
+    one, two = (load_file(found[graphs].path / name) for graphs in found)
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
