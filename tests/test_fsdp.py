@@ -25,6 +25,8 @@ SETTINGS = {
     "train.learning_rate": 1e-3,
     "train.save_strategy": "steps",
     "train.save_steps": 3,
+    "train.eval_strategy": "steps",
+    "train.eval_steps": 3,  # an evaluation leaves weights whole, a save frees those of one rank
     "train.gradient_checkpointing": True,
     "train.probe": True,
     "tuning.lora.dropout": 0.1,

@@ -26,6 +26,7 @@ from sft_play.evaluation.metrics import Answered, MetricScore, rouge_l, score_an
 from sft_play.evaluation.scores import GenerationScores, Question, RowLoss, Scores
 from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
+from sft_play.models.sharding import resharding
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
 
@@ -94,6 +95,10 @@ class Evaluator:
 
         Raises: EvaluationStopped, on every rank, once `is_stopping` is true on one.
         """
+        with resharding(model):
+            return self._score(model)
+
+    def _score(self, model: torch.nn.Module) -> Scores:
         started = time.perf_counter()
         row_losses = self.row_losses(model)
         loss = mean_loss(row_losses)

@@ -240,6 +240,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@contextlib.contextmanager
+def resharding(model: nn.Module) -> Iterator[None]:
+    """Free, on leaving, the weights that a forward pass without a backward pass has left whole.
+
+    Reading weights to save them frees these too, but on the main rank alone: the ranks would then
+    disagree about what the next forward pass has to gather.
+    """
+    try:
+        yield
+    finally:
+        reshard(model)
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Return a copy of a module with the same children and weights; of a unit without FSDP."""
     if not isinstance(module, FSDPModule):
