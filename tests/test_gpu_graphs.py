@@ -9,6 +9,7 @@ import pytest
 import torch
 from make_runs import run_make
 from test_fast_graphs import micro_batches
+from test_gpu import needs_two
 from test_gpu_fast import loss_of, make, on_gpu
 from test_gpu_stops import losses_of
 
@@ -64,13 +65,23 @@ def test_a_captured_step_is_one_that_was_not(name: str, is_packed: bool) -> None
     assert len(recorded) == 1, "a replay allocates nothing that stays"
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_a_run_replays_its_layers_and_learns_the_same(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "mode"),
+    [
+        ("train-bnb", "lora"),
+        ("train-bnb", "qlora"),
+        pytest.param("train-distributed", "lora", marks=needs_two),
+    ],
+)
+def test_a_run_replays_its_layers_and_learns_the_same(
+    tmp_path: Path, target: str, mode: str
+) -> None:
     found = {}
     for graphs in ("false", "true"):
         words = {
             "CONFIG": "configs/tiny.yaml",
             "TUNING_MODE": mode,
+            "NUM_GPUS": "2" if target == "train-distributed" else "1",
             "TRAIN_CUDA_GRAPHS": graphs,
             "TRAIN_MAX_STEPS": str(STEPS),
             "TRAIN_LOGGING_STEPS": "1",
@@ -78,12 +89,14 @@ def test_a_run_replays_its_layers_and_learns_the_same(tmp_path: Path, mode: str)
             "TRAIN_PREDICT_WITH_GENERATE": "false",
         }
         started = time.monotonic()
-        run_make("train-bnb", tmp_path / graphs, 400, **words)
+        run_make(target, tmp_path / graphs, 400, **words)
         folder = RunFolder(tmp_path / graphs / "run")
         found[graphs] = losses_of(folder)
         report = folder.read_report()
         seconds = time.monotonic() - started
-        print(f"\n{mode} graphs={graphs}: {report.tokens_per_second:.0f} tokens/s, {seconds:.0f} s")
+        print(
+            f"\n{target} {mode} graphs={graphs}: {report.tokens_per_second:.0f} tokens/s, {seconds:.0f} s"
+        )
     log = (folder.logs / "rank-0.log").read_text()
     (line,) = re.findall(r"cuda graphs: (\d+) of \d+ micro-batches replayed\n", log)
     assert int(line) >= STEPS // 2, log[-2000:]

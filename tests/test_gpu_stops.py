@@ -61,7 +61,7 @@ class Started:
         words = {**SETTINGS, **variables, "TRAIN_OUTPUT_DIR": str(outputs), "PY": sys.executable}
         self.folder = RunFolder(outputs / "run")
         self.output = outputs / "output.txt"
-        outputs.mkdir(parents=True)
+        outputs.mkdir(parents=True, exist_ok=True)
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
                 ["make", target, *(f"{name}={value}" for name, value in words.items())],
@@ -103,22 +103,6 @@ class Started:
         return time.monotonic() - began
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, float]]:
-    """A function that returns the losses of a run that was left alone, trained once."""
-    found: dict[str, dict[int, float]] = {}
-
-    def losses(target: str, variables: Mapping[str, str]) -> dict[int, float]:
-        if target not in found:
-            outputs = tmp_path_factory.mktemp(target)
-            run_make(target, outputs, SECONDS, **{**SETTINGS, **variables})
-            found[target] = losses_of(RunFolder(outputs / "run"))
-            assert sorted(found[target]) == list(range(1, STEPS + 1))
-        return found[target]
-
-    return losses
-
-
 def report_of(folder: RunFolder) -> dict[str, Any]:
     return json.loads((folder.path / "run.json").read_text())
 
@@ -135,48 +119,49 @@ def staged(folder: RunFolder) -> list[Path]:
     return [path for path in found if checkpoints.step_of(path) >= 5]
 
 
-def check_goes_on(
-    started: Started, target: str, variables: Mapping[str, str], expected: dict[int, float]
-) -> str:
-    """Type the same command again, and return how near its losses are to the expected ones."""
-    outputs = started.folder.path.parent
-    run_make(target, outputs, SECONDS, **{**SETTINGS, **variables})
-    report = report_of(started.folder)
-    assert (report["status"], report["global_step"]) == ("done", STEPS)
-    begun = checkpoints.step_of(Path(report["resumed_from"]))
-    assert begun >= 4
-    found = losses_of(started.folder)
-    compared = [step for step in range(begun + 1, STEPS + 1) if step in found]
-    assert len(compared) == STEPS - begun
-    largest = max(abs(found[step] - expected[step]) for step in compared)
-    assert largest <= TOLERANCE
-    return f"goes on from step {begun}, largest difference of a loss {largest:.2e}"
-
-
 @pytest.mark.parametrize(("target", "variables"), STARTS)
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
-    tmp_path: Path, undisturbed, target: str, variables: dict[str, str]
+def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_been(
+    tmp_path: Path, target: str, variables: dict[str, str]
 ) -> None:
-    expected = undisturbed(target, variables)
-    started = Started(target, variables, tmp_path / "outputs")
-    started.wait_until(lambda: started.has_logged(f"step 4/{STEPS} "))
-    seconds = started.signal_all(signal.SIGINT)
-    report = report_of(started.folder)
-    assert report["exit_class"] == ExitClass.STOPPED, report["cause"]
-    (newest,) = (path for path in started.folder.checkpoints.glob(f"*-{report['global_step']}"))
-    assert newest.is_dir(), "no step is lost"
-    words = check_goes_on(started, target, variables, expected)
-    print(f"\nCtrl-C {target}: ended after {seconds:.1f} s, {words}")
+    """One run, four starts of make: the same command three times, and one that is left alone."""
+    words = {**SETTINGS, **variables}
+    run_make(target, tmp_path / "alone", SECONDS, **words)
+    expected = losses_of(RunFolder(tmp_path / "alone" / "run"))
+    assert sorted(expected) == list(range(1, STEPS + 1))
 
-
-@pytest.mark.parametrize(("target", "variables"), STARTS)
-def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
-    tmp_path: Path, undisturbed, target: str, variables: dict[str, str]
-) -> None:
-    expected = undisturbed(target, variables)
-    started = Started(target, variables, tmp_path / "outputs")
+    outputs = tmp_path / "outputs"
+    started = Started(target, variables, outputs)
     started.wait_until(lambda: bool(staged(started.folder)))
     started.signal_all(signal.SIGKILL)
     left = [path.name for path in staged(started.folder)]
-    words = check_goes_on(started, target, variables, expected)
-    print(f"\nSIGKILL {target}: {', '.join(left) or 'nothing'} was half written, {words}")
+
+    again = Started(target, variables, outputs)
+    again.wait_until(lambda: again.has_logged(f"step {STEPS - 4}/{STEPS} "))
+    seconds = again.signal_all(signal.SIGINT)
+    report = report_of(again.folder)
+    assert report["exit_class"] == ExitClass.STOPPED, report["cause"]
+    assert checkpoints.step_of(Path(report["resumed_from"])) >= 4
+    (newest,) = (path for path in again.folder.checkpoints.glob(f"*-{report['global_step']}"))
+    assert newest.is_dir(), "no step is lost"
+    after_kill = largest_difference(again.folder, expected)
+
+    run_make(target, outputs, SECONDS, **words)
+    report = report_of(started.folder)
+    assert (report["status"], report["global_step"]) == ("done", STEPS)
+    after_stop = largest_difference(started.folder, expected)
+    print(
+        f"\n{target}: killed with {', '.join(left) or 'nothing'} half written; Ctrl-C ended it in "
+        f"{seconds:.1f} s; largest difference of a loss {after_kill:.2e} and {after_stop:.2e}"
+    )
+
+
+def largest_difference(folder: RunFolder, expected: dict[int, float]) -> float:
+    """Return how far the losses since a run was resumed are from those of one left alone."""
+    report = report_of(folder)
+    begun = checkpoints.step_of(Path(report["resumed_from"]))
+    found = losses_of(folder)
+    compared = [step for step in range(begun + 1, report["global_step"] + 1) if step in found]
+    assert len(compared) == report["global_step"] - begun
+    largest = max(abs(found[step] - expected[step]) for step in compared)
+    assert largest <= TOLERANCE
+    return largest
