@@ -333,9 +333,10 @@ def main_of_rank(words: Sequence[str]) -> None:
 
     The first process of each machine runs `train` with these words, the others wait for it.
     """
-    words = ["train", *launching.own_words(words)]
+    own_words, named = launching.named_json(launching.own_words(words))
+    words = ["train", *own_words]
     with _errors_as_messages():
-        launched = launching.read(loader.environment())
+        launched = launching.read({**loader.environment(), **named})
         if launched.is_surplus:
             return
         if launched.place is not None and launched.place.local_rank > 0:

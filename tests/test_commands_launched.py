@@ -122,3 +122,12 @@ def test_an_error_of_the_plan_ends_both_processes_with_one_message(
 def test_the_words_are_those_of_the_user() -> None:
     words = ["--local_rank=1", "--config", "tiny", "--local-rank=1"]
     assert launching.own_words(words) == ["--config", "tiny"]
+
+
+@pytest.mark.parametrize("given", [["--deepspeed", "a.json"], ["--deepspeed=a.json"]])
+def test_a_json_behind_deepspeed_is_the_one_that_is_named(given: list[str]) -> None:
+    words = ["--config", "tiny", *given, "--set", "train.seed=1"]
+    left, variables = launching.named_json(words)
+    assert left == ["--config", "tiny", "--deepspeed", "--set", "train.seed=1"]
+    assert variables == {"DEEPSPEED_CONFIG": "a.json"}
+    assert launching.named_json(left) == (left, {})

@@ -59,6 +59,25 @@ def own_words(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith(("--local_rank", "--local-rank"))]
 
 
+def named_json(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words without a JSON behind --deepspeed, and the variable that names it to us.
+
+    Scripts of transformers take one there: `--deepspeed ds.json`, or `--deepspeed=ds.json`.
+    """
+    left: list[str] = []
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if left and left[-1] == "--deepspeed" and word.endswith(".json"):
+            found = {"DEEPSPEED_CONFIG": word}
+        elif name == "--deepspeed" and equals:
+            left.append(name)
+            found = {"DEEPSPEED_CONFIG": value}
+        else:
+            left.append(word)
+    return left, found
+
+
 def follow(launched: Launched) -> NoReturn:
     """Wait for the first process of this machine, and become a worker of its run.
 
