@@ -17,7 +17,7 @@ from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import merging
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.seal import find_damage
+from sft_play.runs.seal import find_damage, is_sealed, seal
 
 pytestmark = pytest.mark.usefixtures("opens_here")
 
@@ -145,7 +145,10 @@ def why_not(folder: RunFolder) -> list[str]:
 
 
 def change(path: Path, **values) -> None:
+    """Change a JSON file of an adapter, and seal it anew: what the seal does not tell is planted."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    if is_sealed(path.parent):
+        seal(path.parent)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +224,21 @@ def test_a_changed_template_and_the_eos_of_the_base_are_found(copied):
     ]
 
 
+def test_a_changed_bit_that_no_score_shows_is_found_by_the_seal(copied):
+    file = copied.weights("lora") / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4] ^= 1  # the last bit of a float32
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors has SHA-256 .* sealed"):
+        merge_run(copied)
+
+
 def test_an_adapter_that_lacks_tensors_is_refused(copied):
     file = copied.weights("lora") / "adapter_model.safetensors"
     tensors = load_file(file)
     del tensors["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
+    seal(file.parent)
     with pytest.raises(
         CheckpointError, match=r"lacks 1 tensors .* base_model\.model\.model\.layers\.0\.mlp"
     ):

@@ -270,6 +270,18 @@ def test_an_equal_run_may_go_on(tmp_path: Path) -> None:
     )
 
 
+def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming(
+    tmp_path: Path,
+) -> None:
+    folder = stamped(tmp_path / "c")
+    now = stamp.wanted(Config())
+    assert stamp.refuse_other_base(folder, now)["backend"] == "bnb"
+    with pytest.raises(CheckpointError) as error:
+        stamp.refuse_other_base(folder, {**now, "base_digest": "other"})
+    assert "base_digest: trained with " in str(error.value), error.value
+    assert "Put back the files of" in str(error.value) and "resume" not in str(error.value).lower()
+
+
 @pytest.mark.parametrize(("old", "new"), [("bnb", "unsloth"), ("unsloth", "bnb")])
 def test_a_checkpoint_of_another_backend_is_refused_both_ways(
     old: str, new: str, tmp_path: Path

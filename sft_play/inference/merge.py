@@ -21,7 +21,7 @@ from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.adapter_checks import refuse_other_adapter
 from sft_play.inference.evaluate import prepared_data
-from sft_play.inference.load import config_of_weights, load_run, quiet_libraries
+from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.merging import CannotStream, Merge, merge_files
@@ -62,12 +62,13 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     as training rounded it to 4 bits or float8, and the better one is kept.
 
     Raises: ConfigError for a run that trained every weight; CheckpointError for an adapter that is
-    incomplete or not the run's, and for a merge beyond the bound.
+    incomplete, changed or not the run's, and for a merge beyond the bound.
     """
     config = folder.read_config()
     weights = checked_adapter(folder, config)
-    run_stamp = stamp.refuse_mismatch(weights, stamp.wanted(config))
+    run_stamp = stamp.refuse_other_base(weights, stamp.wanted(config))
     refuse_other_adapter(weights, config)
+    refuse_damage(weights)  # a changed bit may be too small for the scores to show
     reference = Reference.read(folder.evaluation) or reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
     compute_dtype = DTYPES[precision(config)]

@@ -199,6 +199,24 @@ def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False
     )
 
 
+def refuse_other_base(folder: Path, now: Stamp) -> Stamp:
+    """Return the stamp of trained weights whose run still names what they were trained with.
+
+    Raises: CheckpointError that lists what differs and what to put back.
+    """
+    stamp = read(folder)
+    differing = differences(stamp, now)
+    if not differing:
+        return stamp
+    lines = [line.replace("the checkpoint has", "trained with") for line in differing]
+    facts = "\n  ".join(lines)
+    raise CheckpointError(
+        f"{folder} was not trained with what its run has now:\n  {facts}\n"
+        f"Put back the files of {stamp['base_model']} and the run's config.yaml as they were in "
+        "training, or train anew"
+    )
+
+
 def digest_of_text(*texts: str) -> str:
     """Return a short SHA-256 of texts, each with its length."""
     total = hashlib.sha256()
