@@ -1,6 +1,6 @@
 """Run a command on GPUs with less free memory than they have, as on smaller cards.
 
-python -m benchmarks.smaller_gpus --leave 17 make train-distributed CONFIG=... TRAIN_STRATEGY=fsdp
+python -m benchmarks.smaller_gpus --leave 23 make train-distributed CONFIG=configs/rtx4090_sli.yaml
 
 A process beside the command holds the rest of every GPU that is visible until the command ends.
 The program plans for what is free, as it does beside somebody else's run.
@@ -9,6 +9,7 @@ The program plans for what is free, as it does beside somebody else's run.
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from benchmarks.machine import GIB
 
@@ -38,14 +39,26 @@ def hold(free_gib: float) -> list[object]:
     return tensors
 
 
-def main() -> None:
-    """Hold memory, run the command, and exit with its code."""
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Return `leave`, GiB of each GPU, and `command`. Exits where one is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--leave", type=float, required=True, help="GiB of each GPU")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if args.command[:1] == ["--"]:
+        args.command.pop(0)
+    if not args.command:
+        parser.error("name the command behind the GiB, such as --leave 23 make train")
+    if not args.leave > 0:
+        parser.error(f"--leave {args.leave:g}: write the GiB of a smaller card, such as 23")
+    return args
+
+
+def main() -> None:
+    """Hold memory, run the command, and exit with its code."""
+    args = arguments(sys.argv[1:])
     held = hold(args.leave)
     code = subprocess.run(args.command).returncode
     held.clear()

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smaller_gpus
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
 from benchmarks.machine import ROOT, Machine
 from benchmarks.processes import clean_environment, run_limited
@@ -384,3 +385,25 @@ def test_steps_that_end_between_two_losses_are_refused(text):
 @pytest.mark.parametrize("text", ["0", "5", "20"])
 def test_steps_that_end_with_a_loss_are_taken(text):
     assert number_of_steps(text) == int(text)
+
+
+# GPUs with less free memory
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_the_command_for_smaller_gpus_is_what_stands_behind_the_gib(separator: list[str]) -> None:
+    command = ["make", "train-distributed", "CONFIG=tiny", "--silent"]
+    found = smaller_gpus.arguments(["--leave", "23", *separator, *command])
+    assert (found.leave, found.command) == (23.0, command)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(["--leave", "23"], "name the command"), (["--leave", "0", "make"], "--leave 0: write")],
+)
+def test_smaller_gpus_ask_for_a_command_and_some_memory_before_they_hold_any(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        smaller_gpus.arguments(words)
+    assert sentence in capsys.readouterr().err
