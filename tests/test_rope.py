@@ -15,7 +15,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models.load import load_base
-from sft_play.models.rope import with_stretched_rope
+from sft_play.models.rope import keep_angles_exact, with_stretched_rope
 from sft_play.plan.model_shape import load_positions, positions_of
 from sft_play.plan.rope import stretch
 from sft_play.process import Process
@@ -177,3 +177,37 @@ def test_another_rope_is_another_run(tmp_path):
     now = stamp.wanted(config.model_copy(update={"model": stretched}))
     (line,) = stamp.differences(stamp.wanted(config), now)
     assert line.startswith("rope_scaling: the checkpoint has {}, this run ")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_neox", "olmo2", "deepseek_v3"]
+)
+def test_angles_are_computed_in_full_precision(model_type: str, monkeypatch) -> None:
+    """Of a matrix product in TF32 positions over 2,048 would be rounded."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 64, "intermediate_size": 64, "pad_token_id": 0}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 16}
+    if model_type == "deepseek_v3":
+        sizes |= {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+        del sizes["head_dim"]
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    keep_angles_exact(model)
+    seen: list[str] = []
+    product = torch.Tensor.__matmul__
+
+    def noting(one, other):
+        if one.shape[-1] == 1:  # a position and a frequency
+            seen.append(torch.get_float32_matmul_precision())
+        return product(one, other)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", noting)
+    torch.set_float32_matmul_precision("high")
+    try:
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+        with pytest.raises(TypeError):
+            model.base_model.rotary_emb()
+        assert torch.get_float32_matmul_precision() == "high", "after an error, too"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen and set(seen) == {"highest"}

@@ -36,7 +36,7 @@ from sft_play.models.float8.loading import (
 )
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.packed import dtype_name
-from sft_play.models.rope import with_stretched_rope
+from sft_play.models.rope import keep_angles_exact, with_stretched_rope
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
 
@@ -150,6 +150,7 @@ def load_base(
     if quantization is not None:
         bnb.finish_loading(model)
     keep_soft_caps(model)
+    keep_angles_exact(model)
     bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)

@@ -1,8 +1,11 @@
-"""Stretches the rope of a base as model.rope_scaling says."""
+"""The rope of a base: stretched as model.rope_scaling says, and its angles exact."""
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from sft_play.config.schema import Config, ModelSection
@@ -11,6 +14,33 @@ from sft_play.plan.rope import stretch
 from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
+
+
+def keep_angles_exact(model: nn.Module) -> None:
+    """Let rotary modules compute their angles in float32, whatever other products are rounded to.
+
+    An angle is a position times a frequency, which transformers computes as a matrix product. Where
+    TF32 is allowed, as in 16-bit runs, a GPU may round both to 11 bits: positions over 2,048 become
+    others (seen on a B200: transformers issue 48428).
+    """
+    for module in model.modules():
+        if any(name.endswith("inv_freq") for name in module._buffers):
+            _FullPrecision().hook(module)
+
+
+class _FullPrecision:
+    """Full precision of float32 products while a module runs."""
+
+    def hook(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+
+    def _leave(self, *_: Any) -> None:
+        torch.set_float32_matmul_precision(self.before)
 
 
 def with_stretched_rope(stored: PretrainedConfig, model: ModelSection) -> PretrainedConfig:
