@@ -149,6 +149,20 @@ def test_a_run_that_had_finished_resumes_to_nothing_left_to_do(whole, resumed, r
     )
 
 
+def test_a_run_that_ended_in_the_middle_of_an_epoch_takes_no_step_more_when_resumed(
+    plan_run, run_worker
+):
+    steps = {"train.max_steps": 2, "train.lr_scheduler_type": "constant"}
+    ended = plan_run({**steps, "train.save_strategy": "steps", "train.save_steps": 2})
+    assert run_worker(ended) == 0
+    again = plan_run({**steps, "train.resume_from": ended.checkpoints / "checkpoint-2"})
+    assert run_worker(again) == 0
+    assert run_json(again)["global_step"] == 2
+    name = "adapter_model.safetensors"
+    trained = (again.weights("lora") / name).read_bytes()
+    assert trained == (ended.weights("lora") / name).read_bytes()
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_a_new_one(
     whole, resumed, run_worker, tmp_path, name

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +158,15 @@ class SftTrainer(Trainer):
         return begun
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        # Trainer's own call goes through a wrapper that is missing when an epoch is resumed in its
-        # middle
+        if self.state.global_step >= self.state.max_steps:  # resumed behind the last step
+            self.control.should_training_stop = True  # Trainer looks only once it took another one
+            return
+        # Trainer's own call goes through a wrapper that an epoch resumed in its middle lacks
         self.order.set_epoch(kwargs["epoch"])
         # Trainer counted the micro-batches before `set_micro_batch`
         kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
-        if trains_divided(self.model):
-            # FSDP has other parameters around each pass: their gradients would never be zeroed
-            super()._run_epoch(**kwargs)
-            return
-        with visited_once(kwargs["model"]):
+        # FSDP has other parameters around each pass: their gradients would never be zeroed
+        with nullcontext() if trains_divided(self.model) else visited_once(kwargs["model"]):
             super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
