@@ -79,6 +79,29 @@ def test_another_encoding_is_refused_with_the_command_that_converts_it(
     assert (row.text or row.messages[0].content) == record["question"]
 
 
+def test_files_of_two_encodings_that_were_joined_are_not_converted_as_one(tmp_path: Path) -> None:
+    utf8, western = (
+        json.dumps({"question": "Grüße?", "answer": answer}, ensure_ascii=False).encode(encoding)
+        for answer, encoding in (("日本", "utf-8"), ("Schöne!", "cp1252"))
+    )
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([utf8, utf8, western]))
+    with pytest.raises(DataError) as error:
+        read_rows(path)
+    assert "a.jsonl:3: not UTF-8 at byte 16" in str(error.value)
+    assert "2 of 3 lines with letters beyond ASCII are UTF-8, so texts of two" in str(error.value)
+    assert "iconv" not in str(error.value), "it would spoil the lines that are right"
+
+
+def test_no_encoding_is_guessed_from_a_few_letters(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"question,answer\nq,\xff\xfd\n")
+    with pytest.raises(DataError) as error:
+        read_rows(path)
+    assert "a.csv:2: not UTF-8; save the file as UTF-8" in str(error.value)
+    assert "looks like" not in str(error.value)
+
+
 def test_a_text_file_is_one_document_or_several(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One.\n\nTwo.\n", encoding="utf-8")
     assert texts(tmp_path / "a.txt") == [(":1", "One.\n\nTwo.\n")]

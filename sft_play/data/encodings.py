@@ -20,6 +20,8 @@ BYTE_ORDER_MARKS = {
 WESTERN = frozenset("äöüßÄÖÜéèêëàâáçñóòôõíìîïúùûåøæœÉÀÅØÆÇÑŒ‘’“”„–—…•€£°§«»·¿¡ºª\xa0")
 WESTERN_SHARE = 0.95
 SAMPLED_LINES = 1000  # that are not ASCII
+CHANCE_SHARE = 0.05  # of lines of another encoding that may be UTF-8 as well
+LEAST_BYTES = 8  # beyond ASCII, of which charset_normalizer can tell an encoding
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}
 
 
@@ -32,8 +34,14 @@ def refuse_wide_encoding(path: Path, first_bytes: bytes) -> None:
 
 def conversion_hint(path: Path, stream: IO[bytes]) -> str:
     """Return which encoding a text has that is not UTF-8, and how to convert it; "" if unknown."""
-    sample = b"".join(islice(_lines_beyond_ascii(stream), SAMPLED_LINES))
-    encoding = _guess(sample)
+    lines = list(islice(_lines_beyond_ascii(stream), SAMPLED_LINES))
+    in_utf8 = sum(map(_is_utf8, lines))
+    if in_utf8 > CHANCE_SHARE * len(lines):
+        return (
+            f"{in_utf8} of {len(lines)} lines with letters beyond ASCII are UTF-8, so texts of two "
+            "encodings were joined: convert the part that is not before it is joined"
+        )
+    encoding = _guess(b"".join(lines))
     if encoding is None:
         return ""
     return f"it looks like {encoding}: {_convert(path, encoding)}; see that its letters are right"
@@ -53,6 +61,14 @@ def _lines_beyond_ascii(stream: IO[bytes]) -> Iterator[bytes]:
     return (line for line in stream if not line.isascii())
 
 
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _guess(sample: bytes) -> str | None:
     try:
         western = sample.decode("cp1252")
@@ -62,6 +78,8 @@ def _guess(sample: bytes) -> str | None:
     known = sum(character in WESTERN for character in beyond_ascii)
     if beyond_ascii and known >= WESTERN_SHARE * len(beyond_ascii):
         return "cp1252"
+    if sum(byte > 127 for byte in sample) < LEAST_BYTES:
+        return None
     from charset_normalizer import from_bytes  # takes a tenth of a second to load
 
     found = from_bytes(sample).best()
