@@ -379,6 +379,7 @@ BAD_PATHS = [
     ("configs/run-bnb.yaml", "run_bnb.yaml?"),
     ("x" * 5000, "no such file"),
     ("a\0b", "no such file"),
+    ("link.yaml", "CONFIG=link.yaml: a link to gone.yaml, which leads to no file; configs/ has "),
     (".", "CONFIG=. is a folder; name a file in it, such as CONFIG="),
     ("latin.yaml", "latin.yaml:2: not UTF-8: byte 0xe9; save the file as UTF-8"),
     ("utf16.yaml", "utf16.yaml:1: not UTF-8: byte 0xff; save the file as UTF-8"),
@@ -389,6 +390,7 @@ BAD_PATHS = [
 def test_a_file_that_cannot_be_read_is_named(folder: Path, path: str, hint: str) -> None:
     (folder / "latin.yaml").write_bytes(b"model:\n  name: caf\xe9\n")
     (folder / "utf16.yaml").write_bytes("train:\n".encode("utf-16"))
+    (folder / "link.yaml").symlink_to("gone.yaml")
     assert hint in message(path)
 
 

@@ -1,6 +1,7 @@
 """The wording of config errors: the value as typed, and what to type instead. Pure."""
 
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,13 @@ def refuse(problems: list[str]) -> None:
     if len(problems) > PROBLEMS_SHOWN:
         lines.append(f"... and {len(problems) - PROBLEMS_SHOWN} more")
     raise ConfigError("\n".join(lines))
+
+
+def no_such_file(path: str) -> str:
+    """Return that nothing has this path; of a link, where it leads."""
+    if os.path.islink(path):
+        return f"a link to {os.readlink(path)}, which leads to no file"
+    return "no such file"
 
 
 def word(value: Any, length: int = WORD_LENGTH) -> str:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.messages import no_such_file
 from sft_play.config.schema import DataSection, SourceSection, env_name
 from sft_play.errors import DataError
 
@@ -46,8 +47,8 @@ def require(loaded: LoadedConfig) -> None:
             if not Path(path).exists() and not HUB_ID.fullmatch(path):
                 name = f"data.{setting}"
                 raise DataError(
-                    f"{name}={path} ({loaded.origin[name]}): no such file; set {env_name(name)} "
-                    "to a data file, a folder of them, or a hub data set id"
+                    f"{name}={path} ({loaded.origin[name]}): {no_such_file(path)}; set "
+                    f"{env_name(name)} to a data file, a folder of them, or a hub data set id"
                 )
 
 
