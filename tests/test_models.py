@@ -94,6 +94,13 @@ def test_a_tokenizer_that_cannot_be_had_is_class_13(config_of, copied, name):
         load_tokenizer(config_of(name=copied))
 
 
+def test_a_folder_without_a_tokenizer_is_told_which_files_it_lacks(config_of, copied):
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(EnvironmentFault, match=r"has none of tokenizer.json, .*; copy those of"):
+        load_tokenizer(config_of(name=copied))
+
+
 # Adapters
 
 
@@ -236,6 +243,12 @@ def test_missing_weights_are_class_13(config_of, copied):
         EnvironmentFault,
         match=f"model.name={copied}: the weights could not be loaded: .*model.safetensors",
     ):
+        load_base(config_of(name=copied), CPU)
+
+
+def test_weights_of_another_shape_than_config_json_says_are_class_13(config_of, copied):
+    edit_json(copied / "config.json", intermediate_size=16)
+    with pytest.raises(EnvironmentFault, match=f"model.name={copied}: its weight files have other"):
         load_base(config_of(name=copied), CPU)
 
 

@@ -43,6 +43,7 @@ from sft_play.runs.base_files import refuse_unsafe_base
 logger = logging.getLogger(__name__)
 
 SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
+MISMATCHED = "ignore_mismatched_sizes"  # of transformers' error where shapes differ
 
 
 def load_model(
@@ -208,9 +209,17 @@ def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel
         )
     except ConfigError:
         raise
+    except RuntimeError as error:
+        if MISMATCHED not in str(error):
+            raise
+        raise EnvironmentFault(
+            f"model.name={name}: its weight files have other shapes than its config.json says, so "
+            "they are not of one model; get the model again"
+        ) from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise EnvironmentFault(
-            f"model.name={name}: the weights could not be loaded: {first_line(error)}"
+            f"model.name={name}: the weights could not be loaded: {first_line(error)}; see that "
+            "the folder is whole, or get the model again"
         ) from error
     missing = sorted(loading_info["missing_keys"])
     if missing:  # transformers would fill them with random numbers and go on
