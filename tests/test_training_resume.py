@@ -163,6 +163,16 @@ def test_a_run_that_ended_in_the_middle_of_an_epoch_takes_no_step_more_when_resu
     assert trained == (ended.weights("lora") / name).read_bytes()
 
 
+def test_a_schedule_that_ends_before_the_checkpoint_is_refused(whole, resumed, run_worker):
+    shorter = {"train.epochs": 1, "train.extend": True}
+    folder = resumed(whole.path, **shorter)
+    assert run_worker(folder) == ExitClass.CHECKPOINT
+    assert run_json(folder)["cause"] == (
+        "the checkpoint has taken 6 steps, and this schedule ends at 3: nothing is left to train; "
+        "set more TRAIN_EPOCHS or TRAIN_MAX_STEPS"
+    )
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_a_new_one(
     whole, resumed, run_worker, tmp_path, name

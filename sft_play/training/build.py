@@ -31,6 +31,7 @@ from sft_play.training.best import (
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
 from sft_play.training.nonfinite import StepGuard
+from sft_play.training.resume import StepsLeft
 from sft_play.training.router_loss import router_loss_of
 from sft_play.training.step_log import StepLog
 from sft_play.training.trainer import SftTrainer
@@ -78,7 +79,7 @@ def build_trainer(
         router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(context.process, config.train.on_untrained),
-        callbacks=[speed],
+        callbacks=[speed, StepsLeft()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.best_metric = metric_of(config.train)
