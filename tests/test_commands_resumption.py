@@ -85,6 +85,14 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
         f"under another RUN, TRAIN_RESUME_FROM={folder.path} TRAIN_EXTEND=true with more "
         "TRAIN_EPOCHS trains longer"
     )
+    with pytest.raises(ConfigError) as caught:
+        typed("tuning.lora.r=2", "train.save_steps=3", TRAIN_SEED="7")
+    assert str(caught.value) == (
+        f"run {folder.path} is finished, with other settings than these:\n"
+        "tuning.lora.r=2 (--set tuning.lora.r), and it was trained with 16\n"
+        "train.seed=7 (environment TRAIN_SEED), and it was trained with 42\n"
+        "choose another RUN to train with them, or leave them out"
+    )
     with pytest.raises(ConfigError, match=r"RUN=run: .* exists already; choose another name"):
         typed(RESUME="never")
 

@@ -1,15 +1,19 @@
 """RESUME: whether a train command goes on with the run of its name. Loads no torch."""
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from sft_play.commands.call import Call
+from sft_play.commands.call import Call, load_config
 from sft_play.config import loader
-from sft_play.config.layers import defaults
+from sft_play.config.layers import defaults, displayed
+from sft_play.config.messages import word
+from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
 from sft_play.errors import ConfigError
 from sft_play.runs import lock
+from sft_play.runs.asked import AskedRun
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import resumed_run
@@ -74,6 +78,7 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
     lock.refuse_if_held(folder)
     report = folder.read_report()
     if report.state == "done" and folder.lacks_weights() is None:
+        refuse_other_settings(call, folder)
         return Resumption(
             call,
             f"run {folder.path} is finished at step {report.global_step}: nothing to do. make eval "
@@ -84,6 +89,30 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
         return Resumption(call)
     print(f"run {folder.path} goes on; another RUN starts a new run")
     return Resumption(_resuming(call, folder.path))
+
+
+def refuse_other_settings(call: Call, folder: RunFolder) -> None:
+    """Refuse settings that a finished run was not trained with: it would not have them.
+
+    Raises: ConfigError with a line for each.
+    """
+    asked = AskedRun.read(folder)
+    if asked is None:  # of an older version
+        return
+    trained = folder.read_config()
+    loaded = load_config(_resuming(call, folder.path))
+    own = f"{displayed(folder.path / 'config.yaml')}:"
+    problems = []
+    for path in of_class(OnResume.MUST_MATCH):
+        if loaded.origin[path].startswith(own) or not loaded.is_set(path):
+            continue
+        before = (asked.settings[path].value, word(attrgetter(path)(trained)))
+        if word(loaded.value(path)) not in before:
+            problems.append(f"{loaded.described(path)}, and it was trained with {before[0]}")
+    if problems:
+        head = f"run {folder.path} is finished, with other settings than these:"
+        advice = "choose another RUN to train with them, or leave them out"
+        raise ConfigError("\n".join([head, *problems, advice]))
 
 
 def _resuming(call: Call, path: Path) -> Call:
