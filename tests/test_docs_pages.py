@@ -36,7 +36,7 @@ def test_the_picture_is_the_one_that_is_drawn():
 def test_messages_are_read_with_their_class_and_place():
     found = errors.messages()
     texts = {message.text: message.source for message in found[ExitClass.CONFIG]}
-    assert texts["CONFIG=<word>: <no such file>; <hint>"] == "sft_play/config/loader.py"
+    assert texts["CONFIG=<word>: no such file; <hint>"] == "sft_play/config/loader.py"
     assert all(len(found[kind]) > 3 for kind in (ExitClass.DATA, ExitClass.ENVIRONMENT))
 
 
