@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from sft_play import cli
-from sft_play.errors import ConfigError, DataError, StoppedOnRequest
+from sft_play.errors import ConfigError, DataError, EnvironmentFault, StoppedOnRequest
 from sft_play.inference import chat, file_answers
 from sft_play.runs.answer_file import AnswerFile
 
@@ -217,7 +217,7 @@ def test_a_call_that_was_stopped_goes_on_and_drops_half_a_line(infer, tmp_path, 
     assert isinstance(stopped.exception, StoppedOnRequest)
     assert "2 of 5 prompts are answered; the same command goes on" in str(stopped.exception)
     file = AnswerFile(tmp_path / "out.jsonl")
-    (part,) = file.parts.iterdir()
+    (part,) = file.parts.glob("*.jsonl")
     with part.open("ab") as broken:
         broken.write(b'{"number": 4, "ans')
     calls.append(0)
@@ -351,3 +351,16 @@ def test_several_processes_share_the_rows_of_an_evaluation(evaluate, counting_ru
     assert capfd.readouterr().out.count("eval_loss=") == 1, "the first process prints"
     shared = json.loads((counting_run.evaluation / "again.json").read_text())
     assert shared["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
+
+
+def test_two_calls_do_not_write_the_same_answers_at_once(tmp_path: Path) -> None:
+    file = AnswerFile(tmp_path / "out.jsonl")
+    other = AnswerFile(file.path)
+    refused = pytest.raises(EnvironmentFault, match="another call writes these answers now")
+    with file.held(), refused, other.held():
+        pass
+    with file.held():  # once it has ended
+        file.append_to_part(0).write([(0, {"answer": "yes"})])
+        assert file.answered() == {0}
+        file.finish(1)
+    assert file.is_complete() and not file.parts.exists()

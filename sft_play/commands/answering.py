@@ -95,7 +95,8 @@ def answer_file(asked: FileCall, overrides: Sequence[str]) -> list[str]:
         return []
     file.begin(asked.asked())
     if not file.is_complete():
-        _answer_rest(asked, overrides, prompts, file)
+        with file.held():
+            _answer_rest(asked, overrides, prompts, file)
     return [*_lines_of_errors(file), f"answers {file.path} rows={len(prompts)}"]
 
 

@@ -4,6 +4,8 @@ Every process appends to a part of its own, and a call that is typed again goes 
 Imports no torch.
 """
 
+import contextlib
+import fcntl
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json, write_text
 
+LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: in parts alone
 
 
@@ -52,6 +55,23 @@ class AnswerFile:
             raise ConfigError(f"OUT={self.path}: a file of this name is there; name another")
         self.parts.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.asked, dict(asked))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other calls from writing the same answers meanwhile.
+
+        Raises: EnvironmentFault where another one does.
+        """
+        self.parts.mkdir(exist_ok=True)
+        with (self.parts / LOCK).open("w", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            except BlockingIOError:
+                raise EnvironmentFault(
+                    f"OUT={self.path}: another call writes these answers now; wait for it, or name "
+                    "another file"
+                ) from None
+            yield
 
     def is_complete(self) -> bool:
         """Return whether all answers are there, in order."""
