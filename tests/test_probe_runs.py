@@ -386,11 +386,11 @@ def test_a_batch_that_the_user_set_survives_or_ends_the_run(plan_run, run_worker
 def test_where_one_row_does_not_fit_the_run_ends_before_training(
     plan_run, run_worker, on_fake
 ) -> None:
-    folder = plan_run(FREE)
-    on_fake(0.51)
+    folder = plan_run({**FREE, "model.max_seq_len": 1024})
+    on_fake(0.62)
     assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     assert run_json(folder)["cause"].startswith(
-        "model.max_seq_len=256: out of memory when one row was tried before training"
+        "model.max_seq_len=1024: out of memory when one row was tried before training"
     )
 
 

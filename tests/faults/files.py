@@ -54,7 +54,7 @@ def resumed(damage: Damage) -> Callable[[Bench], Outcome]:
     return inject
 
 
-SEALED = Guard("sft_play.runs.seal:find_damage", nothing)
+SEALED = Guard("sft_play.runs.seal:find_difference", nothing)
 ASIDE = f"it is {NEWEST}.corrupt now, and the next older one is taken"
 
 

@@ -381,7 +381,7 @@ SYSTEM = (
         "the file of rows is a link to itself",
         circle,
         ExitClass.DATA,
-        ("no such file", "set DATA_TRAIN_PATH to a data file"),
+        ("a link to", "which leads to no file", "set DATA_TRAIN_PATH to a data file"),
         Guard("sft_play.plan.sources:_absolute_path", strictly),
         5,
         None,

@@ -188,7 +188,6 @@ class TrainSection(Section):
     profile_steps: int = Field(
         0,
         ge=0,
-        le=100,
         description="Record so many steps, from the 6th on, with torch's profiler: the log has the "
         "time by kind of kernel, profile/ in the run has each kernel and a trace.",
     )
