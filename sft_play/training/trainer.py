@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,11 @@ class SftTrainer(Trainer):
         # Trainer counted the micro-batches before `set_micro_batch`
         kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
         # FSDP has other parameters around each pass: their gradients would never be zeroed
-        with nullcontext() if trains_divided(self.model) else visited_once(kwargs["model"]):
+        with (
+            contextlib.nullcontext()
+            if trains_divided(self.model)
+            else visited_once(kwargs["model"])
+        ):
             super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
