@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
-from sft_play.models.bnb import storage_of_divided
+from sft_play.models.bnb import storage_type
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
@@ -224,5 +224,6 @@ def test_weights_in_host_memory_train_save_and_resume_as_on_the_device(
 
 def test_packed_bytes_are_divided_in_a_type_that_no_copy_changes() -> None:
     """torch copies bfloat16 of several tensors through float32: of 253 bit patterns it makes others."""
-    assert storage_of_divided(torch.bfloat16, zero_stage=0) == torch.float32
-    assert storage_of_divided(torch.bfloat16, zero_stage=3) == torch.bfloat16, "it is cast else"
+    assert storage_type(torch.bfloat16, zero_stage=0, is_fsdp=True) == torch.float32
+    assert storage_type(torch.bfloat16, zero_stage=3) == torch.bfloat16, "it is cast else"
+    assert storage_type(torch.bfloat16, zero_stage=2) == torch.uint8, "it is whole"

@@ -14,15 +14,17 @@ from sft_play.errors import EnvironmentFault
 from sft_play.models.packed import dtype_name, log_packed
 
 
-def storage_of_divided(compute_dtype: torch.dtype, zero_stage: int) -> torch.dtype:
-    """Return the type in which ranks that divide a 4-bit base store its bytes.
+def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:
+    """Return the type in which the bytes of a 4-bit base are stored: uint8 where it is whole.
 
     DeepSpeed divides only floating-point tensors, and so does the FSDP of torch before 2.13.
     DeepSpeed casts those in another type than it computes in. FSDP copies several tensors in one
     kernel, which turns 16-bit numbers into float32 and back: of bytes that are a NaN it makes
     others, and float32 it leaves alone.
     """
-    return compute_dtype if zero_stage == 3 else torch.float32
+    if zero_stage == 3:
+        return compute_dtype
+    return torch.float32 if is_fsdp else torch.uint8
 
 
 def quantization_config(

@@ -49,9 +49,7 @@ def build_on_meta(
     bind_by_device(model)
     keep_soft_caps(model)
     if config.tuning.mode == "qlora":
-        storage = torch.uint8
-        if zero_stage == 3:
-            storage = bnb.storage_of_divided(compute_dtype, zero_stage)
+        storage = bnb.storage_type(compute_dtype, zero_stage)
         quantize_on_meta(model, bnb.quantization_config(config, compute_dtype, storage))
     if config.tuning.has_float8_base:
         quantise_on_meta(model)

@@ -117,9 +117,7 @@ def load_base(
     """
     quantization = None
     if config.tuning.mode == "qlora":
-        storage = torch.uint8
-        if zero_stage == 3 or is_fsdp:
-            storage = bnb.storage_of_divided(process.compute_dtype, zero_stage)
+        storage = bnb.storage_type(process.compute_dtype, zero_stage, is_fsdp)
         quantization = bnb.quantization_config(config, process.compute_dtype, storage)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
