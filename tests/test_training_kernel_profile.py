@@ -74,9 +74,9 @@ def test_an_annotation_is_no_kernel() -> None:
     assert kernels_of(profiler.events(), on_gpu=True) == []
 
 
-def steps_of(profile: StepProfile, count: int) -> None:
-    """Call a callback as a run of so many steps does."""
-    state = SimpleNamespace(global_step=0)
+def steps_of(profile: StepProfile, count: int, begun: int = 0) -> None:
+    """Call a callback as a run of so many steps does, resumed from step `begun`."""
+    state = SimpleNamespace(global_step=begun)
     for _ in range(count):
         profile.on_step_begin(None, state, None)
         torch.ones(32, 32) @ torch.ones(32, 32)
@@ -97,6 +97,12 @@ def test_the_sixth_step_and_later_ones_are_recorded(
     assert "aten::mm" in kinds and head in caplog.text
     trace = json.loads(gzip.decompress((tmp_path / "profile" / "trace.json.gz").read_bytes()))
     assert sum(event["name"] == "aten::mm" for event in trace["traceEvents"]) == last - 5
+
+
+def test_a_resumed_run_compiles_its_kernels_before_it_is_recorded(tmp_path: Path) -> None:
+    steps_of(StepProfile(tmp_path / "profile", 2, ALONE), 12, begun=100)
+    head = (tmp_path / "profile" / "kernels.txt").read_text().partition("\n")[0]
+    assert head.startswith("profile of steps 106 to 107: ")
 
 
 def test_a_run_that_ends_before_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

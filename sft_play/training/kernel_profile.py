@@ -99,10 +99,11 @@ class StepProfile(TrainerCallback):
         self.steps = steps if process.is_main else 0
         self.device = process.device
         self.profiler: torch.profiler.profile | None = None
-        self.is_over = not self.steps
+        self.taken = 0  # steps of this process: one that resumes compiles its kernels anew
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_over or self.profiler is not None or state.global_step + 1 < FIRST_STEP:
+        """Begin to record with the FIRST_STEP."""
+        if not self.steps or self.taken + 1 != FIRST_STEP:
             return
         self._synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -110,22 +111,28 @@ class StepProfile(TrainerCallback):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
-        self.begun = state.global_step
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profiler is not None and state.global_step - self.begun == self.steps:
+        """Count a step, and end with the last one that is to be recorded."""
+        self.taken += 1
+        if self.profiler is not None and self._recorded == self.steps:
             self._finish(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profiler is not None and state.global_step > self.begun:
-            self._finish(state.global_step)
-        elif not self.is_over:
+        """End with fewer steps where training ends before, and say so where there is none."""
+        if self.steps and self._recorded <= 0:
             logger.warning(
-                "train.profile_steps=%d: nothing is recorded, as the run ends with step %d and "
-                "recording begins with its step %d",
-                *(self.steps, state.global_step, FIRST_STEP),
+                "train.profile_steps=%d: nothing is recorded, as training ends after %d steps and "
+                "recording begins with the %dth",
+                *(self.steps, self.taken, FIRST_STEP),
             )
+        elif self.profiler is not None:
+            self._finish(state.global_step)
+
+    @property
+    def _recorded(self) -> int:
+        return self.taken - FIRST_STEP + 1
 
     def close(self) -> None:
         """Stop recording where an error ends the run."""
@@ -139,8 +146,7 @@ class StepProfile(TrainerCallback):
         seconds = time.perf_counter() - self.started
         profiler = self.profiler
         self.close()
-        self.is_over = True
-        steps = last_step - self.begun
+        steps = self._recorded
         step_seconds = seconds / steps
         on_gpu = self.device.type == "cuda"
         kernels = kernels_of(profiler.events(), on_gpu)
@@ -148,8 +154,9 @@ class StepProfile(TrainerCallback):
         kinds = table(shares(((kind_of(each.name), each) for each in kernels), steps), step_seconds)
         names = shares(((each.name[:SHOWN_NAME], each) for each in kernels), steps)
         head = (
-            f"profile of steps {self.begun + 1} to {last_step}: {step_seconds * 1e3:.1f} ms a step"
-            f" under the profiler, {idle:.1%} of it without a kernel"
+            f"profile of steps {last_step - steps + 1} to {last_step}: "
+            f"{step_seconds * 1e3:.1f} ms a step under the profiler, {idle:.1%} of it without a "
+            "kernel"
         )
         self.folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
