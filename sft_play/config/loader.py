@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sft_play.config import layers, rules
 from sft_play.config.layers import BUILT_IN, Layer, displayed
-from sft_play.config.messages import invalid, is_switch, refuse, word
+from sft_play.config.messages import invalid, is_switch, no_such_file, refuse, word
 from sft_play.config.schema import Config, settings
 from sft_play.config.yaml_source import YamlValue
 from sft_play.errors import ConfigError
@@ -221,10 +221,7 @@ def _find(config_path: str) -> Path:
     if near:
         hint = f"did you mean CONFIG={displayed(CONFIGS / near[0])}.yaml?"
     if os.path.islink(path):
-        target = os.readlink(path)
-        raise ConfigError(
-            f"CONFIG={config_path}: a link to {target}, which leads to no file; {hint}"
-        )
+        raise ConfigError(f"CONFIG={word(config_path)}: {no_such_file(path)}; {hint}")
     raise ConfigError(f"CONFIG={word(config_path)}: no such file; {hint}")
 
 

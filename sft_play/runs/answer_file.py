@@ -65,7 +65,7 @@ class AnswerFile:
         self.parts.mkdir(exist_ok=True)
         with (self.parts / LOCK).open("w", encoding="utf-8") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             except BlockingIOError:
                 raise EnvironmentFault(
                     f"OUT={self.path}: another call writes these answers now; wait for it, or name "

@@ -135,7 +135,7 @@ def _damage(checkpoint: Path, reads_all: bool) -> str | None:
     except OSError as error:
         if error.errno not in LOST:
             raise
-        return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
+        return seal.unreadable(error)
 
 
 def _set_aside(checkpoint: Path) -> str:

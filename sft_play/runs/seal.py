@@ -58,8 +58,12 @@ def find_damage(folder: Path, reads_all: bool = True, allows_more: bool = False)
     try:
         return find_difference(folder, reads_all, allows_more)
     except OSError as error:
-        name = Path(error.filename or NAME).name
-        return f"{name} cannot be read ({error.strerror or error})"
+        return unreadable(error)
+
+
+def unreadable(error: OSError) -> str:
+    """Return which file of a folder cannot be read, and why."""
+    return f"{Path(error.filename or NAME).name} cannot be read ({error.strerror or error})"
 
 
 def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = False) -> str | None:

@@ -158,10 +158,11 @@ def _lacking(stamp: Any) -> list[str]:
     ]
 
 
-def differences(stamp: Stamp, now: Stamp) -> list[str]:
+def differences(stamp: Stamp, now: Stamp, then: str = "the checkpoint has") -> list[str]:
     """Return a sentence for each binding fact in which a stamp differs from what is known now.
 
-    The front end knows less than the worker. Two local bases of one digest are the same base,
+    `then` are the words before what the stamp has. The front end knows less than the worker. Two
+    local bases of one digest are the same base,
     wherever they lie.
     """
     digest = stamp["base_digest"]
@@ -173,7 +174,7 @@ def differences(stamp: Stamp, now: Stamp) -> list[str]:
         if name == "base_model" and is_moved:
             continue
         saved = _short(stamp[name])
-        found.append(f"{name}: the checkpoint has {saved}, this run {_short(now[name])}")
+        found.append(f"{name}: {then} {saved}, this run {_short(now[name])}")
     return found
 
 
@@ -205,11 +206,10 @@ def refuse_other_base(folder: Path, now: Stamp) -> Stamp:
     Raises: CheckpointError that lists what differs and what to put back.
     """
     stamp = read(folder)
-    differing = differences(stamp, now)
+    differing = differences(stamp, now, "trained with")
     if not differing:
         return stamp
-    lines = [line.replace("the checkpoint has", "trained with") for line in differing]
-    facts = "\n  ".join(lines)
+    facts = "\n  ".join(differing)
     raise CheckpointError(
         f"{folder} was not trained with what its run has now:\n  {facts}\n"
         f"Put back the files of {stamp['base_model']} and the run's config.yaml as they were in "
