@@ -61,16 +61,16 @@ def measure(folder: Path, gigabytes: float, repeats: int) -> list[Seconds]:
     weights = {f"layer.{index}": torch.randn(numbers) for index in range(tensors)}
     moments = [torch.randn(numbers) for _ in range(tensors * MOMENTS)]
 
-    def plain() -> tuple[float, float]:
+    def plain() -> list[float]:
         started = time.perf_counter()
         write(folder / "plain", weights, moments)
         written = time.perf_counter()
         sync(folder / "plain")
         synced = time.perf_counter()
         shutil.rmtree(folder / "plain")
-        return written - started, synced - written
+        return [written - started, synced - written]
 
-    def sealed() -> float:
+    def sealed() -> list[float]:
         staged = folder / checkpoints.STAGING / "checkpoint-1"
         started = time.perf_counter()
         write(staged, weights, moments)
@@ -78,14 +78,14 @@ def measure(folder: Path, gigabytes: float, repeats: int) -> list[Seconds]:
         ended = time.perf_counter()
         assert seal.find_damage(folder / "checkpoint-1") is None
         shutil.rmtree(folder / "checkpoint-1")
-        return ended - started
+        return [ended - started]
 
     found = []
     sealed()
     for number in range(repeats):
-        seconds = sealed() if number % 2 else None
-        save, wait = plain()
-        found.append(Seconds(save, wait, seconds or sealed()))
+        order = (sealed, plain) if number % 2 else (plain, sealed)
+        took = {save: save() for save in order}
+        found.append(Seconds(*took[plain], *took[sealed]))
     return found
 
 
