@@ -164,12 +164,11 @@ class SftTrainer(Trainer):
         self.order.set_epoch(kwargs["epoch"])
         # Trainer counted the micro-batches before `set_micro_batch`
         kwargs["steps_in_epoch"] = len(kwargs["train_dataloader"])
-        # FSDP has other parameters around each pass: their gradients would never be zeroed
-        with (
-            contextlib.nullcontext()
-            if trains_divided(self.model)
-            else visited_once(kwargs["model"])
-        ):
+        visiting: Any = visited_once(kwargs["model"])
+        if trains_divided(self.model):
+            # FSDP has other parameters around each pass: their gradients would never be zeroed
+            visiting = contextlib.nullcontext()
+        with visiting:
             super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
