@@ -90,3 +90,18 @@ def test_two_gpus_score_what_one_scores(tmp_path: Path) -> None:
     one, two = scores
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     assert two["rougeL"] == pytest.approx(one["rougeL"], abs=1e-6)
+
+
+def test_copies_of_several_tensors_keep_the_bits_of_float32_alone() -> None:
+    """As FSDP copies the weights of a unit. Of bfloat16 some bytes that are a NaN become others."""
+    bits = torch.arange(1 << 16, dtype=torch.int32, device="cuda")
+    changed = {}
+    for dtype, number in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
+        packed = bits * 65537 if dtype == torch.float32 else bits.to(number)
+        parts = packed.view(dtype).split([40000, 25536])
+        copies = [torch.empty_like(part) for part in parts]
+        torch._foreach_copy_(copies, parts)
+        pairs = zip(copies, parts, strict=True)
+        changed[dtype] = sum(int((a.view(number) != b.view(number)).sum()) for a, b in pairs)
+    print(f"\nchanged of 65,536: {changed}")
+    assert changed[torch.float32] == 0 and changed[torch.bfloat16] > 0

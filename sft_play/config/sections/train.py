@@ -181,9 +181,8 @@ class TrainSection(Section):
     )
     cuda_graphs: bool = Field(
         False,
-        description="Replay the layers of adapter runs, alone or under DDP, as CUDA graphs, for "
-        "CPUs slower than the GPU (99k tokens/s in place of 92k: H200, 1B) and twice the "
-        "activations' memory; see docs/fast.md.",
+        description="Replay the layers of adapter runs, alone or under DDP, as CUDA graphs: for a "
+        "CPU that is slower than the GPU, at twice the memory of activations (docs/fast.md).",
     )
     profile_steps: int = Field(
         0,
