@@ -8,19 +8,8 @@ from plan_examples import STEP, plan_for
 from sft_play.plan.graphs import graph_bytes
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB, PHASES, step_bytes
-from sft_play.plan.model_shape import ModelShape
 
-ONE_B = ModelShape(  # Llama 3.2 1B
-    vocab=128256,
-    hidden=2048,
-    intermediate=8192,
-    layers=16,
-    heads=32,
-    kv_heads=8,
-    head_dim=64,
-    is_tied=True,
-    model_type="llama",
-)
+ONE_B = plan_for("1xH200", "model.name=meta-llama/Llama-3.2-1B-Instruct").plan.step.model
 LAUNCHED = replace(STEP, model=ONE_B, is_fast=True, optim="adamw_torch_fused")
 RECORDED = replace(LAUNCHED, records_graphs=True)
 FOUR_ROWS = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
