@@ -69,6 +69,7 @@ def from_files(source: Path, base: Path | None, problems: list[str]) -> list[Lay
     merged: set[Path] = set()
 
     def visit(path: Path, trail: tuple[Path, ...]) -> None:
+        """Read a file after those that it includes."""
         mapping = read_mapping(path, displayed(path))
         include = mapping.pop("include", None)
         trail = (*trail, path.resolve())
@@ -130,6 +131,7 @@ def _settings_of(mapping: dict[str, Located], problems: list[str]) -> Layer:
     known = settings()
 
     def visit(section: type[Section], node: dict[str, Located], prefix: str) -> None:
+        """Collect the settings of a section, or what is wrong with them."""
         for key, located in node.items():
             path = f"{prefix}{key}"
             field = section.model_fields.get(key)

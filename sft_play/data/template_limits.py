@@ -37,6 +37,7 @@ def limited() -> Iterator[None]:
     peak = _peak_bytes()
 
     def check(number: int, frame: FrameType | None) -> None:
+        """Stop a template that takes too long or too much memory."""
         seconds = time.process_time() - began
         grown = _peak_bytes() - peak
         if seconds > MAX_CPU_SECONDS:

@@ -64,6 +64,7 @@ class EarlyStopping(TrainerCallback):
         self.is_main = is_main
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End training after `patience` evaluations without a better score."""
         since = evaluations_since_best(state.log_history, self.metric)
         if since < self.patience:
             return

@@ -252,6 +252,7 @@ class Progress(TrainerCallback):
         self.bar: tqdm | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the bar, on a terminal."""
         if self.is_shown and sys.stdout.isatty():
             self.bar = tqdm(
                 total=state.max_steps,
@@ -274,6 +275,7 @@ class Progress(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Show a log."""
         logs = logs or {}
         has_loss = "loss" in logs or "eval_loss" in logs
         if not self.is_shown or not has_loss:

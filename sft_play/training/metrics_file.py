@@ -43,6 +43,7 @@ class MetricsFile(TrainerCallback):
         self._ended.set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out the lines of steps that are taken again, and begin to write."""
         if self.path is None:
             return
         self._state = state
@@ -62,6 +63,7 @@ class MetricsFile(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Write a line for a log."""
         logs = logs or {}
         if self.path is not None:
             gpus = self.gpus_of_log() if "loss" in logs else ()

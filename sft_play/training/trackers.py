@@ -116,6 +116,7 @@ class TensorBoardLog(TensorBoardCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Write a log: names with a slash as they are, others as transformers groups them."""
         grouped = {name: value for name, value in (logs or {}).items() if "/" in name}
         others = {name: value for name, value in (logs or {}).items() if "/" not in name}
         for name, value in grouped.items():
@@ -178,6 +179,7 @@ class Trackers(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Give every tracker a log, with the values of each rank."""
         reported = dict(logs or {})
         if "loss" in reported:
             reported |= self.more_values()
