@@ -41,5 +41,6 @@ def test_the_front_end_that_counts_tokens_is_stopped_alike(monkeypatch) -> None:
 
 def test_a_text_that_doubles_is_stopped_before_the_memory_is_full(monkeypatch) -> None:
     monkeypatch.setattr(template_limits, "MAX_GROWN_BYTES", 64 << 20)
+    monkeypatch.setattr(template_limits, "MAX_CPU_SECONDS", 60.0)  # memory is what stops it
     with pytest.raises(DataError, match="GiB of memory"):
         Renderer(tokenizer(DOUBLING)).render([row("q", "a")])
