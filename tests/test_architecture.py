@@ -54,6 +54,7 @@ ALLOWED = {
     "compat": {"errors", "config", "distributed"},
     "inference": {
         "errors",
+        "masking",
         "process",
         "progress",
         "config",

@@ -161,6 +161,29 @@ def test_another_scale_than_the_run_trained_with_is_refused(copied, name, value)
         merge_run(copied)
 
 
+def test_a_refused_merge_is_in_the_report_and_that_of_the_published_one_is_kept(copied, caplog):
+    target, adapter = copied.path / "merged", copied.weights("lora") / "adapter_config.json"
+    report, earlier = (
+        copied.path / name for name in ("merge_report.json", "merge_report.earlier.json")
+    )
+    merge_run(copied)
+    published = report.read_text()
+    own = adapter.read_text()
+    change(adapter, lora_alpha=16)
+    for _ in range(2):  # the second refusal leaves the published report alone, too
+        with pytest.raises(CheckpointError) as caught:
+            merge_run(copied)
+        found = json.loads(report.read_text())
+        assert (found["kept"], found["why_not"]) == (None, [str(caught.value)])
+        assert earlier.read_text() == published and find_damage(target) is None
+        assert caplog.messages[-1] == (
+            f"{target} is still that of an earlier merge: merge_report.earlier.json"
+        )
+    change(adapter, **json.loads(own))
+    merge_run(copied)
+    assert json.loads(report.read_text())["kept"] == "as stored" and not earlier.exists()
+
+
 def test_a_wrong_scale_is_found_by_the_scores_too(copied, monkeypatch):
     change(copied.weights("lora") / "adapter_config.json", lora_alpha=16)
     monkeypatch.setattr("sft_play.inference.merge.refuse_other_adapter", lambda *_: None)

@@ -4,6 +4,7 @@ import logging
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,19 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from sft_play.config.schema import Config
 from sft_play.data.render import stop_ids
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import CheckpointError, ConfigError
+from sft_play.errors import (
+    CheckpointError,
+    ConfigError,
+    SftPlayError,
+    disk_errors_in_words,
+    memory_errors_in_words,
+)
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.adapter_checks import refuse_other_adapter
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
+from sft_play.masking import mask_secrets
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.merging import CannotStream, Merge, merge_files
@@ -32,13 +40,14 @@ from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
 from sft_play.runs import stamp
-from sft_play.runs.files import share, write_json, write_text
+from sft_play.runs.files import read_json, share, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.seal import seal
 
 logger = logging.getLogger(__name__)
 
 REPORT = "merge_report.json"
+EARLIER_REPORT = "merge_report.earlier.json"  # of merged/, once a later merge was refused
 IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from the disk where no GPU has room
 ROOM = 1.3  # times the weights: what scoring needs
 
@@ -48,6 +57,7 @@ class Candidate:
     """One way to merge, and what came of it."""
 
     base: str  # which base weights, in words
+    adapter: Path
     folder: Path
     found: Reopened
     way: str  # how it was merged, in words
@@ -59,14 +69,45 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     The result is merged/ in the run folder, in `dtype` or the base's own. Plain transformers opens
     it in a fresh process and scores held-out rows; what is not the evaluated model is not
     published. An adapter over a quantised base is merged into the base as stored and into the base
-    as training rounded it to 4 bits or float8, and the better one is kept.
+    as training rounded it to 4 bits or float8, and the better one is kept. merge_report.json says
+    what came of it, also of a merge that is refused.
 
     Raises: ConfigError for a run that trained every weight; CheckpointError for an adapter that is
     incomplete, changed or not the run's, and for a merge beyond the bound.
     """
+    candidates: list[Candidate] = []
+    try:
+        with disk_errors_in_words(), memory_errors_in_words():
+            for candidate in measured_candidates(folder, dtype):
+                candidates.append(candidate)
+            best = min(candidates, key=lambda candidate: candidate.found.kl)
+            faults = best.found.faults()
+            if not faults:
+                stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
+                seal(best.folder)
+                publish(best.folder, folder.path / "merged")
+    except SftPlayError as error:
+        write_refusal(folder, candidates, [mask_secrets(str(error))])
+        raise
+    finally:
+        for staging in folder.path.glob(".merged-[0-9]"):
+            shutil.rmtree(staging, ignore_errors=True)
+    if faults:
+        write_refusal(folder, candidates, faults)
+        raise beyond_bound(folder, faults)
+    write_json(folder.path / REPORT, report_of(folder, candidates, best.base, []))
+    (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
+    return lines_of(folder, candidates, best)
+
+
+def measured_candidates(folder: RunFolder, dtype: str | None) -> Iterator[Candidate]:
+    """Merge a run's adapter in each way that it may be merged; yield each once it is scored.
+
+    Raises: what `merge_run` does.
+    """
     config = folder.read_config()
     weights = checked_adapter(folder, config)
-    run_stamp = stamp.refuse_other_base(weights, stamp.wanted(config))
+    stamp.refuse_other_base(weights, stamp.wanted(config))
     refuse_other_adapter(weights, config)
     refuse_damage(weights)  # a changed bit may be too small for the scores to show
     reference = Reference.read(folder.evaluation) or reference_of(folder, config)
@@ -77,21 +118,9 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
         words, how = quantization
         base_dtype = weight_dtype(config, compute_dtype)
         merges[words] = replace(merges["as stored"], quantization=how, base_dtype=base_dtype)
-    candidates: list[Candidate] = []
-    try:
-        for base, merge in merges.items():
-            staging = folder.path / f".merged-{len(candidates)}"
-            candidates.append(merged_candidate(folder, base, merge, staging, reference))
-        best = min(candidates, key=lambda candidate: candidate.found.kl)
-        write_json(folder.path / REPORT, report_of(folder, candidates, best))
-        refuse_beyond_bound(folder, best)
-        stamp.write(best.folder, {**run_stamp, "merged": True})
-        seal(best.folder)
-        publish(best.folder, folder.path / "merged")
-    finally:
-        for number in range(len(merges)):
-            shutil.rmtree(folder.path / f".merged-{number}", ignore_errors=True)
-    return lines_of(folder, candidates, best)
+    for number, (base, merge) in enumerate(merges.items()):
+        staging = folder.path / f".merged-{number}"
+        yield merged_candidate(folder, base, merge, staging, reference)
 
 
 def checked_adapter(folder: RunFolder, config: Config) -> Path:
@@ -145,7 +174,7 @@ def merged_candidate(
     way += f", {time.perf_counter() - started:.0f} s"
     with tempfile.TemporaryDirectory() as offload_folder:
         opened = stranger_of(staging, merge.config, Path(offload_folder))
-        return Candidate(base, staging, reopen(opened, reference), way)
+        return Candidate(base, merge.adapter, staging, reopen(opened, reference), way)
 
 
 def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Path) -> None:
@@ -180,15 +209,13 @@ def stranger_of(target: Path, config: Config, offload_folder: Path) -> Folder:
     )
 
 
-def refuse_beyond_bound(folder: RunFolder, best: Candidate) -> None:
-    """Raise CheckpointError for a merge that is not the evaluated model."""
-    faults = best.found.faults()
-    if faults:
-        raise CheckpointError(
-            f"{folder.path}: the merged weights are not the model that was evaluated: "
-            f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures; "
-            "where rounding to 16 bits is the cause, MODEL_DTYPE=float32 merges without it"
-        )
+def beyond_bound(folder: RunFolder, faults: list[str]) -> CheckpointError:
+    """Return the error for a merge that is not the evaluated model."""
+    return CheckpointError(
+        f"{folder.path}: the merged weights are not the model that was evaluated: "
+        f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures; "
+        "where rounding to 16 bits is the cause, MODEL_DTYPE=float32 merges without it"
+    )
 
 
 def refuse_full_disk(config: Config, path: Path) -> None:
@@ -213,16 +240,40 @@ def publish(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def report_of(folder: RunFolder, candidates: list[Candidate], best: Candidate) -> dict[str, Any]:
-    """Return the content of merge_report.json."""
+def write_refusal(folder: RunFolder, candidates: list[Candidate], why_not: list[str]) -> None:
+    """Write why a merge is refused; keep the report of the one that merged/ holds beside it."""
+    path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
+    try:
+        if is_of_published(path):
+            path.replace(earlier)
+        write_json(path, report_of(folder, candidates, None, why_not))
+    except OSError as error:  # it must not hide why the merge is refused
+        logger.warning("%s cannot be written: %s", path, error.strerror)
+    published = folder.path / "merged"
+    if earlier.is_file() and published.is_dir():
+        logger.warning("%s is still that of an earlier merge: %s", published, EARLIER_REPORT)
+
+
+def is_of_published(report: Path) -> bool:
+    """Return whether a report is there, and is that of a merge which was published."""
+    try:
+        return read_json(report)["kept"] is not None
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+
+
+def report_of(
+    folder: RunFolder, candidates: list[Candidate], kept: str | None, why_not: list[str]
+) -> dict[str, Any]:
+    """Return the content of merge_report.json; `why_not` says why nothing is kept."""
     return {
         "run": folder.name,
         "candidates": {
             candidate.base: {**candidate.found.as_json(), "merged": candidate.way}
             for candidate in candidates
         },
-        "kept": None if best.found.faults() else best.base,
-        "why_not": best.found.faults(),
+        "kept": kept,
+        "why_not": why_not,
     }
 
 
