@@ -28,6 +28,7 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 ARCHITECTURES = Path(__file__).with_name("architectures.json")  # transformers configs by name
 CORPUS = TINY.parent / "corpus" / "town.txt"
 ALPACA_INPUTS = 0.4  # share of Alpaca's rows that have an input
+SHARD = "4GB"
 MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
 
 
@@ -73,7 +74,7 @@ def model_settings(shape: str, layers: int | None = None) -> dict[str, object]:
 def random_model(shape: str, folder: Path, layers: int | None = None) -> None:
     """Save an architecture with random bfloat16 weights and the tiny model's tokenizer.
 
-    The weights are drawn on the GPU where there is one.
+    The weights are drawn on the GPU where there is one, and pass through host memory by the shard.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -84,16 +85,16 @@ def random_model(shape: str, folder: Path, layers: int | None = None) -> None:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=SHARD)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
 
 
-def fixed_rows(path: Path, tokens: int, rows: int) -> None:
+def fixed_rows(path: Path, tokens: int, rows: int, seed: int = 0) -> None:
     """Write question/answer rows of exactly `tokens` tokens each, template included.
 
-    A fifth of the words is in the answer.
+    A fifth of the words is in the answer. Another seed draws other rows.
     """
-    _write_rows(path, [tokens] * rows, answer_share=0.2)
+    _write_rows(path, [tokens] * rows, answer_share=0.2, seed=seed)
 
 
 def ragged_rows(
@@ -111,13 +112,13 @@ def ragged_rows(
     _write_rows(path, lengths, answer_share=0.6)
 
 
-def _write_rows(path: Path, lengths: Sequence[int], answer_share: float) -> None:
+def _write_rows(path: Path, lengths: Sequence[int], answer_share: float, seed: int = 0) -> None:
     """Write a row for each length; the first rows do not depend on how many follow."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     words = [word for word in CORPUS.read_text(encoding="utf-8").split() if word.isalpha()]
-    rng = random.Random(0)
+    rng = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for tokens in lengths:
             row = _make_row(tokenizer, words, tokens, answer_share, rng)

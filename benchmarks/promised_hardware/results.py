@@ -1,0 +1,125 @@
+"""What became of each run, and the file that keeps it. Loads no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import GIB, Machine
+from benchmarks.processes import failure_cause
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import RunFolder
+
+EXIT_CLASS = re.compile(r"exit class (\d+) \(\w+\)")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run that ended well measured."""
+
+    strategy: str
+    batch_size: int  # rows of a micro-batch on each GPU
+    micro_batches: int
+    checkpointed_layers: int
+    planned_gib: float  # on the fullest GPU, with what lies outside torch's allocator
+    measured_gib: float
+    reserved_gib: list[float]  # by torch's allocator, on each GPU
+    tokens_per_second: float  # of all GPUs, from the second step on
+    losses: list[float]  # of each step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a case."""
+
+    case: str
+    gpus: int
+    command: str  # behind what holds the memory
+    status: str  # done, refused by the plan, failed, or out of time
+    seconds: float  # of the whole command
+    steps: int
+    grad_accum: int | None = None  # None: the plan's choice
+    exit_class: int | None = None
+    cause: str | None = None
+    trained: Trained | None = None
+    commit: str | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which outcome of the file it takes the place of."""
+        return self.case, self.gpus
+
+
+def read_outcome(status: int | None, seconds: float, out: Path) -> dict[str, Any]:
+    """Return what an Outcome says of the run in `out`, by the names of its fields.
+
+    `status` is that of `run_limited`, `seconds` its limit.
+    """
+    log = out / "log"
+    folder = RunFolder(out / "run")
+    report = folder.read_report()
+    if status is None:
+        return {"status": "out of time", "cause": failure_cause(None, seconds, log)}
+    if report.status == "done":
+        return {"status": "done", "exit_class": report.exit_class, "trained": measured(folder)}
+    if report.cause is not None:
+        return {"status": "failed", "exit_class": report.exit_class, "cause": report.cause}
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    for before, line in pairwise(lines):
+        match = EXIT_CLASS.fullmatch(line.strip())
+        if match:
+            return {"status": "refused", "exit_class": int(match[1]), "cause": before.strip()}
+    return {"status": "failed", "cause": failure_cause(status, seconds, log)}
+
+
+def measured(folder: RunFolder) -> Trained:
+    """Return what the run in a folder measured."""
+    report = folder.read_report()
+    plan = PlannedRun.read(folder).plan
+    return Trained(
+        strategy=report.strategy,
+        batch_size=plan.layout.batch_size,
+        micro_batches=plan.layout.micro_batches,
+        checkpointed_layers=plan.layout.checkpointed_layers,
+        planned_gib=report.peak_bytes.predicted / GIB,
+        measured_gib=(report.peak_bytes.measured or report.peak_bytes.reserved) / GIB,
+        reserved_gib=[rank.peak_bytes / GIB for rank in report.memory_by_rank],
+        tokens_per_second=report.tokens_per_second,
+        losses=[logged.loss for logged in report.loss],
+    )
+
+
+@dataclass
+class PromisedResults:
+    """All outcomes of a machine, written after each."""
+
+    path: Path
+    machine: Machine
+    found: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> PromisedResults:
+        """Return the results of a file."""
+        entry = read_json(path)
+        results = cls(path, Machine(**entry["machine"]))
+        for values in entry["outcomes"]:
+            trained = values.pop("trained")
+            outcome = Outcome(**values, trained=Trained(**trained) if trained else None)
+            results.found[outcome.key] = outcome
+        return results
+
+    def add(self, outcome: Outcome) -> None:
+        """Put an outcome in the place of an older one, and write the file."""
+        self.found[outcome.key] = outcome
+        outcomes = [asdict(self.found[key]) for key in sorted(self.found)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, {"machine": asdict(self.machine), "outcomes": outcomes})
+
+    def of(self, case: str) -> Sequence[Outcome]:
+        """Return the outcomes of a case, fewest GPUs first."""
+        return [self.found[key] for key in sorted(self.found) if key[0] == case]
