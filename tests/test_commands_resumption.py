@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.commands.resumption import is_in_place, resumption
-from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
+from sft_play.data import cache
+from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import read
@@ -50,7 +51,7 @@ def typed(settings_of, tmp_path):
 
 
 def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_stopped(
-    typed, run_worker, losses_of, capsys
+    typed, run_worker, losses_of, capsys, monkeypatch, tmp_path
 ):
     whole = typed(RUN="whole")
     assert run_worker(whole) == ExitClass.DONE
@@ -95,6 +96,37 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
     )
     with pytest.raises(ConfigError, match=r"RUN=run: .* exists already; choose another name"):
         typed(RESUME="never")
+    refuse_other_rows(folder, typed, monkeypatch, tmp_path)
+
+
+def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:
+    """Type the command of a finished run again, its rows in other places and with other bytes."""
+    config = folder.read_config().data
+    train = Path(config.train_path)
+    rows = train.read_bytes()
+    copied = tmp_path / "rows.jsonl"
+    copied.write_bytes(rows)
+    asked = f"data.train_path={copied}"
+    assert "nothing to do" in typed(asked), "the same rows elsewhere"
+    read: list[Path] = []
+    digest = cache.digest_files
+    monkeypatch.setattr(cache, "digest_files", lambda files: read.extend(files) or digest(files))
+    for edited, is_read in ((rows.replace(b"1", b"2", 1), True), (rows + b"\n", False)):
+        copied.write_bytes(edited)
+        read.clear()
+        with pytest.raises(ConfigError) as caught:
+            typed(asked, "tuning.lora.r=2")
+        assert str(caught.value) == (
+            f"run {folder.path} is finished, with other settings and rows than these:\n"
+            "tuning.lora.r=2 (--set tuning.lora.r), and it was trained with 16\n"
+            f"{asked} (--set data.train_path): {copied} has other bytes than the files that it was "
+            "trained with\n"
+            "choose another RUN to train with them, or give it what it was trained with"
+        )
+        assert (copied in read) is is_read, "another size tells by itself"
+    copied.unlink()
+    with pytest.raises(DataError, match="no such file"):
+        typed(asked)
 
 
 def test_a_path_is_where_a_new_run_goes_on_from(finished, tmp_path):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sft_play.commands.call import Call, load_config
 from sft_play.config import loader
 from sft_play.config.layers import defaults, displayed
+from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
@@ -78,7 +79,7 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
     lock.refuse_if_held(folder)
     report = folder.read_report()
     if report.state == "done" and folder.lacks_weights() is None:
-        refuse_other_settings(call, folder)
+        refuse_other_run(call, folder)
         return Resumption(
             call,
             f"run {folder.path} is finished at step {report.global_step}: nothing to do. make eval "
@@ -91,16 +92,29 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
     return Resumption(_resuming(call, folder.path))
 
 
-def refuse_other_settings(call: Call, folder: RunFolder) -> None:
-    """Refuse settings that a finished run was not trained with: it would not have them.
+def refuse_other_run(call: Call, folder: RunFolder) -> None:
+    """Refuse settings and rows that a finished run was not trained with: it would not have them.
 
-    Raises: ConfigError with a line for each.
+    Raises: ConfigError with a line for each; DataError for files that cannot be read.
     """
     asked = AskedRun.read(folder)
     if asked is None:  # of an older version
         return
-    trained = folder.read_config()
     loaded = load_config(_resuming(call, folder.path))
+    settings = _other_settings(loaded, folder, asked)
+    rows = _other_rows(loaded, folder)
+    if not settings and not rows:
+        return
+    what = " and ".join(name for name, found in (("settings", settings), ("rows", rows)) if found)
+    instead = "leave them out" if not rows else "give it what it was trained with"
+    head = f"run {folder.path} is finished, with other {what} than these:"
+    advice = f"choose another RUN to train with them, or {instead}"
+    raise ConfigError("\n".join([head, *settings, *rows, advice]))
+
+
+def _other_settings(loaded: LoadedConfig, folder: RunFolder, asked: AskedRun) -> list[str]:
+    """Return a line for each given setting that a finished run was not trained with."""
+    trained = folder.read_config()
     own = f"{displayed(folder.path / 'config.yaml')}:"
     problems = []
     for path in of_class(OnResume.MUST_MATCH):
@@ -109,10 +123,17 @@ def refuse_other_settings(call: Call, folder: RunFolder) -> None:
         before = (asked.settings[path].value, word(attrgetter(path)(trained)))
         if word(loaded.value(path)) not in before:
             problems.append(f"{loaded.described(path)}, and it was trained with {before[0]}")
-    if problems:
-        head = f"run {folder.path} is finished, with other settings than these:"
-        advice = "choose another RUN to train with them, or leave them out"
-        raise ConfigError("\n".join([head, *problems, advice]))
+    return problems
+
+
+def _other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
+    """Return a line for each data setting whose files are not those of a finished run."""
+    from sft_play.data.changed_sources import changed_sources
+
+    lines = []
+    for setting, reasons in changed_sources(folder.read_data(), loaded.config).items():
+        lines.append(f"{loaded.described(setting)}: {'; '.join(reasons)}")
+    return lines
 
 
 def _resuming(call: Call, path: Path) -> Call:

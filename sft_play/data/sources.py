@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data import hub
+from sft_play.data import cache, hub
 from sft_play.data.account import DataAccount
 from sft_play.data.bad_rows import BadRows
 from sft_play.data.files import FORMATS, base_format, file_format, read_chunks, suggest_path
@@ -19,6 +19,7 @@ from sft_play.data.row_parsing import SystemPrompt, parse_rows
 from sft_play.data.rows import BadRow
 from sft_play.data.tally import Tally
 from sft_play.errors import DataError
+from sft_play.progress import Stage, watched
 
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
 CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
@@ -97,19 +98,29 @@ def find_source(
     reached.
     """
     path = Path(section.path)
-    name = section.path
     where = f"{setting}={section.path}"
     if path.exists():
         _refuse_hub_options(section, where)
         files = local_files(path, where)
     elif hub.is_dataset_id(section.path):
         files = hub.fetch(section, where)
-        if section.subset:
-            name += f" ({section.subset})"
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
-    return Source(name, files, section.weight, dict(section.columns or columns or {}))
+    own_columns = dict(section.columns or columns or {})
+    return Source(name_of(section), files, section.weight, own_columns)
+
+
+def name_of(section: SourceSection) -> str:
+    """Return the name of a source in messages and reports."""
+    return f"{section.path} ({section.subset})" if section.subset else section.path
+
+
+def digest_source(source: Source) -> str:
+    """Return the SHA-256 of the contents of a source's files."""
+    size = f"{source.file_bytes / 1e9:.1f} GB"
+    with watched(Stage(f"reading {source.name}", measure=lambda: size)):
+        return cache.digest_files(source.files)
 
 
 def check_first_rows(source: Source, config: Config) -> BadRows:

@@ -30,7 +30,7 @@ from sft_play.data.chunk_tokenizer import (
 from sft_play.data.files import read_chunks
 from sft_play.data.render import template_of
 from sft_play.data.row_detection import detect_format
-from sft_play.data.sources import Source
+from sft_play.data.sources import Source, digest_source
 from sft_play.data.store import StoreWriter
 from sft_play.data.tally import Tally
 from sft_play.data.tokenized import (
@@ -41,7 +41,7 @@ from sft_play.data.tokenized import (
     TokenizedSplits,
 )
 from sft_play.errors import DataError, OutOfMemory
-from sft_play.progress import Pace, Stage, watched
+from sft_play.progress import Pace, Stage
 from sft_play.runs.cache import cache_folder
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
@@ -130,10 +130,7 @@ def _tokenize_source(
     config: Config, source: Source, tokenizer: Any, tokenizer_digest: str
 ) -> TokenizedSource:
     policy = TokenizePolicy.of(config)
-    with watched(
-        Stage(f"reading {source.name}", measure=lambda: f"{source.file_bytes / 1e9:.1f} GB")
-    ):
-        files_digest = cache.digest_files(source.files)
+    files_digest = digest_source(source)
     key_facts = {
         **asdict(policy),
         "columns": dict(source.columns),
@@ -146,7 +143,9 @@ def _tokenize_source(
         lambda unfinished: build_store(unfinished, source, policy, tokenizer),
     )
     files = tuple(map(str, source.files))
-    return TokenizedSource(source.name, files, source.weight, files_digest, str(folder))
+    return TokenizedSource(
+        source.name, files, source.weight, files_digest, str(folder), source.file_bytes
+    )
 
 
 def _stage(source: Source, tally: Tally) -> Stage:

@@ -70,6 +70,7 @@ class TokenizedSource:
     weight: float | None
     digest: str  # of the files' content
     folder: str
+    file_bytes: int | None = None  # of the files; None in a data.json of an older version
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
