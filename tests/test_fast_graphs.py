@@ -5,19 +5,22 @@ On a GPU it is a CUDA graph: test_gpu_graphs.py.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from plan_examples import CPU as CPU_ONLY
+from plan_examples import plan_for
 from test_fast_install import INPUTS, make, plain_model, settings
-from test_packed_training import CPU, MAX_SEQ_LEN, documents
+from test_packed_training import MAX_SEQ_LEN, documents
 
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.models.fast.documents import Documents
-from sft_play.models.fast.graphs.decoder import GraphCounts, GraphedDecoder, why_not_graphed
+from sft_play.models.fast.graphs.decoder import GraphCounts, GraphedDecoder, graph_setup
 from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, StaticInputs
 from sft_play.models.fast.loss.head import fused_nll
-from sft_play.process import Process
+from sft_play.plan.graphs import why_not_recorded
 from sft_play.training.trainer import LOSS_POSITIONS, LOSS_TARGETS, collate_for_step
 
 MICRO_BATCHES = 3  # of a step
@@ -237,6 +240,8 @@ def test_why_layers_are_not_recorded_is_said(change: dict[str, Any], reason: str
             section = section[part]
         section[name] = value
     config = type(settings()).model_validate(values)
-    gpu = Process.alone(torch.device("cuda", 0))
-    assert why_not_graphed(model, model, config, gpu) == reason
-    assert why_not_graphed(model, model, config, Process.alone(CPU)) == "the model is not on a GPU"
+    cpu = plan_for(CPU_ONLY).plan.ranks
+    gpu = replace(cpu, device="cuda")
+    assert why_not_recorded(graph_setup(model, config, gpu)) == reason
+    why_not = why_not_recorded(graph_setup(model, config, cpu))
+    assert why_not == "the model is not on a GPU"

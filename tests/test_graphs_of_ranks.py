@@ -32,13 +32,12 @@ def replay_on_cpu() -> None:
     """Let a rank on a CPU record its layers: a replay launches them anew."""
     from sft_play.models.fast.graphs import decoder
 
-    why_not = decoder.why_not_graphed
+    setup = decoder.graph_setup
 
-    def why_not_on_gpu(model, wrapped, config, process):
-        on_gpu = dataclasses.replace(process, device=torch.device("cuda", 0))
-        return why_not(model, wrapped, config, on_gpu)
+    def setup_on_gpu(model, config, ranks):
+        return setup(model, config, dataclasses.replace(ranks, device="cuda"))
 
-    decoder.why_not_graphed = why_not_on_gpu
+    decoder.graph_setup = setup_on_gpu
     decoder.record_on_gpu = lambda: again
 
 

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from plan_examples import STEP, plan_for
+from plan_examples import CPU, STEP, plan_for
 
-from sft_play.plan.graphs import graph_bytes
+from sft_play.plan.graphs import GraphSetup, graph_bytes, graph_warnings, records_graphs
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB, PHASES, step_bytes
 
-ONE_B = plan_for("1xH200", "model.name=meta-llama/Llama-3.2-1B-Instruct").plan.step.model
+ONE_B_PLAN = plan_for("1xH200", "model.name=meta-llama/Llama-3.2-1B-Instruct").plan
+ONE_B = ONE_B_PLAN.step.model
 LAUNCHED = replace(STEP, model=ONE_B, is_fast=True, optim="adamw_torch_fused")
 RECORDED = replace(LAUNCHED, records_graphs=True)
 FOUR_ROWS = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
@@ -38,13 +39,27 @@ def test_nothing_is_recorded_where_a_layer_is_recomputed() -> None:
 
 LLAMA = ("model.name=meta-llama/Llama-3.1-8B", "train.cuda_graphs=true")
 NOT_RECORDED = {
-    "train.cuda_graphs=false": "1xH200",
-    "train.neftune_noise_alpha=5": "1xH200",
-    "tuning.lora.dropout=0.1": "1xH200",
-    "tuning.mode=full": "1xH200",
-    "train.fast_path=false": "1xH200",
-    "train.strategy=fsdp": "2xH200",
-    "train.strategy=zero2": "2xH200",
+    "train.neftune_noise_alpha=5": ("1xH200", "train.neftune_noise_alpha"),
+    "tuning.lora.dropout=0.1": ("1xH200", "tuning.lora.dropout=0.1"),
+    "tuning.mode=full": ("1xH200", "tuning.mode=full"),
+    "train.fast_path=false": ("1xH200", "attention is not fused (train.fast_path=false)"),
+    "tuning.lora.trainable_tokens=<|eot_id|>": (
+        "1xH200",
+        "the loss is not fused (the output head has trained tokens)",
+    ),
+    "train.gradient_checkpointing=true": (
+        "1xH200",
+        "layers are recomputed, as train.gradient_checkpointing says",
+    ),
+    "train.strategy=fsdp": (
+        "2xH200",
+        "strategy=fsdp, and layers are recorded on one GPU and under ddp",
+    ),
+    "train.strategy=zero2": (
+        "2xH200",
+        "strategy=deepspeed, and layers are recorded on one GPU and under ddp",
+    ),
+    "train.seed=1": (CPU, "the model is not on a GPU"),
 }
 
 
@@ -54,10 +69,20 @@ def test_a_plan_counts_what_is_recorded_and_names_it(gpus: str) -> None:
     assert plan.step.records_graphs
     graphs = plan.memory.peak.components()["graphs"]
     assert graphs == graph_bytes(plan.step, plan.layout) > 0
+    assert not any("graphs" in warning for warning in plan.warnings)
 
 
 @pytest.mark.parametrize("setting", NOT_RECORDED)
-def test_a_plan_counts_no_graphs_where_none_can_be_recorded(setting: str) -> None:
-    plan = plan_for(NOT_RECORDED[setting], *LLAMA, setting).plan
-    assert not plan.step.records_graphs
+def test_a_plan_says_why_nothing_is_recorded_and_counts_no_graphs(setting: str) -> None:
+    hardware, reason = NOT_RECORDED[setting]
+    plan = plan_for(hardware, *LLAMA, setting).plan
+    assert f"train.cuda_graphs=true has no effect: {reason}" in plan.warnings
     assert "graphs" not in plan.memory.peak.components()
+
+
+def test_a_plan_says_nothing_of_graphs_that_are_not_asked_for_or_may_be_recorded() -> None:
+    unknown = "its modules are known once it is loaded"
+    setup = GraphSetup(plan_for("1xH200", *LLAMA).config, ONE_B_PLAN.ranks, None)
+    assert graph_warnings(setup, FOUR_ROWS) == [] and not records_graphs(setup), unknown
+    assert not any("graphs" in warning for warning in ONE_B_PLAN.warnings)
+    assert not ONE_B_PLAN.step.records_graphs

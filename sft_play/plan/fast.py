@@ -21,6 +21,7 @@ ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 # Where there is a trace (plan.tracing), it says what is fused
 UNTRACED = "what its modules compute is found when the model is loaded"
+ALL_PARTS = "fused kernels"  # in place of a part, where one reason holds for all of them
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
 ZERO_3 = "weights partitioned by ZeRO-3"
@@ -65,9 +66,9 @@ class FastPlan:
 def plan_kernels(setup: FastSetup) -> FastPlan:
     """Return which parts of a run are planned to be fused."""
     if setup.config.train.fast_path is False:
-        return FastPlan((), {"fused kernels": "train.fast_path=false"})
+        return FastPlan((), {ALL_PARTS: "train.fast_path=false"})
     if setup.model_type not in LLAMA_LIKE:
-        return FastPlan((), {"fused kernels": UNTRACED})
+        return FastPlan((), {ALL_PARTS: UNTRACED})
     on: list[str] = []
     off: dict[str, str] = {}
     for part, why_not in WHY_NOT.items():

@@ -13,10 +13,10 @@ from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted
 from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast, plan_kernels
 from sft_play.plan.flops import pair_cost
-from sft_play.plan.graphs import records_graphs
+from sft_play.plan.graphs import NEEDED, GraphSetup, records_graphs
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
-from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import StepSpec
 from sft_play.plan.traced import TracedStep
@@ -97,12 +97,23 @@ class PlanInputs:
         """What each rank computes."""
         step = self._step_in_closed_form
         if isinstance(self.trace, TracedStep):
-            fused = self.trace.on
             step = step.with_trace(self.trace)
         else:
-            fused = plan_kernels(self.fast_setup).on
             step = replace(step, untraced=self.trace)
-        return replace(step, records_graphs=records_graphs(self.config, self.ranks, fused))
+        return replace(step, records_graphs=records_graphs(self.graph_setup))
+
+    @cached_property
+    def graph_setup(self) -> GraphSetup:
+        """What is known of recording the layers, where none is recomputed."""
+        setup = GraphSetup(self.config, self.ranks, None)
+        if isinstance(self.trace, TracedStep):
+            return replace(setup, fused=self.trace.on, unfused=self.trace.off)
+        if backend_of(self.config).has_own_kernels:
+            return replace(setup, fused=NEEDED)
+        if self.model.model_type not in LLAMA_LIKE:
+            return setup
+        kernels = plan_kernels(self.fast_setup)
+        return replace(setup, fused=kernels.on, unfused=kernels.off)
 
     @property
     def _step_in_closed_form(self) -> StepSpec:

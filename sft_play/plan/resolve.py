@@ -17,6 +17,7 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import advice, device_map, float8, memory, offloading, recipe, sources, switches
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
+from sft_play.plan.graphs import graph_warnings
 from sft_play.plan.inputs import (
     PlanInputs,
     choose_layout,
@@ -194,6 +195,7 @@ def _machine_warnings(
     warnings = [*recurrent_warnings(inputs.model, hardware)]
     warnings += faster_than_zero3(inputs, layout, precision == "fp16")
     warnings += offloading.warnings(inputs, layout)
+    warnings += graph_warnings(inputs.graph_setup, layout)
     return warnings + switches.warnings(inputs.config, inputs.ranks, environ)
 
 

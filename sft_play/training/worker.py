@@ -221,8 +221,7 @@ def before_first_step(
         held_out.score("before")
     trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     # last: a probe's steps do not count
-    models = (trainer.model, trainer.model_wrapped)
-    trainer.graphs = graph_layers(*models, context.config, context.process)
+    trainer.graphs = graph_layers(trainer.model, context.config, context.plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 

@@ -31,7 +31,7 @@ from sft_play.models.fast.norms.install import install_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.models.linear_attention import torch_code
 from sft_play.models.sharding import outermost_layers
-from sft_play.plan.fast import LINEARS_OF_MLP, PARTS
+from sft_play.plan.fast import ALL_PARTS, LINEARS_OF_MLP, PARTS
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
 
@@ -103,7 +103,7 @@ def _gathering(setup: TrainingSetup) -> Iterator[None]:
 
 def _install(setup: TrainingSetup) -> FusedKernels:
     if setup.config.train.fast_path is False:
-        return FusedKernels({}, {"fused kernels": "train.fast_path=false"})
+        return FusedKernels({}, {ALL_PARTS: "train.fast_path=false"})
     with torch_code():
         return _install_parts(setup)
 

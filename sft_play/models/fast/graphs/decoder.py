@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -32,8 +31,8 @@ from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradien
 from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.models.sharding import is_divided
-from sft_play.process import Process
+from sft_play.plan.graphs import GraphSetup, without_effect
+from sft_play.plan.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -144,44 +143,26 @@ class GraphedDecoder:
         logger.warning("cuda graphs: %s; training goes on without them", reason)
 
 
-def graph_layers(
-    model: PreTrainedModel, wrapped: nn.Module, config: Config, process: Process
-) -> GraphedDecoder | None:
+def graph_layers(model: PreTrainedModel, config: Config, ranks: Ranks) -> GraphedDecoder | None:
     """Record the layers of a model from here on where train.cuda_graphs asks for it.
 
-    `wrapped` is what the trainer calls: the model itself, or DDP around it. Call it before the
-    first step, when the micro-batches are those of the run. Where layers cannot be recorded a
-    warning says why.
+    Call it before the first step, when the micro-batches are those of the run. Where layers cannot
+    be recorded a warning says why.
     """
     if not config.train.cuda_graphs:
         return None
-    reason = why_not_graphed(model, wrapped, config, process)
-    if reason is not None:
-        logger.warning("warning: train.cuda_graphs=true has no effect: %s", reason)
+    sentence = without_effect(graph_setup(model, config, ranks))
+    if sentence is not None:
+        logger.warning("warning: %s", sentence)
         return None
-    graphed = GraphedDecoder(model, record_on_gpu(), torch.cuda.empty_cache, process.world_size)
+    graphed = GraphedDecoder(model, record_on_gpu(), torch.cuda.empty_cache, ranks.world_size)
     graphed.decoder.forward = graphed
     return graphed
 
 
-def why_not_graphed(
-    model: PreTrainedModel, wrapped: nn.Module, config: Config, process: Process
-) -> str | None:
-    """Return why the layers of a model cannot be recorded, None where they can."""
-    is_ddp = isinstance(wrapped, DistributedDataParallel) and not is_divided(model)
-    fused = fused_kernels_of(model).on
+def graph_setup(model: PreTrainedModel, config: Config, ranks: Ranks) -> GraphSetup:
+    """Return what a loaded model says of recording its layers."""
+    kernels = fused_kernels_of(model)
     layers = decoder_layers(base_model_of(model))
-    reasons = {
-        "the model is not on a GPU": process.device.type != "cuda",
-        "the ranks share the model otherwise than by DDP": process.world_size > 1 and not is_ddp,
-        "the model is on several GPUs": len(process.devices) > 1,
-        "tuning.mode=full": config.tuning.mode == "full",
-        f"tuning.lora.dropout={config.tuning.lora.dropout}": config.tuning.lora.dropout > 0,
-        "train.neftune_noise_alpha": config.train.neftune_noise_alpha is not None,
-        "attention is not fused": "attention" not in fused,
-        "the loss is not fused": "loss" not in fused,
-        "tokens choose their experts": "experts" in fused,
-        "mixers begin anew at each document": "mixers" in fused,
-        "layers are recomputed": any(layer.gradient_checkpointing for layer in layers),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    is_recomputed = any(layer.gradient_checkpointing for layer in layers)
+    return GraphSetup(config, ranks, kernels.on, kernels.off, is_recomputed)
