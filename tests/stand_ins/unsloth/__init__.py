@@ -1,4 +1,4 @@
-"""Stands in for Unsloth where there is no GPU: the names that notebooks use, over transformers.
+"""Stands in for Unsloth, as on hosts without a GPU: the names that notebooks use, over transformers.
 
 It computes nothing of its own. As Unsloth does, it lets TRL's trainer take the keywords of its
 older versions.
@@ -13,8 +13,8 @@ import trl
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
-# Without it the trainer sees no launcher where there is no GPU
-os.environ["ACCELERATE_USE_CPU"] = "true"
+if not torch.cuda.is_available():  # else the trainer sees no launcher
+    os.environ["ACCELERATE_USE_CPU"] = "true"
 OLDER_NAMES = {"max_seq_length": "max_length"}
 
 
@@ -30,7 +30,10 @@ class FastLanguageModel:
         device_map: Any = "sequential",
     ) -> tuple[Any, Any]:
         assert not load_in_4bit, "the stand-in loads no 4 bits"
-        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype or torch.float32)
+        placed = {"device_map": device_map} if torch.cuda.is_available() else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=dtype or torch.float32, **placed
+        )
         return model, AutoTokenizer.from_pretrained(model_name)
 
     @staticmethod

@@ -1,0 +1,369 @@
+"""A notebook in Unsloth's style, on one GPU as it is, and converted on two.
+
+python -m benchmarks.notebook                    two GPUs, Unsloth where it is installed
+python -m benchmarks.notebook --toy              the tiny model, a stand-in for Unsloth, the CPU
+
+Three runs train on the same rows a step: the notebook on one GPU; what `make convert-notebook`
+makes of it, one process whose model is split over two GPUs; and the script of it under torchrun, a
+process a GPU. They load side by side and are timed one after the other. The model is Llama 1B's
+shape with random weights. Printed are the seconds of a step, memory and load of each GPU, and
+losses; the time that a run prints itself has its waiting in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.inputs import TINY, fixed_rows
+from benchmarks.machine import GIB, ROOT, Machine, repository_commit
+from benchmarks.notebook_run import WARM_UP
+from benchmarks.processes import clean_environment, last_words
+from benchmarks.speed.samples import make_model
+from benchmarks.speed.workloads import LLAMA_1B
+from sft_play.notebooks import document as documents
+from sft_play.notebooks.convert import convert
+from sft_play.notebooks.script import export
+from sft_play.plan import devices
+from sft_play.runs.files import write_json
+
+NOTEBOOK = ROOT / "tests" / "notebooks" / "tiny.ipynb"
+STAND_INS = ROOT / "tests" / "stand_ins"
+ACCUMULATION = 4  # micro-batches of a step on one GPU; half of it under torchrun
+DATA_ROWS = 96
+SAID_OF_GPUS = re.compile(r"GPU \d|Detected \d|Using device_map|Single GPU|Total across|Effective")
+SAMPLE_SECONDS = 0.2  # between two looks at the load of the GPUs
+MOST_OFF = 0.02  # of a loss in 16 bits
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the notebook trains."""
+
+    model: Path
+    tokens: int  # of a row, before the template of the notebook
+    max_seq_length: int
+    rows: int  # of a micro-batch
+    steps: int
+
+
+@dataclass
+class Run:
+    """One way to run the notebook."""
+
+    name: str
+    gpus: int
+    processes: int
+    step_seconds: float = 0.0  # median
+    rows_per_step: int = 0
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, int] = field(default_factory=dict)  # on each device
+    peak_gib: dict[str, float] = field(default_factory=dict)  # reserved on each GPU
+    busy_percent: list[float] = field(default_factory=list)  # of each GPU, while it trained
+    program: str = ""
+    printed: list[str] = field(default_factory=list)  # what it says of GPUs itself
+    error: str | None = None
+
+
+class RunFailed(Exception):
+    """A run ended before it had trained, or took too long."""
+
+
+def main() -> None:
+    """Run the notebook in its three ways, and print them beside each other."""
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    gpus = () if args.toy else devices.detect("auto", os.environ).gpus
+    if not args.toy and len(gpus) < 2:
+        sys.exit(f"visible GPUs: {len(gpus)}; two are needed; --toy runs on the CPU")
+    folder = args.folder.resolve()
+    size = Size(TINY, 64, 256, 2, args.steps)
+    if not args.toy:
+        size = Size(make_model(LLAMA_1B, folder), 800, 1024, 8, args.steps)
+    runs = [Run("notebook", 1, 1), Run("split", 2, 1), Run("script", 2, 2)]
+    began = time.monotonic()
+    run_all(runs, size, folder, args, [gpu.uuid for gpu in gpus[:2]])
+    print(table(runs))
+    for run in runs:
+        print("\n".join([f"\n{run.name} prints:", *run.printed]))
+    faults = find_faults(runs, on_cpu=args.toy)
+    print("\n".join(["", *faults]) if faults else "\nall as it should be")
+    machine = Machine.here(args.toy)
+    found = {"machine": asdict(machine), "commit": repository_commit(), "faults": faults}
+    found["runs"] = [asdict(run) for run in runs]
+    path = args.results or machine.results_path("notebook")
+    write_json(path, found)
+    print(f"{time.monotonic() - began:.0f} s; {path}")
+    sys.exit(1 if faults else 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.notebook",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--toy", action="store_true", help="the tiny model on the CPU")
+    add("--stand-in", action="store_true", help="for Unsloth, also where that is installed")
+    add("--steps", type=int, default=12)
+    add("--seconds", type=float, default=150, help="limit of all runs together")
+    add("--folder", type=Path, default=ROOT / "outputs" / "benchmarks" / "notebook")
+    add("--results", type=Path, help="default benchmarks/results/notebook-CARD.json")
+    args = parser.parse_args()
+    if args.steps <= WARM_UP:
+        parser.error(f"--steps {args.steps}: write more than the {WARM_UP} that compile")
+    args.stand_in = args.stand_in or args.toy or find_spec("unsloth") is None
+    return args
+
+
+def run_all(
+    runs: list[Run], size: Size, folder: Path, args: argparse.Namespace, uuids: list[str]
+) -> None:
+    """Start all runs; let each train when those before it have."""
+    end = time.monotonic() + args.seconds
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for run in runs:
+            out = folder / "runs" / run.name
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
+            command = prepare(run, size, out)
+            environ = environment(run, args, os.environ)
+            with (out / "log").open("wb") as log:
+                processes[run.name] = subprocess.Popen(
+                    command,
+                    cwd=out,
+                    env=environ,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        for run in runs:
+            time_steps(run, folder / "runs" / run.name, processes[run.name], end, uuids)
+        for run in runs:
+            (folder / "runs" / run.name / "end").touch()
+        for run in runs:
+            finish(run, folder / "runs" / run.name, processes[run.name], end)
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def prepare(run: Run, size: Size, out: Path) -> list[str]:
+    """Write the files of a run, and return its command."""
+    fixed_rows(out / "rows.jsonl", size.tokens, DATA_ROWS)
+    with (out / "messages.jsonl").open("w", encoding="utf-8") as file:
+        for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            turns = [{"role": "user", "content": row["question"]}]
+            turns.append({"role": "assistant", "content": row["answer"]})
+            file.write(json.dumps({"messages": turns}) + "\n")
+    path = out / "notebook.ipynb"
+    path.write_text(notebook_text(size, ACCUMULATION // run.processes), encoding="utf-8")
+    module = ["-m", "benchmarks.notebook_run"]
+    if run.name == "split":
+        path.write_text(convert(documents.read(path)).text, encoding="utf-8")
+    if run.processes > 1:
+        text, _ = export(documents.read(path), out / "train.py")
+        path = out / "train.py"
+        path.write_text(text, encoding="utf-8")
+        torchrun = ["torch.distributed.run", "--standalone"]
+        module = ["-m", *torchrun, f"--nproc_per_node={run.processes}", *module]
+    return [sys.executable, *module, str(path), str(out)]
+
+
+def notebook_text(size: Size, accumulation: int) -> str:
+    """Return the notebook of the tests with another model, other rows and more steps."""
+    changes = {
+        "data/tiny_llama": str(size.model),
+        "max_seq_length = 256": f"max_seq_length = {size.max_seq_length}",
+        "data/desk/train.jsonl": "messages.jsonl",
+        "train[:24]": f"train[:{DATA_ROWS}]",
+        "per_device_train_batch_size = 2": f"per_device_train_batch_size = {size.rows}",
+        "gradient_accumulation_steps = 2": f"gradient_accumulation_steps = {accumulation}",
+        "max_steps = 3": f"max_steps = {size.steps}",
+        "learning_rate = 1e-3": "learning_rate = 2e-4",
+    }
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{NOTEBOOK} has {text.count(old)} times {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def environment(run: Run, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a run: which GPUs it sees, and which Unsloth."""
+    paths = [str(ROOT)]
+    if args.stand_in:
+        paths.insert(0, str(STAND_INS))
+    if environ.get("PYTHONPATH"):
+        paths.append(environ["PYTHONPATH"])
+    found = clean_environment(environ)
+    found |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if args.toy:
+        found["OMP_NUM_THREADS"] = "1"
+    else:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(visible(environ)[: run.gpus])
+    return found
+
+
+def visible(environ: Mapping[str, str]) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES, 0 and 1 where it is not set."""
+    entries = environ.get("CUDA_VISIBLE_DEVICES")
+    return entries.split(",") if entries else ["0", "1"]
+
+
+def time_steps(
+    run: Run, out: Path, process: subprocess.Popen[bytes], end: float, uuids: list[str]
+) -> None:
+    """Let a run train on from its warm-up, and read what it wrote, or why it failed."""
+    ranks = range(run.processes)
+    try:
+        wait([out / f"ready-{rank}" for rank in ranks], process, end, out)
+        (out / "go").touch()
+        load = wait([out / f"result-{rank}.json" for rank in ranks], process, end, out, uuids)
+    except RunFailed as error:
+        run.error = str(error)
+        return
+    read_results(run, [json.loads((out / f"result-{rank}.json").read_text()) for rank in ranks])
+    run.busy_percent = load
+
+
+def finish(run: Run, out: Path, process: subprocess.Popen[bytes], end: float) -> None:
+    """Wait until a run has answered and saved, and read what it printed of GPUs."""
+    if run.error is None:
+        try:
+            code = process.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            run.error = f"trained, and did not end: {last_words(out / 'log')}"
+        else:
+            run.error = (
+                f"trained, and ended with {code}: {last_words(out / 'log')}" if code else None
+            )
+    for line in (out / "log").read_text(encoding="utf-8", errors="replace").splitlines():
+        if SAID_OF_GPUS.match(line.strip()):
+            run.printed.append(line.strip())
+
+
+def wait(
+    files: list[Path],
+    process: subprocess.Popen[bytes],
+    end: float,
+    out: Path,
+    uuids: list[str] | None = None,
+) -> list[float]:
+    """Wait for files, and return the mean load of the GPUs in percent meanwhile.
+
+    Raises: RunFailed where the process ends before, or the time is up.
+    """
+    samples: list[list[float]] = []
+    while not all(file.exists() for file in files):
+        if process.poll() is not None:
+            raise RunFailed(f"ended with {process.returncode}: {last_words(out / 'log')}")
+        if time.monotonic() > end:
+            raise RunFailed(f"was not done in time: {last_words(out / 'log')}")
+        if uuids:
+            samples.append(busy(uuids))
+        time.sleep(SAMPLE_SECONDS)
+    return [statistics.mean(values) for values in zip(*samples, strict=True)]
+
+
+def busy(uuids: list[str]) -> list[float]:
+    """Return the load of GPUs in percent, as NVML has it."""
+    with devices.nvml_session() as nvml:
+        handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        return [float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) for handle in handles]
+
+
+def read_results(run: Run, results: list[dict[str, Any]]) -> None:
+    """Take over what the processes of a run wrote."""
+    first = results[0]
+    timed = [result["step_seconds"][WARM_UP:] for result in results]
+    run.step_seconds = statistics.median(map(max, zip(*timed, strict=True)))
+    run.rows_per_step = first["rows_per_step"]
+    run.losses = first["losses"]
+    run.program = first["program"]
+    for result in results:
+        for device, weights in result["weights"].items():
+            run.weights[device] = run.weights.get(device, 0) + weights
+        for device, peak in result["peak_bytes"].items():
+            run.peak_gib[device] = max(run.peak_gib.get(device, 0.0), peak / GIB)
+
+
+def find_faults(runs: list[Run], on_cpu: bool) -> list[str]:
+    """Return what is not as the guide says."""
+    faults = [f"{run.name}: {run.error}" for run in runs if run.error]
+    if faults:
+        return faults
+    alone, split, script = runs
+    for run in runs:
+        if run.rows_per_step != alone.rows_per_step:
+            faults.append(f"{run.name}: {run.rows_per_step} rows a step, not {alone.rows_per_step}")
+        pairs = list(zip(run.losses, alone.losses, strict=True))
+        off = max(abs(own - other) / abs(other) for own, other in pairs)
+        if off > MOST_OFF:
+            faults.append(f"{run.name}: a loss is {off:.1%} off that of the notebook")
+    if on_cpu:
+        return faults
+    if len(split.weights) != 2:
+        faults.append(f"split: its weights lie on {', '.join(split.weights)}")
+    for run in (split, script):
+        idle = [str(index) for index, load in enumerate(run.busy_percent) if load < 1]
+        if idle:
+            faults.append(f"{run.name}: GPU {' and '.join(idle)} did nothing")
+    if script.step_seconds >= alone.step_seconds:
+        faults.append("script: two GPUs are no faster than one")
+    return faults
+
+
+def table(runs: list[Run]) -> str:
+    """Return the runs beside each other."""
+    lines = [
+        "| run | GPUs | processes | rows a step | seconds a step | times as fast "
+        "| GiB reserved | GPUs' load | weights | losses |",
+        "| --- | --: | --: | --: | --: | --: | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        if not run.losses:
+            lines.append(f"| {run.name} | {run.gpus} | {run.processes} |" + " - |" * 7)
+            continue
+        cells = [
+            f"{run.name} ({run.program})",
+            str(run.gpus),
+            str(run.processes),
+            str(run.rows_per_step),
+            f"{run.step_seconds:.3f}",
+            f"{runs[0].step_seconds / run.step_seconds:.2f}" if runs[0].losses else "-",
+            ", ".join(f"{device} {peak:.2f}" for device, peak in sorted(run.peak_gib.items())),
+            ", ".join(f"{load:.0f}%" for load in run.busy_percent),
+            ", ".join(f"{device} {count:,}" for device, count in sorted(run.weights.items())),
+            " ".join(f"{loss:.3f}" for loss in run.losses),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
