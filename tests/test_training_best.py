@@ -1,6 +1,8 @@
 """The best checkpoint: which one it is, early stopping, its weights at the end; the time budget."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ from run_files import run_json
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
+from sft_play.errors import ExitClass
+from sft_play.evaluation.evaluator import EvaluationStopped
+from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.folder import RunFolder
 from sft_play.training import worker
 from sft_play.training.best import best_step, evaluations_since_best
 from sft_play.training.callbacks import EvalSpeedCallback
@@ -69,6 +75,34 @@ def test_training_ends_early_and_saves_the_best_weights(worsened):
     after = report["metrics"]["after"]
     assert after["eval_loss"] == pytest.approx(best["value"]), "these rows are validated, too"
     assert after["exact_match"] == 0.25
+
+
+def test_a_run_that_had_ended_early_takes_no_step_more_when_it_is_resumed(
+    worsened, run_worker, tmp_path, monkeypatch
+):
+    again = RunFolder(shutil.copytree(worsened.path, tmp_path / "run"))
+    shutil.rmtree(again.weights("lora"))
+    planned = PlannedRun.read(again)
+    changed = {"resume_from": str(again.path), "output_dir": str(tmp_path)}
+    train = planned.config.train.model_copy(update=changed)
+    replace(planned, config=planned.config.model_copy(update={"train": train})).write(again)
+    whole = run_json(worsened)
+
+    def stopped(*_):
+        raise EvaluationStopped
+
+    with monkeypatch.context() as changed:  # told to stop while it is scored at its end
+        changed.setattr(worker.HeldOutEvaluation, "score", stopped)
+        assert run_worker(again) == ExitClass.STOPPED
+    assert run_json(again)["global_step"] == whole["global_step"]
+    assert run_worker(again) == 0, run_json(again)["cause"]
+    report = run_json(again)
+    assert (report["global_step"], report["best"]) == (whole["global_step"], whole["best"])
+    log = (again.logs / "rank-0.log").read_text()
+    assert f"early stopping at step {whole['global_step']} of 8" in log
+    name = "adapter_model.safetensors"
+    published = (again.weights("lora") / name).read_bytes()
+    assert published == (worsened.weights("lora") / name).read_bytes()
 
 
 def test_the_answers_of_a_run_have_the_scores_that_were_asked_for(worsened):

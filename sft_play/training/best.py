@@ -63,8 +63,15 @@ class EarlyStopping(TrainerCallback):
         self.patience = patience
         self.is_main = is_main
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take no step more where the run had ended before it was resumed."""
+        self._end_without_better(state, control)
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End training after `patience` evaluations without a better score."""
+        self._end_without_better(state, control)
+
+    def _end_without_better(self, state: Any, control: Any) -> None:
         since = evaluations_since_best(state.log_history, self.metric)
         if since < self.patience:
             return

@@ -157,7 +157,8 @@ class SftTrainer(Trainer):
         return begun
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:  # resumed behind the last step
+        has_last_step = self.state.global_step >= self.state.max_steps
+        if has_last_step or self.control.should_training_stop:  # resumed behind the last step
             self.control.should_training_stop = True  # Trainer looks only once it took another one
             return
         # Trainer's own call goes through a wrapper that an epoch resumed in its middle lacks
