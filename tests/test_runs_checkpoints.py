@@ -1,6 +1,7 @@
 """Sealed checkpoints: published whole, every damage found and named, rotated by step."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -58,9 +59,11 @@ def test_the_newest_whole_checkpoint_is_chosen(two, tmp_path):
     ]
 
 
-def test_the_manifest_has_what_sha256sum_says(two):
-    import hashlib
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
+
+def test_the_manifest_has_what_sha256sum_says(two):
     files = json.loads((two[1] / "MANIFEST.json").read_text())["files"]
     assert files.keys() == FILES.keys()
     for name, content in FILES.items():
@@ -99,7 +102,7 @@ def test_a_digest_is_said_with_the_one_that_was_sealed(two):
     path.write_bytes(b"M" + path.read_bytes()[1:])
     damage = seal.find_damage(two[1])
     sealed = json.loads((two[1] / "MANIFEST.json").read_text())["files"]["optimizer.pt"]["sha256"]
-    found = seal.digest_of_file(path)
+    found = digest_of(path)
     assert damage == f"optimizer.pt has SHA-256 {found[:12]}, and was sealed with {sealed[:12]}"
 
 
@@ -132,9 +135,9 @@ def edit_the_list(newest: Path, older: Path) -> str:
     """Change a file and its digest in the manifest."""
     path = newest / "scheduler.pt"
     manifest = newest / seal.NAME
-    before = seal.digest_of_file(path)
+    before = digest_of(path)
     path.write_bytes(b"Schedule")
-    manifest.write_text(manifest.read_text().replace(before, seal.digest_of_file(path)))
+    manifest.write_text(manifest.read_text().replace(before, digest_of(path)))
     return "MANIFEST.json cannot be used (it is not as it was written)"
 
 
@@ -183,10 +186,10 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_one_to_take(two
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
     two, tmp_path, monkeypatch, is_named
 ):
-    def refuse(path: Path) -> str:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def refuse(part: seal.Part) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(part.path))
 
-    monkeypatch.setattr(seal, "digest_of_file", refuse)  # root may read everything
+    monkeypatch.setattr(seal, "digest_of", refuse)  # root may read everything
     with pytest.raises(PermissionError, match="adapter_model"):
         checkpoints.choose(two[1] if is_named else tmp_path, print)
     assert names_in(two[1].parent) == ["checkpoint-20", "checkpoint-40"], "nothing is set aside"
@@ -197,14 +200,14 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
 def test_a_file_on_a_broken_place_of_the_disk_makes_way_for_the_older_checkpoint(
     two, tmp_path, monkeypatch
 ):
-    really = seal.digest_of_file
+    really = seal.digest_of
 
-    def break_off(path: Path) -> str:
-        if path == two[1] / "optimizer.pt":
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return really(path)
+    def break_off(part: seal.Part) -> str:
+        if part.path == two[1] / "optimizer.pt":
+            raise OSError(errno.EIO, "Input/output error", str(part.path))
+        return really(part)
 
-    monkeypatch.setattr(seal, "digest_of_file", break_off)
+    monkeypatch.setattr(seal, "digest_of", break_off)
     said: list[str] = []
     assert checkpoints.choose(tmp_path, said.append) == two[0]
     assert said[0].startswith(f"{two[1]}: optimizer.pt cannot be read (Input/output error); it is ")

@@ -1,14 +1,21 @@
 """The seal of a folder: MANIFEST.json with the size and SHA-256 of every file. Loads no torch.
 
-`sha256sum` gives the same digests. The manifest has a digest of its own list, and its text is
-compared with the one that this list has, so a changed bit of it is found, too.
+A file of more than PART_BYTES has one SHA-256 for each part of that size, which all cores compute
+at once: SHA-256 of one stream is slower than many a disk. `sha256sum FILE` gives the same digests,
+and `split -b 64M --filter=sha256sum FILE` those of parts. Manifests that have one digest for a
+large file, as they were written before, are read, too.
+
+The manifest has a digest of its own list, and its text is compared with the one that this list
+has, so a changed bit of it is found, too.
 """
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,28 +24,57 @@ from sft_play.runs.files import as_text, write_text
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
 SMALL_BYTES = 1 << 20  # files that are read even where larger ones are only measured
+PART_BYTES = 64 << 20  # 30 ms of one core, and 70 bytes of the manifest
 READ_BYTES = 1 << 20
+MOST_THREADS = 16  # hash some 30 GB/s, more than a disk takes or gives
+MIB = 1 << 20
 SHOWN_DIGITS = 12  # of a digest in a message
 
 
+class Part(NamedTuple):
+    """The bytes of a file from `start` up to `end`."""
+
+    path: Path
+    start: int
+    end: int
+
+
 class Entry(NamedTuple):
-    """What the manifest says of one file."""
+    """What the manifest says of one file: its digests, in order, and the bytes that each covers."""
 
     size: int
-    sha256: str
+    digests: tuple[str, ...]
+    part_bytes: int | None  # None: the one digest is that of the whole file
+
+    def parts(self, path: Path) -> list[Part]:
+        """Return what each digest covers of the file."""
+        if self.part_bytes is None:
+            return [Part(path, 0, self.size)]
+        starts = range(0, self.size, self.part_bytes)
+        return [Part(path, start, min(start + self.part_bytes, self.size)) for start in starts]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entry as it stands in the manifest."""
+        if self.part_bytes is None:
+            return {"size": self.size, "sha256": self.digests[0]}
+        return {
+            "size": self.size,
+            "part_bytes": self.part_bytes,
+            "sha256_of_parts": list(self.digests),
+        }
 
 
 def seal(folder: Path) -> None:
     """Bring a folder's files to the disk and write its manifest, last. Raises OSError."""
     paths = sorted(_files(folder))
-    with _threads(len(paths)) as hashing, ThreadPoolExecutor(1) as syncing:
+    with ThreadPoolExecutor(1) as syncing:
         synced = syncing.submit(lambda: list(map(sync, paths)))
-        digests = list(hashing.map(digest_of_file, paths))
+        entries = _hashed(paths)
         synced.result()
-    files = {}
-    for path, digest in zip(paths, digests, strict=True):
-        entry = Entry(path.stat().st_size, digest)
-        files[path.relative_to(folder).as_posix()] = entry._asdict()
+    files = {
+        path.relative_to(folder).as_posix(): entry.facts()
+        for path, entry in zip(paths, entries, strict=True)
+    }
     write_text(folder / NAME, _manifest_text(files))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(inner)
@@ -85,14 +121,19 @@ def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = Fa
         return f"{NAME} cannot be used ({error})"
 
 
-def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
+def digest_of(part: Part) -> str:
+    """Return the SHA-256 of a part of a file. Raises: OSError where the file ends before it."""
     total = hashlib.sha256()
-    block = bytearray(READ_BYTES)
-    view = memoryview(block)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
+    left = part.end - part.start
+    view = memoryview(bytearray(min(left, READ_BYTES)))
+    with part.path.open("rb", buffering=0) as file:
+        file.seek(part.start)
+        while left:
+            count = file.readinto(view[: min(left, READ_BYTES)])
+            if not count:
+                raise OSError(errno.EIO, f"it ends {left} bytes early", str(part.path))
             total.update(view[:count])  # without the GIL, so threads hash at the same time
+            left -= count
     return total.hexdigest()
 
 
@@ -105,27 +146,67 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _hashed(paths: Sequence[Path]) -> list[Entry]:
+    """Return what the manifest is to say of each file."""
+    measured = list(map(_measured, paths))
+    parts = [entry.parts(path) for entry, path in zip(measured, paths, strict=True)]
+    digests = _digests(list(chain.from_iterable(parts)))
+    return [
+        entry._replace(digests=tuple(islice(digests, len(own))))
+        for entry, own in zip(measured, parts, strict=True)
+    ]
+
+
+def _measured(path: Path) -> Entry:
+    """Return the entry of a file before it is hashed.
+
+    The file is opened: NFS asks then for the size that another machine's write has left, and may
+    give an older one otherwise.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+    return Entry(size, (), PART_BYTES if size > PART_BYTES else None)
+
+
+def _digests(parts: Sequence[Part]) -> Iterator[str]:
+    """Yield the SHA-256 of each part, in their order; threads compute them ahead.
+
+    Where the caller stops, after a difference, so do they.
+    """
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max(1, min(len(parts), cores, MOST_THREADS))) as pool:
+        yield from pool.map(digest_of, parts)
+
+
 def _first_difference(
     folder: Path, pairs: Iterable[tuple[Path, Entry]], reads_all: bool
 ) -> str | None:
-    read: list[tuple[Path, Entry]] = []
+    read: list[tuple[Entry, Part, str]] = []
     for path, entry in pairs:
-        name = path.relative_to(folder).as_posix()
         size = path.stat().st_size
         if size != entry.size:
+            name = path.relative_to(folder).as_posix()
             return f"{name} has {size} bytes, and was sealed with {entry.size}"
         if reads_all or size <= SMALL_BYTES:
-            read.append((path, entry))
-    with _threads(len(read)) as pool:
-        digests = pool.map(digest_of_file, [path for path, _ in read])
-        for (path, entry), digest in zip(read, digests, strict=True):
-            if digest != entry.sha256:
-                name = path.relative_to(folder).as_posix()
-                return (
-                    f"{name} has SHA-256 {digest[:SHOWN_DIGITS]}, and was sealed with "
-                    f"{entry.sha256[:SHOWN_DIGITS]}"
-                )
+            parts = zip(entry.parts(path), entry.digests, strict=True)
+            read += [(entry, part, digest) for part, digest in parts]
+    digests = _digests([part for _, part, _ in read])
+    for (entry, part, sealed), digest in zip(read, digests, strict=True):
+        if digest != sealed:
+            name = part.path.relative_to(folder).as_posix()
+            return (
+                f"{name} has SHA-256 {digest[:SHOWN_DIGITS]}{_place(part, entry)}, and was sealed "
+                f"with {sealed[:SHOWN_DIGITS]}"
+            )
     return None
+
+
+def _place(part: Part, entry: Entry) -> str:
+    """Return where in its file a part is, in words; nothing where it is the whole file."""
+    if entry.part_bytes is None:
+        return ""
+    end = "its end" if part.end == entry.size else f"{part.end / MIB:.9g} MiB"
+    return f" from {part.start / MIB:.9g} MiB to {end}"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -146,8 +227,15 @@ def _read_manifest(folder: Path) -> dict[str, Entry]:
     files = json.loads(text)["files"]
     if text != _manifest_text(files):
         raise ValueError("it is not as it was written")
-    return {name: Entry(**facts) for name, facts in files.items()}
+    return {name: _entry(facts) for name, facts in files.items()}
 
 
-def _threads(files: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, min(files, len(os.sched_getaffinity(0)))))
+def _entry(facts: Mapping[str, Any]) -> Entry:
+    """Return what a manifest says of one file. Raises: ValueError, KeyError, TypeError."""
+    if "sha256" in facts:
+        entry = Entry(facts["size"], (facts["sha256"],), None)
+    else:
+        entry = Entry(facts["size"], tuple(facts["sha256_of_parts"]), facts["part_bytes"])
+    if entry.facts() != facts:
+        raise ValueError(f"it says of a file what is not known here: {', '.join(facts)}")
+    return entry
