@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 from kernel_compiler import compiling_for
 
 from sft_play.models.fast.experts import kernels as experts
-from sft_play.models.fast.linears import glu_float8_kernels, glu_kernels
+from sft_play.models.fast.linears import glu_float8_kernels, glu_kernels, glu_lora_kernels
+from sft_play.models.fast.linears.products import LowRank
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
 from sft_play.models.float8 import kernels as float8_kernels
@@ -42,6 +43,16 @@ def glu(dtype: torch.dtype) -> None:
         glu_kernels.forward(gate, up, activation)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
+
+
+def glu_with_adapters(dtype: torch.dtype) -> None:
+    gate, up, dh = (rows(dtype) for _ in range(3))
+    thin, wide = rows(dtype, 100), rows(dtype, 100, FEATURES)
+    of_gate, of_dh = LowRank(thin, wide, 2.0), LowRank(thin, rows(dtype, count=100).t(), 1.0)
+    for activation in ("silu", "gelu_tanh"):
+        glu_lora_kernels.forward(gate, up, activation, of_gate, None)
+        written = (rows(dtype), rows(dtype), dh)
+        glu_lora_kernels.backward(dh, gate, up, activation, *written, of_gate, of_gate, of_dh)
 
 
 def float8(dtype: torch.dtype) -> None:
@@ -88,7 +99,7 @@ def mixture(dtype: torch.dtype) -> None:
     experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
 
 
-LAUNCHES = [glu, cross_entropy, norms, mixture, float8]
+LAUNCHES = [glu, glu_with_adapters, cross_entropy, norms, mixture, float8]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)

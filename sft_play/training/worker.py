@@ -21,6 +21,7 @@ from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.graphs.decoder import graph_layers
 from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.linears.copies import copy_adapters_at_once
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
 from sft_play.models.vocabulary import check_vocabulary
@@ -211,16 +212,14 @@ def before_first_step(
         apply_probe(Probe(context, trainer), [trainer.evaluator, held_out.evaluator], recorder)
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
-            check_cross_document(
-                trainer.model_wrapped,
-                trainer.data_collator,
-                trainer.model.config.get_text_config().vocab_size,
-                context.process.device,
-            )
+            vocabulary = trainer.model.config.get_text_config().vocab_size
+            batches = (trainer.data_collator, vocabulary, context.process.device)
+            check_cross_document(trainer.model_wrapped, *batches)
     if "before" not in recorder.report.metrics:  # the run goes on in its folder
         held_out.score("before")
     trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     # last: a probe's steps do not count
+    copy_adapters_at_once(trainer.model, trainer.model_wrapped)
     trainer.graphs = graph_layers(trainer.model, context.config, context.plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)

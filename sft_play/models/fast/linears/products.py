@@ -16,6 +16,7 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
 
+from sft_play.models.fast.linears.copies import copy_of, stacked
 from sft_play.models.fast.linears.float8 import (
     add_input_gradient,
     float8_output,
@@ -42,13 +43,25 @@ class Adapters(NamedTuple):
     b: tuple[Tensor | None, ...]  # (out, r) each; None for a linear without an adapter
 
 
+class LowRank(NamedTuple):
+    """scale * left @ right^T: what an adapter adds to an output or to a gradient."""
+
+    left: Tensor  # (N, r)
+    right: Tensor  # (features, r)
+    scale: float
+
+    def added_to(self, x: Tensor) -> Tensor:
+        """Return x (N, features) with this added, in the dtype of x."""
+        return torch.addmm(x, self.left.to(x.dtype), self.right.to(x.dtype).t(), alpha=self.scale)
+
+
 def flatten_tokens(x: Tensor) -> Tensor:
     """Return x (..., features) as (N, features)."""
     return x.reshape(-1, x.shape[-1])
 
 
 def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
-    """Return A_1, B_1, A_2, ... in `dtype`; one kernel casts them all.
+    """Return A_1, B_1, A_2, ... in `dtype`: the copies that were made, else one kernel casts them.
 
     The A are stacked to one matrix, so that x is read once for all of them.
     """
@@ -56,15 +69,19 @@ def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Ad
     b = [tensor for tensor in parameters[1::2] if tensor is not None]
     if not a:
         return Adapters(None, (None,) * (len(parameters) // 2))
-    ranks = [len(tensor) for tensor in a]
-    stacked = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
-    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
+    made = [copy for tensor in (*a, *b) if (copy := copy_of(tensor, dtype)) is not None]
+    if len(made) == len(a) + len(b):
+        whole, copies = stacked(made[: len(a)]), made[len(a) :]
+    else:
+        ranks = [len(tensor) for tensor in a]
+        whole = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
+        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
+        torch._foreach_copy_([*whole.split(ranks), *copies], [*a, *b])
     remaining = iter(copies)
     cast_b: list[Tensor | None] = []
     for tensor in parameters[1::2]:
         cast_b.append(None if tensor is None else next(remaining))
-    return Adapters(stacked, tuple(cast_b))
+    return Adapters(whole, tuple(cast_b))
 
 
 def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
@@ -95,8 +112,12 @@ def project(
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
     known: Quantised | None = None,
+    is_base_alone: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R); `known` is x in float8."""
+    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R); `known` is x in float8.
+
+    With `is_base_alone` the adapters' parts are left out of y_i: `adapter_parts` has them.
+    """
     flat = flatten_tokens(x)
     xa = None if adapters.a is None else flat @ adapters.a.t()
     quantised = quantise_shared(flat, [linear.row_scales for linear in linears], known)
@@ -105,11 +126,11 @@ def project(
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
         if linear.row_scales is not None:
             y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
-            if b is not None:
+            if b is not None and not is_base_alone:
                 y.addmm_(xa[:, part], b.t(), alpha=linear.scale)
             outputs.append(y.view(*x.shape[:-1], -1))
             continue
-        if b is None:
+        if b is None or is_base_alone:
             outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
             continue
         # Allocate the output before the dequantised weight: otherwise freeing the weight fragments
@@ -123,6 +144,16 @@ def project(
         flat_y.addmm_(flat, dequantize(linear.weight, x.dtype).t())
         outputs.append(y)
     return tuple(outputs), xa
+
+
+def adapter_parts(
+    xa: Tensor | None, linears: Sequence[FrozenLinear], adapters: Adapters
+) -> tuple[LowRank | None, ...]:
+    """Return what the adapters add to y_i (N, out_i), of x A^T (N, R); None without an adapter."""
+    parts: list[LowRank | None] = []
+    for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
+        parts.append(None if b is None else LowRank(xa[:, part], b, linear.scale))
+    return tuple(parts)
 
 
 def rank_gradient(

@@ -1,0 +1,122 @@
+"""Adapters are cast once before a forward pass, and what is computed is the same to the bit."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sft_play.models.fast.linears.copies import (
+    NAME,
+    AdapterCopies,
+    copy_adapters_at_once,
+    copy_of,
+    float32_adapters,
+    stacked,
+)
+from sft_play.models.fast.linears.lora import fuse_lora_linear, lora_linears
+from sft_play.models.fast.setup import base_model_of
+
+
+def a_model(**settings) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = get_peft_model(
+        LlamaForCausalLM(config).bfloat16(),
+        LoraConfig(r=3, target_modules="all-linear", **settings),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter, dtype=torch.float32)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            fuse_lora_linear(module)
+    return model.train()
+
+
+def gradients(model: nn.Module, steps: int) -> list[torch.Tensor]:
+    """Train some steps, and return the gradients of the last one."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    tokens = torch.arange(24).view(2, 12)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+        optimizer.step()
+    return found
+
+
+def test_steps_are_those_without_copies_to_the_bit() -> None:
+    plain = a_model()
+    with_copies = copy.deepcopy(plain)
+    copy_adapters_at_once(with_copies, with_copies)
+    for one, other in zip(gradients(plain, 3), gradients(with_copies, 3), strict=True):
+        assert torch.equal(one, other)
+    adapters = float32_adapters(base_model_of(with_copies).get_decoder())
+    assert len(adapters) == 2 * 7 * 2
+    assert all(copy_of(each, torch.bfloat16) is not None for each in adapters)
+    assert copy_of(adapters[0], torch.float16) is None
+
+
+def test_the_linears_of_a_layer_read_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model()
+    copy_adapters_at_once(model, model)
+    gradients(model, 1)
+    # what is cast anew is the adapters of no linear
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    layer = base_model_of(model).get_decoder().layers[0].self_attn
+    x = torch.randn(5, 32, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        lora_linears(x, (layer.q_proj, layer.k_proj, layer.v_proj))
+    names = (layer.q_proj, layer.k_proj, layer.v_proj)
+    a = [getattr(each.lora_A["default"].weight, NAME) for each in names]
+    whole = stacked(a)
+    assert whole.data_ptr() == a[0].data_ptr() and torch.equal(whole, torch.cat(a))
+
+
+def test_matrices_that_lie_apart_are_copied_side_by_side() -> None:
+    whole = torch.randn(9, 4)
+    first, second, third = whole.split(3)
+    for parts in ((first, third), (second, first), (first, second.clone()), (first[:, :4], third)):
+        assert torch.equal(stacked(parts), torch.cat(parts))
+
+
+def test_without_autocast_or_training_nothing_is_copied() -> None:
+    model = a_model()
+    copy_adapters_at_once(model, model)
+    tokens = torch.arange(24).view(2, 12)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens)
+    (adapter, *_) = float32_adapters(base_model_of(model).get_decoder())
+    assert copy_of(adapter, torch.bfloat16) is None
+
+
+def test_a_model_that_is_shared_is_left_alone() -> None:
+    model = a_model()
+    copy_adapters_at_once(model, nn.Sequential(model))  # neither the model itself nor DDP
+    assert not base_model_of(model).get_decoder()._forward_pre_hooks
+
+
+def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
+    refresh = AdapterCopies.__call__
+
+    def once(self: AdapterCopies, decoder: nn.Module, *rest: object) -> None:
+        if not self.copies:
+            refresh(self, decoder, *rest)
+
+    monkeypatch.setattr(AdapterCopies, "__call__", once)
+    with_copies = a_model()
+    copy_adapters_at_once(with_copies, with_copies)
+    found = zip(gradients(with_copies, 2), gradients(a_model(), 2), strict=True)
+    assert any(not torch.equal(one, other) for one, other in found)
