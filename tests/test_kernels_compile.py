@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from bitsandbytes.functional import quantize_4bit
 
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 
@@ -12,7 +13,12 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 from kernel_compiler import compiling_for
 
 from sft_play.models.fast.experts import kernels as experts
-from sft_play.models.fast.linears import glu_float8_kernels, glu_kernels, glu_lora_kernels
+from sft_play.models.fast.linears import (
+    four_bit_kernels,
+    glu_float8_kernels,
+    glu_kernels,
+    glu_lora_kernels,
+)
 from sft_play.models.fast.linears.products import LowRank
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
@@ -99,7 +105,15 @@ def mixture(dtype: torch.dtype) -> None:
     experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0)
 
 
-LAUNCHES = [glu, glu_with_adapters, cross_entropy, norms, mixture, float8]
+def four_bit(dtype: torch.dtype) -> None:
+    for quant_type, is_nested in (("nf4", True), ("fp4", False)):
+        packed = quantize_4bit(
+            rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
+        )
+        four_bit_kernels.unpack(*packed)
+
+
+LAUNCHES = [glu, glu_with_adapters, cross_entropy, norms, mixture, float8, four_bit]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)

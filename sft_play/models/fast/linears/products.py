@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +21,7 @@ from sft_play.models.fast.linears.float8 import (
     float8_output,
     quantise_shared,
 )
+from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantised
 from sft_play.models.partitioned import gathered
 
@@ -103,7 +103,7 @@ def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight (out, in) in `dtype`; a 4-bit weight becomes a new, full-size tensor."""
     if isinstance(weight, Params4bit):
-        return dequantize_4bit(weight.view(-1, 1), weight.quant_state).to(dtype)
+        return unpack(weight).to(dtype)
     return weight.to(dtype)
 
 
