@@ -264,7 +264,7 @@ def test_offloading_frees_a_gpu_and_not_a_host() -> None:
 
 def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead() -> None:
     zero3 = {"zero_stage": 3, "world_size": 2}
-    ahead, twice = (Fetching(weights, 0) for weights in (10**8, 2 * 10**8))
+    ahead, twice = (Fetching(weights, 0, live=0) for weights in (10**8, 2 * 10**8))
     assert held("optimizer", **zero3).gathered == held("forward", zero_stage=2).gathered == 0
     gathered = held("forward", **zero3, fetching=ahead).gathered
     head = EIGHT_B.vocab * EIGHT_B.hidden
@@ -274,8 +274,16 @@ def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead() -> None:
     more = held("forward", **zero3, fetching=twice).gathered
     assert more - gathered == pytest.approx(2 * 10**8, rel=1e-6)
     # the last layers, each of whose weights is passed twice before it is needed again
-    kept = held("forward", **zero3, fetching=Fetching(10**8, 2 * (head + 3 * layer))).gathered
+    reused = 2 * (head + 3 * layer)
+    kept = held("forward", **zero3, fetching=Fetching(10**8, reused, live=0)).gathered
     assert kept - gathered == pytest.approx(2 * 3 * layer, rel=1e-6)
+    # each module fetches ahead, until so many are whole; the head may be the last
+    full = held("forward", **zero3, fetching=Fetching(10**8, 0, live=10**9)).gathered
+    assert full == pytest.approx(2 * (10**9 + head + layer) + adapters, rel=1e-6)
+    never_ahead = held("forward", **zero3, fetching=Fetching(0, 0, live=10**9)).gathered
+    assert never_ahead == pytest.approx(2 * (head + 2 * layer) + adapters, rel=1e-6)
+    of_all = held("forward", **zero3, fetching=Fetching(10**8, 0, live=10**12)).gathered
+    assert of_all == pytest.approx(2 * (EIGHT_B.block_weights + head + layer) + adapters, rel=1e-6)
 
 
 def test_two_h200s_needed_what_is_planned_for_zero_3_without_fused_linears() -> None:

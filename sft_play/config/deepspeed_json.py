@@ -21,6 +21,7 @@ OFFLOAD_PARAM = f"{ZERO}.offload_param"
 
 DEFAULT_AHEAD = 50_000_000  # DeepSpeed's
 DEFAULT_REUSE = 1_000_000_000
+DEFAULT_LIVE = 1_000_000_000
 
 
 class Fetching(NamedTuple):
@@ -28,6 +29,7 @@ class Fetching(NamedTuple):
 
     ahead: int  # fetched before they are needed
     reuse: int  # kept where they are needed again within as many others
+    live: int = DEFAULT_LIVE  # whole at once, above which nothing is fetched ahead
 
 
 DEFAULT_FETCHING = Fetching(DEFAULT_AHEAD, DEFAULT_REUSE)
@@ -63,7 +65,9 @@ def fetching(raw: DeepSpeedJson, hidden_size: int) -> Fetching:
     ahead = number("prefetch_bucket_size", DEFAULT_AHEAD)
     if ahead == AUTO:
         ahead = prefetched_by_auto(hidden_size)
-    return Fetching(int(ahead), int(number("max_reuse_distance", DEFAULT_REUSE)))
+    reuse = number("max_reuse_distance", DEFAULT_REUSE)
+    live = number("max_live_parameters", DEFAULT_LIVE)
+    return Fetching(int(ahead), int(reuse), int(live))
 
 
 def prefetched_by_auto(hidden_size: int) -> int:

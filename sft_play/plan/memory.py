@@ -326,6 +326,10 @@ def _fetched_weights(step: StepSpec) -> int:
     These are the output head, a layer and the pieces that it is put together from, what is fetched
     ahead, and the last layers where the backward pass needs them again soon. Adapters are small
     enough to stay whole.
+
+    Every module that runs fetches ahead, not only every layer, so more and more is whole until it
+    is `fetching.live`: DeepSpeed's fetch_sub_module takes the next parameters while less than
+    stage3_max_live_parameters are available. The last of them may be the head, which goes beyond.
     """
     model = step.model
     head = model.vocab * model.hidden
@@ -333,7 +337,10 @@ def _fetched_weights(step: StepSpec) -> int:
     # between its two passes a layer waits for those behind it and the head, each of them twice
     reused = min(max(0, step.fetching.reuse // 2 - head), model.block_weights - layer)
     fetched = min(step.fetching.ahead, model.block_weights - layer)
-    of_layers = _layer_bytes(step) * (2 * layer + fetched + reused) // layer
+    in_layers = 2 * layer + fetched + reused
+    if fetched:
+        in_layers = max(in_layers, min(step.fetching.live, model.block_weights) + layer)
+    of_layers = _layer_bytes(step) * in_layers // layer
     return step.compute_bytes * head + of_layers + 4 * step.adapter_weights
 
 
