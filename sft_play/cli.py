@@ -357,8 +357,11 @@ def _errors_as_messages() -> Iterator[None]:
             yield
     except SftPlayError as error:
         code = int(error.exit_class)
-        text = f"{error}\nexit class {code} ({error.exit_class.name.lower()})\n"
-        sys.stderr.write(visible(mask_secrets(text)))
+        text = visible(
+            mask_secrets(f"{error}\nexit class {code} ({error.exit_class.name.lower()})")
+        )
+        launching.tell_launcher(text)
+        sys.stderr.write(f"{text}\n")
         sys.exit(code)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft_play import stops
+from sft_play.config import loader
 from sft_play.config import place as places
 from sft_play.config.invocation import is_single_process_forced
 from sft_play.config.place import Place
@@ -25,6 +26,7 @@ from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan import devices, launch
 from sft_play.plan.launch import Launch
 from sft_play.plan.run_plan import read_plan
+from sft_play.runs import ending
 from sft_play.runs.folder import RunFolder
 
 ARRIVAL_SECONDS = 300.0  # for all processes of a launch to start
@@ -90,8 +92,14 @@ def follow(launched: Launched) -> NoReturn:
             "output, or the kernel's log (dmesg), says why"
         )
     if "exit_code" in answer:
+        tell_launcher("the first process of this machine has no run to train, and says why")
         raise SystemExit(answer["exit_code"])
     become_worker(launched, read_plan(RunFolder(Path(answer["folder"]))).launch)
+
+
+def tell_launcher(cause: str) -> None:
+    """Let the user's torchrun, if there is one, say why this process has no run to train."""
+    ending.tell_launcher(loader.environment(), cause)
 
 
 def lead(launched: Launched, meeting: "Meeting") -> Launched:

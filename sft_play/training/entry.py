@@ -28,6 +28,7 @@ def main(path: Path) -> int:
         except SftPlayError as error:  # no run folder, so nowhere to record it
             name = error.exit_class.name.lower()
             cause = mask_secrets(str(error))
+            peers.tell_launcher(cause)
             sys.stderr.write(f"{cause}\nexit class {int(error.exit_class)} ({name})\n")
             return int(error.exit_class)
         if planned.plan.ranks.world_size > 1:

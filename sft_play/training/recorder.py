@@ -20,6 +20,7 @@ from sft_play.reporting.verdict import resume_command
 from sft_play.reporting.write import write_report_or_warn
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
+from sft_play.runs.ending import next_line
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import (
     STARTED_AT,
@@ -39,13 +40,6 @@ if TYPE_CHECKING:  # a signal is recorded also while torch is imported, which ta
     from sft_play.training.failure_broadcast import FailureBroadcast
     from sft_play.training.trainer import SftTrainer
 
-# Ends after which the newest checkpoint goes on, once what they name is mended
-GOES_ON = (
-    ExitClass.UNEXPECTED,
-    ExitClass.ENVIRONMENT,
-    ExitClass.DISK_FULL,
-    ExitClass.PEER_LOST,
-)
 STUCK = (
     "another rank is gone or hangs: this one was told to stop while it waited; "
     "logs/rank-*.log of the run say which"
@@ -83,6 +77,7 @@ class RunRecorder:
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
         self._told: str | None = None  # the cause that was logged
+        self._has_told_launcher = False
         self._started = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -162,6 +157,8 @@ class RunRecorder:
     ) -> None:
         """Record how the run ended; the main rank writes its report, too; with `force` any does."""
         self.exit_class = exit_class
+        if cause is not None:
+            self._tell_launcher(cause)
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(status=status, exit_class=int(exit_class), cause=cause)
         self.note(global_step=self._step())
@@ -194,6 +191,7 @@ class RunRecorder:
         """
         self._is_following = True
         self.exit_class = exit_class
+        self._tell_launcher(f"rank {rank} failed first: {cause}")
         logger.error(
             "rank %d failed first: %s\nexit class %d (%s), rank %d follows it",
             rank,
@@ -270,6 +268,7 @@ class RunRecorder:
         if cause == self._told:  # by another thread of this rank
             return
         self._told = cause
+        self._tell_launcher(cause)
         is_known = self.exit_class is not ExitClass.UNEXPECTED
         name = self.exit_class.name.lower()
         logger.error(
@@ -286,10 +285,17 @@ class RunRecorder:
             file_only.warning("raised here", exc_info=error)
 
     def _going_on(self, cause: str) -> str:
-        """Return the line with what to type next, '' where the cause says it or nothing is kept."""
-        if self.exit_class not in GOES_ON or self.report.next is None or "RESUME" in cause:
-            return ""
-        return f"\ngo on with {self.report.next}"
+        return next_line(self.exit_class, cause, self.report.next)
+
+    def _tell_launcher(self, cause: str) -> None:
+        """Let torchrun say why this rank ends; its first cause stands."""
+        if self._has_told_launcher:
+            return
+        self._has_told_launcher = True
+        try:
+            peers.tell_launcher(cause + self._going_on(cause))
+        except OSError as unwritable:
+            logger.warning("torchrun will not say why this rank ends: %s", unwritable)
 
     def _record_failure(self, cause: str) -> None:
         """Write the cause, unless another rank failed first: then that rank's cause stands."""
