@@ -69,6 +69,17 @@ def test_epochs_must_match_unless_a_number_of_steps_overrides_them():
         resumed(then).refuse_changes(more)
 
 
+@pytest.mark.parametrize("beside", [{"weight": 2}, {"columns": {"question": "q"}}])
+def test_a_source_may_move_but_not_change_its_weight_or_columns(beside):
+    def config(path: str, **own: Any) -> Config:
+        return Config.model_validate({"data": {"train_path": [{"path": path, **own}, "b.jsonl"]}})
+
+    before = resumed(config("a.jsonl", weight=3))
+    assert before.refuse_changes(config("moved.jsonl", weight=3)) is None
+    with pytest.raises(CheckpointError, match=r"  data\.train_path "):
+        before.refuse_changes(config("a.jsonl", **{"weight": 3, **beside}))
+
+
 def test_a_stamp_of_another_version_is_named():
     saved = facts()
     saved["config"] = {**saved["config"], "gone": {"setting": 1}}

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from sft_play.config import layers
 from sft_play.config.loader import RunSettings
 from sft_play.config.messages import refuse, word
-from sft_play.config.on_resume import CLASSES, OnResume, of_class
-from sft_play.config.schema import Config, settings
+from sft_play.config.on_resume import CLASSES, CONTENT, OnResume, of_class
+from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.yaml_source import Located, parse_scalar
 from sft_play.errors import CheckpointError
 from sft_play.runs import stamp
@@ -163,7 +163,20 @@ def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
         free |= {"model.name"}
     if _has_equal_file(then.model.chat_template, now.model.chat_template):
         free |= {"model.chat_template"}
+    for name in CONTENT:
+        value = attrgetter(name)
+        if _beside_paths(value(then)) != _beside_paths(value(now)):
+            free.discard(name)  # the digest of the rows says nothing of it
     return free
+
+
+def _beside_paths(sources: str | list[str | SourceSection] | None) -> list[Any]:
+    """Return the weight and the columns of each source of a data setting."""
+    found = []
+    for part in sources if isinstance(sources, list) else [sources]:
+        is_section = isinstance(part, SourceSection)
+        found.append((part.weight, part.columns) if is_section else (None, {}))
+    return found
 
 
 def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, Any]) -> None:
