@@ -177,7 +177,7 @@ def test_a_refused_merge_is_in_the_report_and_that_of_the_published_one_is_kept(
         assert (found["kept"], found["why_not"]) == (None, [str(caught.value)])
         assert earlier.read_text() == published and find_damage(target) is None
         assert caplog.messages[-1] == (
-            f"{target} is still that of an earlier merge: merge_report.earlier.json"
+            f"{target} is still that of an earlier merge, whose report is merge_report.earlier.json"
         )
     change(adapter, **json.loads(own))
     merge_run(copied)

@@ -251,7 +251,9 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], why_not: list[
         logger.warning("%s cannot be written: %s", path, error.strerror)
     published = folder.path / "merged"
     if earlier.is_file() and published.is_dir():
-        logger.warning("%s is still that of an earlier merge: %s", published, EARLIER_REPORT)
+        logger.warning(
+            "%s is still that of an earlier merge, whose report is %s", published, EARLIER_REPORT
+        )
 
 
 def is_of_published(report: Path) -> bool:
