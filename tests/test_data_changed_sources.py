@@ -1,5 +1,7 @@
 """Whether the files that the data settings name hold what a run was made of."""
 
+import contextlib
+
 import pytest
 
 from sft_play.config.schema import Config
@@ -58,6 +60,8 @@ def test_a_file_that_is_gone_and_a_data_set_of_the_hub_are_known_by_name(folder)
     facts = recorded(path)
     (folder / "a.jsonl").unlink()
     assert changed_sources(facts, config_of(path)) == {}
+    with contextlib.chdir(folder):
+        assert changed_sources(facts, config_of("a.jsonl")) == {}
     with pytest.raises(DataError, match="no such file or folder"):
         changed_sources(facts, config_of(str(folder / "other.jsonl")))
     of_hub = {"sources": {"train": [{"name": "org/set (en)", "weight": None}]}}

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import NO_CONFIG
 
 from sft_play.commands import sweep
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, SourceSection
+from sft_play.data.sources import digest_source, find_source
 from sft_play.errors import ConfigError
 from sft_play.plan.sweep import Point, grid, halving_factor, ranking, rungs
 from sft_play.runs import seal
@@ -77,6 +79,30 @@ def test_a_name_follows_from_the_settings_and_a_finished_run_is_not_trained_agai
     assert sweep.plan_trials(call(tmp_path), OVER)[0].run_at(None).name == first.first.name
     halved, *_ = sweep.plan_trials(call(tmp_path), OVER, factor=2)
     assert halved.first != first.first, "its rungs are part of what it is"
+
+
+def test_a_finished_run_whose_rows_were_changed_does_not_count_as_done(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a?", "answer": "a"}\n')
+    environ = {**call(tmp_path).environ, "DATA_TRAIN_PATH": str(rows), "CONFIG": str(NO_CONFIG)}
+    asked = Call(Invocation(device="cpu", config=str(NO_CONFIG)), environ, ())
+    done = sweep.plan_trials(asked, OVER)[:2]
+    source = find_source(SourceSection(path=str(rows)), "data.train_path")
+    digest = digest_source(source)
+    recorded = {"name": str(rows), "weight": None, "digest": digest}
+    for trial in done:
+        write_report(RunFolder(trial.first), status="done")
+        RunFolder(trial.first).write_data({"sources": {"train": [recorded]}})
+    sweep.refuse_other_rows(asked, done)
+    rows.write_text('{"question": "b?", "answer": "a"}\n')
+    with pytest.raises(ConfigError) as caught:
+        sweep.refuse_other_rows(asked, done)
+    assert str(caught.value) == (
+        f"run {done[0].first} of this sweep is finished, with other rows than these:\n"
+        f"data.train_path={rows} (environment DATA_TRAIN_PATH): {rows} has other bytes than the "
+        "files that it was trained with\n"
+        "name a new sweep with RUN=, or give it what it was trained with"
+    )
 
 
 def test_a_stopped_run_goes_on_from_its_checkpoint_and_a_failed_one_is_tried_anew(tmp_path):

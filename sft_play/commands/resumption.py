@@ -102,7 +102,7 @@ def refuse_other_run(call: Call, folder: RunFolder) -> None:
         return
     loaded = load_config(_resuming(call, folder.path))
     settings = _other_settings(loaded, folder, asked)
-    rows = _other_rows(loaded, folder)
+    rows = other_rows(loaded, folder)
     if not settings and not rows:
         return
     what = " and ".join(name for name, found in (("settings", settings), ("rows", rows)) if found)
@@ -126,7 +126,7 @@ def _other_settings(loaded: LoadedConfig, folder: RunFolder, asked: AskedRun) ->
     return problems
 
 
-def _other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
+def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     """Return a line for each data setting whose files are not those of a finished run."""
     from sft_play.data.changed_sources import changed_sources
 

@@ -5,6 +5,7 @@ same command goes on where it was stopped. Loads no torch.
 """
 
 import dataclasses
+import json
 import math
 import queue
 import shlex
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import Self
 
 from sft_play.commands.call import Call, load_config, plan_run
+from sft_play.commands.resumption import other_rows
 from sft_play.config.targets import GIVEN, GOALS
 from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
@@ -147,6 +149,7 @@ def sweep(call: Call, over: str, halving: str = "") -> list[str]:
     trials = plan_trials(call, over, factor)
     slots = gpu_slots(call, trials[0].point)
     done = [trial for trial in trials if trial.run_at(None) is not None]
+    refuse_other_rows(call, done)
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
     with Children() as children:
         train_in_rungs(Sweep(call, slots, children), trials, factor)
@@ -169,8 +172,7 @@ def plan_trials(call: Call, over: str, factor: int | None = None) -> list[Trial]
     stops = rungs(len(points), factor)
     trials = []
     for point in points:
-        one = Call(call.invocation, call.environ, (*call.overrides, *point.words))
-        config = load_config(one).config
+        config = load_config(of_point(call, point)).config
         if config.train.stop_after is not None:
             raise ConfigError(
                 "train.stop_after is not for a sweep, whose runs it would all stop; leave it out, "
@@ -195,9 +197,33 @@ def refuse_running(trial: Trial) -> None:
         raise ConfigError(f"{trial.first}: {ATTEMPTS} runs with these settings did not end")
 
 
+def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
+    """Refuse to count runs as done whose data files were changed since: the others would have them.
+
+    Raises: ConfigError.
+    """
+    compared = set()  # runs of a sweep mostly have the same files, which may be large
+    for trial in done:
+        run = trial.run_at(None)
+        loaded = load_config(of_point(call, trial.point))
+        data = loaded.config.data.model_dump(mode="json")
+        sources = json.dumps([run.read_data()["sources"], data])
+        lines = other_rows(loaded, run) if sources not in compared else []
+        compared.add(sources)
+        if lines:
+            head = f"run {run.path} of this sweep is finished, with other rows than these:"
+            advice = "name a new sweep with RUN=, or give it what it was trained with"
+            raise ConfigError("\n".join([head, *lines, advice]))
+
+
+def of_point(call: Call, point: Point) -> Call:
+    """Return the call of one combination."""
+    return Call(call.invocation, call.environ, (*call.overrides, *point.words))
+
+
 def gpu_slots(call: Call, point: Point) -> list[str | None]:
     """Return an entry of CUDA_VISIBLE_DEVICES for each run at a time; [None] without a GPU."""
-    one = Call(call.invocation, call.environ, (*call.overrides, *point.words))
+    one = of_point(call, point)
     ranks = plan_run(one, load_config(one), distributed=True).plan.ranks
     return list(ranks.visible) if ranks.device == "cuda" else [None]
 

@@ -48,7 +48,8 @@ def _difference(now: SourceSection, then: Recorded, setting: str) -> str | None:
     if now.weight != then["weight"]:
         return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"
     is_gone_or_of_hub = not Path(now.path).exists()
-    if is_gone_or_of_hub and name == then["name"]:
+    names = (name, str(Path(now.path).resolve()))  # a run has absolute paths
+    if is_gone_or_of_hub and then["name"] in names:
         return None
     if is_gone_or_of_hub and hub.is_dataset_id(now.path):
         return f"{name} is another data set than {then['name']}, with which it was trained"
