@@ -255,41 +255,17 @@ MUTANTS = {
     "product from the gradients": (
         mlp_module,
         "glu_backward",
-        lambda f: lambda dh, g, u, act, dg, du, h, parts: f(dh, g, u, act, dg, du, parts=parts),
+        lambda f: lambda dh, g, u, act, dg, du, h: f(dh, g, u, act, dg, du),
     ),
     "gate and up exchanged": (
         mlp_module,
         "glu_backward",
-        lambda f: (
-            lambda dh, g, u, act, dg, du, h, parts: f(
-                dh, u, g, act, dg, du, h, parts._replace(gate=parts.up, up=parts.gate)
-            )
-        ),
+        lambda f: lambda dh, g, u, act, dg, du, h: f(dh, u, g, act, dg, du, h),
     ),
     "slope forgotten": (
         glu_module,
         "sigmoid_argument",
         lambda f: lambda g, act: (f(g, act)[0], 0.0),
-    ),
-    "the adapter of down left out of dh": (
-        mlp_module,
-        "glu_backward",
-        lambda f: lambda *given: f(*given[:-1], given[-1]._replace(dh=None)),
-    ),
-    "the adapter of up left out of the product": (
-        mlp_module,
-        "glu_backward",
-        lambda f: lambda *given: f(*given[:-1], given[-1]._replace(up=None)),
-    ),
-    "the adapter of gate left out of the output": (
-        mlp_module,
-        "glu_forward",
-        lambda f: lambda g, u, act, parts: f(g, u, act, parts._replace(gate=None)),
-    ),
-    "parts without their scale": (
-        mlp_module,
-        "adapter_parts",
-        lambda f: lambda *given: [part._replace(scale=1.0) for part in f(*given)],
     ),
     "dx without the adapters": (
         mlp_module,

@@ -17,9 +17,7 @@ from sft_play.models.fast.linears import (
     four_bit_kernels,
     glu_float8_kernels,
     glu_kernels,
-    glu_lora_kernels,
 )
-from sft_play.models.fast.linears.products import LowRank
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
 from sft_play.models.float8 import kernels as float8_kernels
@@ -49,16 +47,6 @@ def glu(dtype: torch.dtype) -> None:
         glu_kernels.forward(gate, up, activation)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
-
-
-def glu_with_adapters(dtype: torch.dtype) -> None:
-    gate, up, dh = (rows(dtype) for _ in range(3))
-    thin, wide = rows(dtype, 100), rows(dtype, 100, FEATURES)
-    of_gate, of_dh = LowRank(thin, wide, 2.0), LowRank(thin, rows(dtype, count=100).t(), 1.0)
-    for activation in ("silu", "gelu_tanh"):
-        glu_lora_kernels.forward(gate, up, activation, of_gate, None)
-        written = (rows(dtype), rows(dtype), dh)
-        glu_lora_kernels.backward(dh, gate, up, activation, *written, of_gate, of_gate, of_dh)
 
 
 def float8(dtype: torch.dtype) -> None:
@@ -113,7 +101,7 @@ def four_bit(dtype: torch.dtype) -> None:
         four_bit_kernels.unpack(*packed)
 
 
-LAUNCHES = [glu, glu_with_adapters, cross_entropy, norms, mixture, float8, four_bit]
+LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)

@@ -4,15 +4,10 @@
 
 Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the adapters. The product
 h is recomputed: it is elementwise, and saving it would cost I features per token (28 KiB at 8B).
-In 16 bits the outputs of gate and up are those of the base alone: what the adapters add to them is
-added where the elementwise part reads them, forward and backward, and so is the part of down's
-adapter in dh. In float8 that part quantises by rows, and gets sums.
 The reference is the module's own forward over the references of `lora` and `glu`.
 
 Legend: N tokens, I intermediate features.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu import (
-    NO_PARTS,
-    Parts,
     glu,
     glu_backward,
     glu_backward_float8,
@@ -37,10 +30,8 @@ from sft_play.models.fast.linears.lora import (
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
-    LowRank,
     adapter_dtype,
     adapter_gradients,
-    adapter_parts,
     cast_adapters,
     flatten_tokens,
     input_gradient,
@@ -96,12 +87,10 @@ class LoraMlpFunction(torch.autograd.Function):
         down_parameters = parameters[-2:]
         inner_adapters = cast_adapters(inner_parameters, x.dtype)
         down_adapter = cast_adapters(down_parameters, x.dtype)
-        is_apart = adds_within_glu(linears)
-        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known, is_apart)
+        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known)
         h_in_float8 = None
         if down.row_scales is None:
-            parts = inner_parts(xa, inner, inner_adapters) if is_apart else NO_PARTS
-            h = glu_forward(*split_halves(outputs), activation, parts)
+            h = glu_forward(*split_halves(outputs), activation)
         else:
             h, h_in_float8 = glu_forward_float8(*split_halves(outputs), activation)
         (y,), ha = project(h, (down,), down_adapter, h_in_float8)
@@ -131,12 +120,9 @@ class LoraMlpFunction(torch.autograd.Function):
         down_a, down_b, *outputs = saved[count:]
         down_adapter = Adapters(down_a, (down_b,))
         scales = [linear.row_scales for linear in inner] if ctx.needs_input_grad[0] else []
-        parts = None
-        if adds_within_glu(ctx.linears):
-            parts = inner_parts(xa, inner, inner_adapters)
         grads, known, down_gradients = down_backward(
             *(flatten_tokens(dy), ha, outputs, down, down_adapter),
-            *(ctx.activation, ctx.down_dtype, scales, parts),
+            *(ctx.activation, ctx.down_dtype, scales),
         )
         du = rank_gradient(grads, inner, inner_adapters)
         dx = None
@@ -148,22 +134,6 @@ class LoraMlpFunction(torch.autograd.Function):
         return dx, None, None, None, *inner_gradients, *down_gradients
 
 
-def adds_within_glu(linears: Sequence[FrozenLinear]) -> bool:
-    """Return whether what adapters add is added where the elementwise part reads its inputs."""
-    return all(linear.row_scales is None for linear in linears)
-
-
-def inner_parts(xa: Tensor | None, inner: Sequence[FrozenLinear], adapters: Adapters) -> Parts:
-    """Return what adapters add to gate and up (N, I), of two linears or of one for both."""
-    parts = adapter_parts(xa, inner, adapters)
-    if len(parts) == 2:
-        return Parts(*parts)
-    (both,) = parts
-    if both is None:
-        return NO_PARTS
-    return Parts(*(LowRank(both.left, half, both.scale) for half in both.right.chunk(2)))
-
-
 def down_backward(
     dy: Tensor,
     ha: Tensor | None,
@@ -173,27 +143,22 @@ def down_backward(
     activation: Activation,
     dtype: torch.dtype | None,
     scales: list[Tensor | None],
-    parts: Parts | None,
 ) -> tuple[list[Tensor], tuple[Quantised, ...] | None, list[Tensor | None]]:
     """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
 
-    dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I); with `parts` they
-    are those of the base alone. `scales` are those of gate's and up's rows; where both have some,
-    their gradients are quantised, too.
+    dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
+    of gate's and up's rows; where both have some, their gradients are quantised, too.
     """
     du = rank_gradient([dy], [down], adapters)
-    dh = input_gradient([dy], du if parts is None else None, [down], adapters)
+    dh = input_gradient([dy], du, [down], adapters)
     grads = [torch.empty_like(output) for output in outputs]
     gate, up = split_halves(tuple(outputs))
     dgate, dup = split_halves(tuple(grads))
     # h overwrites dh. The outputs of gate and up are not overwritten: a second backward pass may
     # need them.
     known = None
-    if parts is not None:
-        of_down = None if du is None else LowRank(du, adapters.a.t(), 1.0)
-        glu_backward(dh, gate, up, activation, dgate, dup, dh, parts._replace(dh=of_down))
-    elif len(scales) == 2 and all(scale is not None for scale in scales):
+    if len(scales) == 2 and all(scale is not None for scale in scales):
         known = glu_backward_float8(dh, gate, up, activation, dgate, dup, *scales)
     else:
-        glu_backward(dh, gate, up, activation, dgate, dup, dh)
+        glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
     return grads, known, adapter_gradients(dh, ha, [dy], du, [down], dtype)

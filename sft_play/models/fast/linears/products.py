@@ -43,18 +43,6 @@ class Adapters(NamedTuple):
     b: tuple[Tensor | None, ...]  # (out, r) each; None for a linear without an adapter
 
 
-class LowRank(NamedTuple):
-    """scale * left @ right^T: what an adapter adds to an output or to a gradient."""
-
-    left: Tensor  # (N, r)
-    right: Tensor  # (features, r)
-    scale: float
-
-    def added_to(self, x: Tensor) -> Tensor:
-        """Return x (N, features) with this added, in the dtype of x."""
-        return torch.addmm(x, self.left.to(x.dtype), self.right.to(x.dtype).t(), alpha=self.scale)
-
-
 def flatten_tokens(x: Tensor) -> Tensor:
     """Return x (..., features) as (N, features)."""
     return x.reshape(-1, x.shape[-1])
@@ -112,12 +100,8 @@ def project(
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
     known: Quantised | None = None,
-    is_base_alone: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R); `known` is x in float8.
-
-    With `is_base_alone` the adapters' parts are left out of y_i: `adapter_parts` has them.
-    """
+    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R); `known` is x in float8."""
     flat = flatten_tokens(x)
     xa = None if adapters.a is None else flat @ adapters.a.t()
     quantised = quantise_shared(flat, [linear.row_scales for linear in linears], known)
@@ -126,11 +110,11 @@ def project(
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
         if linear.row_scales is not None:
             y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
-            if b is not None and not is_base_alone:
+            if b is not None:
                 y.addmm_(xa[:, part], b.t(), alpha=linear.scale)
             outputs.append(y.view(*x.shape[:-1], -1))
             continue
-        if b is None or is_base_alone:
+        if b is None:
             outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
             continue
         # Allocate the output before the dequantised weight: otherwise freeing the weight fragments
@@ -144,16 +128,6 @@ def project(
         flat_y.addmm_(flat, dequantize(linear.weight, x.dtype).t())
         outputs.append(y)
     return tuple(outputs), xa
-
-
-def adapter_parts(
-    xa: Tensor | None, linears: Sequence[FrozenLinear], adapters: Adapters
-) -> tuple[LowRank | None, ...]:
-    """Return what the adapters add to y_i (N, out_i), of x A^T (N, R); None without an adapter."""
-    parts: list[LowRank | None] = []
-    for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
-        parts.append(None if b is None else LowRank(xa[:, part], b, linear.scale))
-    return tuple(parts)
 
 
 def rank_gradient(
