@@ -123,17 +123,16 @@ def staged(folder: RunFolder) -> list[Path]:
 def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_been(
     tmp_path: Path, target: str, variables: dict[str, str]
 ) -> None:
-    """One run, four starts of make: the same command three times, and one that is left alone."""
-    words = {**SETTINGS, **variables}
-    run_make(target, tmp_path / "alone", SECONDS, **words)
-    expected = losses_of(RunFolder(tmp_path / "alone" / "run"))
-    assert sorted(expected) == list(range(1, STEPS + 1))
-
+    """One run, four starts of make: the same command three times, beside one that is left alone."""
+    alone = Started(target, variables, tmp_path / "alone")
     outputs = tmp_path / "outputs"
     started = Started(target, variables, outputs)
     started.wait_until(lambda: bool(staged(started.folder)))
     started.signal_all(signal.SIGKILL)
     left = [path.name for path in staged(started.folder)]
+    alone.process.wait(SECONDS)
+    expected = losses_of(alone.folder)
+    assert sorted(expected) == list(range(1, STEPS + 1)), alone.output.read_text()[-3000:]
 
     again = Started(target, variables, outputs)
     again.wait_until(lambda: again.has_logged(f"step {STEPS - 4}/{STEPS} "))
@@ -145,7 +144,7 @@ def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_b
     assert newest.is_dir(), "no step is lost"
     after_kill = largest_difference(again.folder, expected)
 
-    run_make(target, outputs, SECONDS, **words)
+    run_make(target, outputs, SECONDS, **SETTINGS, **variables)
     report = report_of(started.folder)
     assert (report["status"], report["global_step"]) == ("done", STEPS)
     after_stop = largest_difference(started.folder, expected)
