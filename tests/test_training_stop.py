@@ -405,6 +405,27 @@ def recorders(plan_run):
     return folder, [RunRecorder(folder, planned, rank) for rank in (0, 1)]
 
 
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_signal_while_the_cause_of_an_error_is_found_does_not_hide_it(recorders, has_trained):
+    folder, (recorder, _) = recorders
+
+    def found() -> list[int]:
+        signal.raise_signal(signal.SIGTERM)  # of the launcher, which misses rank 1, too
+        return [1]
+
+    recorder.find_gone = found
+    with StopSignals(is_rank=True) as signals:
+        signals.on_first = recorder.interrupt
+        with recorder:
+            if has_trained:
+                with StopOnSignal(ALONE, signals, recorder) as stop:
+                    stop.on_pre_optimizer_step(None, None, None)
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"]) == ("failed", 17)
+    assert report["cause"].startswith("rank 1 ended without a word: ")
+
+
 def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):
     folder, (main_rank, other) = recorders
     seen = []

@@ -76,6 +76,7 @@ class RunRecorder:
         self.global_step: Callable[[], int] | None = None  # the trainer's
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
+        self.is_recording_error = False
         self._told: str | None = None  # the cause that was logged
         self._has_told_launcher = False
         self._started = time.perf_counter()
@@ -93,6 +94,7 @@ class RunRecorder:
     ) -> bool:
         if error is None:
             return False
+        self.is_recording_error = True
         if self._is_following:
             file_only.warning("raised while this rank followed another one", exc_info=error)
             # the broadcast's thread ends the process, unless the store was gone before the thread
@@ -207,8 +209,14 @@ class RunRecorder:
         except OSError as unwritable:
             self._log_unwritable(unwritable)
 
-    def interrupt(self, number: int | None = None) -> NoReturn:
-        """Raise KeyboardInterrupt on a signal, and note whether ranks were gone when it came."""
+    def interrupt(self, number: int | None = None) -> None:
+        """Raise KeyboardInterrupt on a signal, and note whether ranks were gone when it came.
+
+        Not while an error is recorded, which ends this rank: its cause would be lost. A launcher
+        sends the signal where another rank ended, just when this one misses it.
+        """
+        if self.is_recording_error:
+            return
         self.gone = peers.missing_ranks()
         raise KeyboardInterrupt
 

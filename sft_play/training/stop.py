@@ -68,6 +68,8 @@ class StopOnSignal(TrainerCallback):
 
     def _obey(self, number: signal.Signals) -> None:
         """Stop now where nothing is lost by it, else say when."""
+        if self.recorder.is_recording_error:  # it ends by itself
+            return
         if not self.has_begun or peers.missing_ranks():
             self.recorder.interrupt()
         when = "stopping at the end of this step with a checkpoint"
