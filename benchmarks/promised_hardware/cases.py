@@ -144,7 +144,7 @@ _CASES = (
         promise=Promise(120, 600),
     ),
     _too_large("8b-lora-17-gib", "lora", 17),
-    _too_large("8b-qlora-7.9-gib", "qlora", 7.9),
+    _too_large("8b-qlora-7.7-gib", "qlora", 7.7),
     Case(
         "toy",
         TOY,
