@@ -9,8 +9,10 @@ python -m benchmarks.merging --model data/tiny_llama --tokens 64
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,32 +20,53 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from benchmarks.inputs import fixed_rows, random_model
 from benchmarks.machine import GIB, ROOT
 
 STEPS = 4
 ROWS_PER_STEP = 4
 HELD_OUT_ROWS = 16
+SAMPLE_SECONDS = 0.1  # between two looks at the memory of a target's processes
 
 
 class Cost(NamedTuple):
     """What a make target took."""
 
     seconds: float
-    peak_bytes: int  # of the host's memory, of its largest process
+    peak_bytes: int  # of the host's memory, in its largest process, with the files that it maps
+    own_bytes: int  # of all its processes together, without files, which the system can drop
 
 
 def run_make(target: str, variables: dict[str, object], log: Path) -> Cost:
     """Run a make target. Exits with its words where it fails."""
     words = [f"{name}={value}" for name, value in variables.items()]
     started = time.perf_counter()
+    own_bytes = 0
     with log.open("wb") as file:
         made = subprocess.Popen(["make", target, *words], cwd=ROOT, stdout=file, stderr=file)
-        _, status, used = os.wait4(made.pid, 0)
+        ended = 0
+        while not ended:
+            time.sleep(SAMPLE_SECONDS)
+            own_bytes = max(own_bytes, own_memory(made.pid))
+            ended, status, used = os.wait4(made.pid, os.WNOHANG)
     seconds = time.perf_counter() - started
     if os.waitstatus_to_exitcode(status):
         sys.exit(f"make {target}: {log.read_text()[-3000:]}")
-    return Cost(seconds, used.ru_maxrss * 1024)
+    return Cost(seconds, used.ru_maxrss * 1024, own_bytes)
+
+
+def own_memory(pid: int) -> int:
+    """Return the bytes that a process and its children hold, without the files that they map."""
+    found = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(OSError):  # one that has just ended
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+                found += sum(map(int, re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)))
+    return found * 1024
 
 
 def write_rows(folder: Path, tokens: int) -> tuple[Path, Path]:
@@ -87,6 +110,7 @@ def merge(run: Path) -> dict[str, Any]:
     return {
         "seconds": round(cost.seconds, 1),
         "peak_host_gib": round(cost.peak_bytes / GIB, 2),
+        "peak_own_gib": round(cost.own_bytes / GIB, 2),
         "report": report,
     }
 
