@@ -219,7 +219,8 @@ def before_first_step(
         held_out.score("before")
     trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
     # last: a probe's steps do not count
-    copy_adapters_at_once(trainer.model, trainer.model_wrapped)
+    if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
+        copy_adapters_at_once(trainer.model, trainer.model_wrapped)
     trainer.graphs = graph_layers(trainer.model, context.config, context.plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
