@@ -2,7 +2,7 @@
 
 Fused linears multiply in 16 bits, and adapters are trained in 32. A kernel that casts the adapters
 of one linear is too small to keep a GPU busy: 128 of them take 3 ms of a step of 8B on an H200,
-and one for all adapters 0.1 ms. Backward needs the copies anyway.
+and a few for all adapters do the same work at once. Backward needs the copies anyway.
 """
 
 from collections.abc import Sequence
