@@ -31,7 +31,7 @@ from sft_play.inference import parity as inference_parity
 from sft_play.inference.adapter_checks import what_vllm_does_not_serve
 from sft_play.inference.export import export_run
 from sft_play.inference.load import TrainedModel
-from sft_play.inference.parity import parity_rows
+from sft_play.inference.parity import answered, parity_rows
 from sft_play.models.older_readers import plain_template, write_for_older_readers
 from sft_play.plan.launch import free_port
 from sft_play.process import Process
@@ -225,6 +225,24 @@ def taught_rows(taught_base, tokenizer, prepared_rows) -> list[parity.ParityRow]
     rows = parity_rows(trained, prepared_rows.validation)
     assert sum(row.has_ended for row in rows) >= 6
     return rows
+
+
+def test_margins_are_those_of_the_scores_that_chose_the_token(tiny_base, tokenizer):
+    """A base's penalty reorders tokens: the plain scores would call a near tie sure."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+    trained = TrainedModel(model, tokenizer, Config(), Process.alone(torch.device("cpu")), ())
+    found = []
+    for penalty in (1.0, 1.5):
+        model.generation_config.repetition_penalty = penalty
+        row = answered(trained, [5, 6, 7], None)
+        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1].detach()
+        seen = logits[[5, 6, 7]]
+        logits[[5, 6, 7]] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        best, second = logits.topk(2).values.tolist()
+        assert row.margins[0] == pytest.approx(best - second, abs=1e-3)
+        found.append(row)
+    assert found[0].margins[0] != found[1].margins[0]
+    assert len(found[1].margins) == len(found[1].answer_ids)
 
 
 def told(folder: Path, rows: list[parity.ParityRow], faults: Faults | None = None) -> list[str]:

@@ -223,6 +223,30 @@ def test_a_generation_config_that_cannot_be_saved_samples_or_is_left_out(base):
     savable_generation_config(model).validate(strict=True)
 
 
+def test_settings_of_one_call_are_left_out_and_named(base, caplog):
+    """With them generate() returns no ids, several answers, or wants another argument."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.generation_config = GenerationConfig(
+        return_dict_in_generate=True, stop_strings=["a"], max_time=1e-4, repetition_penalty=1.1
+    )
+    model.generation_config.num_return_sequences = 2
+    saved = savable_generation_config(model)
+    assert "return_dict_in_generate=True, num_return_sequences=2, stop_strings=['a']" in caplog.text
+    assert saved.repetition_penalty == 1.1
+    model.generation_config = saved
+    ids = torch.tensor([[5, 6, 7]])
+    found = model.generate(input_ids=ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert found.shape == (1, 7)
+
+
+def test_a_generation_config_that_is_left_out_keeps_its_stops(base):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.generation_config = GenerationConfig(eos_token_id=[3, 4], length_penalty=2.0)
+    saved = savable_generation_config(model)
+    assert saved.length_penalty != 2.0 and stops_of(model) == (3, 4)
+    assert saved.eos_token_id == [3, 4]
+
+
 # Stops of the base's own generation
 
 

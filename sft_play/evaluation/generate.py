@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.helpers import disable_input_dtype_casting
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from sft_play.config.schema import TrainSection
@@ -68,12 +74,14 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         streamer: BaseStreamer | None = None,
         stopping: StoppingCriteriaList | None = None,
+        scored: LogitsProcessor | None = None,
     ) -> torch.Tensor:
         """Return the generated ids (B, N) after each prompt, on the device.
 
         The model must be in evaluation mode. Autocast is entered here, because accelerate wraps
         a model's forward in autocast but not PEFT's generate. A `streamer` takes the ids of one
-        prompt as they come.
+        prompt as they come, and `scored` the scores (B, V) of each token, behind the penalties of
+        the base's generation_config.json.
         """
         limit = self.train.generation_max_new_tokens
         assert limit != "auto", "the rows or the command resolve generation_max_new_tokens"
@@ -96,6 +104,7 @@ class Generator:
                 synced_gpus=self.synced_gpus,
                 streamer=streamer,
                 stopping_criteria=stopping,
+                logits_processor=None if scored is None else LogitsProcessorList([scored]),
             )
         return ids[:, input_ids.shape[1] :]
 

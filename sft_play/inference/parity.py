@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from sft_play.data.questions import question_indices
 from sft_play.data.render import RenderError, render_prompt
@@ -79,7 +79,8 @@ def answered(trained: TrainedModel, prompt: list[int], messages: Messages | None
     )
     tokenizer = trained.tokenizer
     generator = Generator(tokenizer, train, trained.process, saved_stops=trained.stops)
-    ids = generator.generate(trained.model, [prompt])[0].tolist()
+    margins = Margins()
+    ids = generator.generate(trained.model, [prompt], scored=margins)[0].tolist()
     texts = [
         tokenizer.decode(ids[:count], skip_special_tokens=True) for count in range(1, len(ids) + 1)
     ]
@@ -89,17 +90,22 @@ def answered(trained: TrainedModel, prompt: list[int], messages: Messages | None
         answer=texts[-1],
         answer_ids=ids,
         answer_ends=[len(text) for text in texts],
-        margins=margins_of(trained, prompt, ids),
+        margins=margins.nats,
         has_ended=ids[-1] in generator.stops,
         messages=messages,
     )
 
 
-@torch.no_grad()
-def margins_of(trained: TrainedModel, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return how many nats each token of an answer is above the second most likely one."""
-    ids = torch.tensor([prompt + answer], device=trained.process.device)
-    with trained.process.autocast():
-        logits = trained.model(input_ids=ids, use_cache=False).logits[0]  # (B = 1, N, V)
-    best = logits[len(prompt) - 1 : -1].float().topk(2).values
-    return [round(margin, 4) for margin in (best[:, 0] - best[:, 1]).tolist()]
+class Margins(LogitsProcessor):
+    """Notes how many nats each token of an answer is above the second most likely one.
+
+    It sees the scores by which the token was chosen: a penalty of the base changes them.
+    """
+
+    def __init__(self) -> None:
+        self.nats: list[float] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        best, second = scores[0].float().topk(2).values.tolist()  # (B = 1, V)
+        self.nats.append(round(best - second, 4))
+        return scores

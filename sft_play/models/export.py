@@ -29,6 +29,22 @@ PAD_TOKENS = (
     *("<|endoftext|>", "<unk>"),
 )
 
+# Of one call, not of a model, with what transformers takes where a file has none of them. Each lets
+# generate() return something else than ids, demand another argument, or end an answer by itself.
+OF_A_CALL = {
+    "return_dict_in_generate": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "num_return_sequences": (None, 1),
+    "prompt_lookup_num_tokens": (None,),
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "forced_eos_token_id": (None,),
+    "dola_layers": (None,),
+}
+
 
 def trained_stops(
     rows: Split, tokenizer: PreTrainedTokenizerBase, own: Iterable[int] = ()
@@ -115,17 +131,40 @@ def savable_generation_config(model: PreTrainedModel) -> GenerationConfig:
     """Return a copy of the model's generation config that transformers agrees to save.
 
     Some bases name a temperature and leave do_sample off. transformers loads that and refuses to
-    save it, which would lose the weights of a whole run.
+    save it, which would lose the weights of a whole run. Settings of one call are left out.
     """
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+    _leave_out_calls(generation)
     fault = _fault(generation)
     if fault is None:
         return generation
     generation.do_sample = True  # what the sampling values are for
     if _fault(generation) is None:
         return generation
-    logger.warning("the base's generation_config.json is left out: %s", fault)
-    return GenerationConfig()
+    logger.warning("the base's generation_config.json is left out but for its stops: %s", fault)
+    return GenerationConfig(
+        bos_token_id=generation.bos_token_id,
+        eos_token_id=generation.eos_token_id,
+        pad_token_id=generation.pad_token_id,
+    )
+
+
+def _leave_out_calls(generation: GenerationConfig) -> None:
+    """Set what belongs to one call to what transformers takes without it, with a warning."""
+    found = {
+        name: getattr(generation, name)
+        for name, harmless in OF_A_CALL.items()
+        if getattr(generation, name, None) not in harmless
+    }
+    for name in found:
+        setattr(generation, name, None)
+    if found:
+        words = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        logger.warning(
+            "the base's generation_config.json: %s left out, because answers are generated here "
+            "until a stop token or the limit",
+            words,
+        )
 
 
 def _fault(generation: GenerationConfig) -> str | None:
