@@ -10,6 +10,7 @@ from sft_play.config.schema import env_name
 from sft_play.plan.advice import Change
 from sft_play.plan.run_plan import RunPlan
 
+LLAMA_3B = "meta-llama/Llama-3.2-3B-Instruct"
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
 QWEN_32B = "Qwen/Qwen2.5-32B-Instruct"
@@ -31,6 +32,7 @@ SHORT = [
     ("2xH100", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),
     ("4xH200", LLAMA_70B, EXPLICIT_70B),
     ("1x4090", LLAMA_8B, EXPLICIT_8B),
+    ("8xV100-32", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),  # float16: no FSDP
 ]
 
 
@@ -69,6 +71,27 @@ def test_no_advised_setting_could_be_left_out(
     changes = plan_of(gpus, model, *settings).changes
     sets = [frozenset(change.words.split()) for change in changes]
     assert not any(one < other for one in sets for other in sets)
+
+
+def test_what_is_advised_instead_of_a_device_map_fits_each_gpu_and_the_host() -> None:
+    settings = ("tuning.mode=full", "model.max_seq_len=16384", "model.device_map=auto")
+    plan = plan_of("4x4090", LLAMA_3B, *settings, distributed=False)
+    assert plan.step.layers_by_gpu and not plan.fits
+    divided = [change for change in plan.changes if "MODEL_DEVICE_MAP=null" in change.words]
+    assert divided
+    for change in divided:
+        after = plan_with(change, "4x4090", LLAMA_3B, *settings)
+        assert after.fits
+        assert after.memory.predicted_peak == change.predicted_peak
+
+
+def test_weights_are_offloaded_to_the_host_memory_that_each_of_more_processes_has() -> None:
+    settings = ("tuning.mode=full", "model.max_seq_len=4096", "model.device_map=auto")
+    plan = plan_of("2x4090", LLAMA_3B, *settings, distributed=False)
+    assert not plan.fits
+    assert not [change for change in plan.changes if "FSDP_OFFLOAD" in change.words]
+    typed = plan_of("2x4090", LLAMA_3B, *settings[:2], "train.fsdp_offload=true")
+    assert [warning for warning in typed.warnings if "of host memory" in warning]
 
 
 @pytest.mark.parametrize(("gpus", "model", "settings"), SHORT)

@@ -10,7 +10,7 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.float8 import may_be_float8
-from sft_play.plan.inputs import PlanInputs, choose_layout
+from sft_play.plan.inputs import PlanInputs, choose_layout, with_placement
 from sft_play.plan.memory import GIB, host_bytes, step_bytes
 from sft_play.plan.ranks import Strategy
 from sft_play.plan.speed import Speed
@@ -79,10 +79,12 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: Speed | None)
         changed = _merged(inputs, changed, option.inputs)
     if changed.config.tuning.has_float8_base and changed.ranks.strategy == "deepspeed":
         return None
-    if changed.ranks.strategy == "fsdp" and why_not_fsdp(changed.config):
+    if changed.ranks.strategy == "fsdp" and why_not_fsdp(changed.config, changed.is_float16):
         return None
+    changed = with_placement(changed)
     layout = choose_layout(changed)
-    if not changed.fits(layout):
+    on_host = host_bytes(changed.step, layout) + offloaded_bytes(changed.step, layout)
+    if not changed.fits(layout) or on_host > changed.host_budget_bytes:
         return None
     words = []
     for option in options:
@@ -116,7 +118,15 @@ def _merged(base: PlanInputs, one: PlanInputs, other: PlanInputs) -> PlanInputs:
             if getattr(before, name) != getattr(after, name)
         ]
         config = _with_settings(config, section, {name: getattr(after, name) for name in names})
-    fields = ("ranks", "zero_stage", "fetching", "offload", "offload_weights", "is_effective_set")
+    fields = (
+        "ranks",
+        "zero_stage",
+        "fetching",
+        "offload",
+        "offload_weights",
+        "is_effective_set",
+        "host_budget_bytes",
+    )
     differing = [name for name in fields if getattr(other, name) != getattr(base, name)]
     return replace(one, config=config, **{name: getattr(other, name) for name in differing})
 
@@ -190,7 +200,7 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             yield Option(words, changed, "engine")
         offloaded = replace(_with_engine(inputs, "fsdp", per_node, 0), offload_weights=True)
         on_host = host_bytes(offloaded.step, choose_layout(offloaded))
-        if not inputs.offload_weights and on_host <= inputs.host_budget_bytes:
+        if not inputs.offload_weights and on_host <= offloaded.host_budget_bytes:
             words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true"
             if inputs.config.train.strategy not in ("auto", "fsdp"):
                 words += " TRAIN_STRATEGY=fsdp"
@@ -223,6 +233,7 @@ def _with_engine(
         fetching=fetching,
         offload=False,
         offload_weights=False,
+        host_budget_bytes=inputs.host_budget_bytes * inputs.ranks.per_node // per_node,
     )
 
 

@@ -43,6 +43,7 @@ class PlanInputs:
     tracer: Tracer | None = None  # where the closed form has not been shown to fit the model
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
+    is_float16: bool = False  # the half is float16, which scales the loss
 
     @cached_property
     def request(self) -> BatchRequest:

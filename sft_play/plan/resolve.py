@@ -145,6 +145,7 @@ def _resolve(
         model=model,
         ranks=ranks,
         is_half=precision != "float32",
+        is_float16=precision == "fp16",
         zero_stage=deepspeed.zero_stage(raw),
         offload=offload,
         offload_weights=offload_weights or config.train.fsdp_offload,
@@ -158,9 +159,8 @@ def _resolve(
     inputs = with_offloading(with_placement(inputs))
     layout = choose_layout(inputs)
     warnings += _model_warnings(loaded, inputs.step) + _position_warnings(loaded, environ)
-    warnings += device_map.sentences(loaded, ranks, inputs.layers_by_gpu)
     warnings += _batch_warnings(loaded, layout) + _setting_warnings(loaded)
-    warnings += _machine_warnings(inputs, layout, precision, hardware, environ)
+    warnings += _machine_warnings(loaded, inputs, layout, hardware, environ)
     packing, unpacked_because = resolve_packing(config, model.model_type)
     lack = shortage(inputs, layout)
     plan = RunPlan(
@@ -185,17 +185,17 @@ def _resolve(
 
 
 def _machine_warnings(
+    loaded: LoadedConfig,
     inputs: PlanInputs,
     layout: Layout,
-    precision: Precision,
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> list[str]:
     """Return what is to be said of how the machine will run the step."""
-    warnings = [*recurrent_warnings(inputs.model, hardware)]
-    warnings += faster_than_zero3(inputs, layout, precision == "fp16")
-    warnings += offloading.warnings(inputs, layout)
-    warnings += graph_warnings(inputs.graph_setup, layout)
+    warnings = device_map.sentences(loaded, inputs.ranks, inputs.layers_by_gpu)
+    warnings += recurrent_warnings(inputs.model, hardware)
+    warnings += faster_than_zero3(inputs, layout)
+    warnings += offloading.warnings(inputs, layout) + graph_warnings(inputs.graph_setup, layout)
     return warnings + switches.warnings(inputs.config, inputs.ranks, environ)
 
 

@@ -142,14 +142,14 @@ def resolved_name(strategy: Strategy, zero_stage: int) -> str:
     return "ddp" if strategy == "single" else strategy
 
 
-def faster_than_zero3(inputs: PlanInputs, layout: Layout, is_float16: bool) -> list[str]:
+def faster_than_zero3(inputs: PlanInputs, layout: Layout) -> list[str]:
     """Return a sentence where the planner expects FSDP to train the same step faster than ZeRO-3.
 
     Nobody asked for the host's memory, and the step fits under FSDP too.
     """
     step = inputs.step
     offloads = step.offload or step.offload_weights
-    if step.zero_stage != 3 or offloads or why_not_fsdp(inputs.config, is_float16):
+    if step.zero_stage != 3 or offloads or why_not_fsdp(inputs.config, inputs.is_float16):
         return []
     fsdp = replace(step, zero_stage=0, is_fsdp=True)
     if memory.step_bytes(fsdp, layout).predicted_peak > inputs.budget_bytes:
