@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from sft_play.config.schema import TrainSection
 from sft_play.data.render import stop_ids
 from sft_play.evaluation.decoding import shared_keys
+from sft_play.models.positions import room_for_answer
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,13 @@ class Generator:
         The model must be in evaluation mode. Autocast is entered here, because accelerate wraps
         a model's forward in autocast but not PEFT's generate. A `streamer` takes the ids of one
         prompt as they come, and `scored` the scores (B, V) of each token, behind the penalties of
-        the base's generation_config.json.
+        the base's generation_config.json. Raises: DataError where no position is left behind a
+        prompt.
         """
         limit = self.train.generation_max_new_tokens
         assert limit != "auto", "the rows or the command resolve generation_max_new_tokens"
         input_ids, attention_mask = pad_left(prompts, self.tokenizer.pad_token_id)
+        limit = room_for_answer(model, input_ids.shape[1], limit)
         device = self.process.device
         # else PEFT casts the input of each adapter to float32, and autocast casts it back
         is_half = self.process.compute_dtype != torch.float32

@@ -36,6 +36,7 @@ from sft_play.models.float8.loading import (
 )
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.packed import dtype_name
+from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
@@ -148,6 +149,7 @@ def load_base(
         _finish_mxfp4(model, quantization, base_dtype)
     if quantization is not None:
         bnb.finish_loading(model)
+    refuse_longer_rows(model, config.model.max_seq_len)
     keep_soft_caps(model)
     keep_angles_exact(model)
     bind_by_device(model)
