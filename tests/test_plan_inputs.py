@@ -1,5 +1,6 @@
 """sft_play.plan.inputs: what a plan is made from, and why a step does not fit."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +40,17 @@ def inputs_of(budget_gib: float, **train: Any) -> PlanInputs:
 def needed_gib(inputs: PlanInputs) -> str:
     """Return the bytes of the smallest step, as messages have them."""
     layout = smallest(inputs.request)
-    return f"{step_bytes(inputs.step, layout).predicted_peak / GIB:.1f} GiB"
+    return f"{step_bytes(inputs.step, layout).predicted_peak / GIB:.2f} GiB"
+
+
+def offloaded_gib(inputs: PlanInputs) -> str:
+    """Return what messages add of the same step with activations offloaded."""
+    return re.search(r"(, [0-9.]+ GiB with \S+=true)?, a GPU", why_short(inputs))[1]
 
 
 def why_short(inputs: PlanInputs) -> str:
-    return shortage(inputs, choose_layout(inputs))
+    decided = with_offloading(inputs)
+    return shortage(decided, choose_layout(decided))
 
 
 def test_a_step_that_fits_lacks_nothing() -> None:
@@ -58,20 +65,34 @@ def test_what_fits_nowhere_says_what_it_needs() -> None:
     assert not inputs.fits(choose_layout(inputs))
     assert why_short(inputs) == (
         "train.batch_size=auto: even 1 row of 2048 tokens with checkpointing needs "
-        f"{needed_gib(inputs)}, a GPU has 2.0 GiB to give"
+        f"{needed_gib(inputs)}{offloaded_gib(inputs)}, a GPU has 2.00 GiB to give"
     )
     unchecked = inputs_of(2, gradient_checkpointing=False)
     assert why_short(unchecked) == (
         f"train.batch_size=auto: even 1 row of 2048 tokens needs {needed_gib(unchecked)}, "
-        "a GPU has 2.0 GiB to give"
+        "a GPU has 2.00 GiB to give"
     )
+
+
+def test_what_is_needed_with_offloading_is_what_fits_with_it() -> None:
+    said = re.search(
+        r"([0-9.]+) GiB with TRAIN_ACTIVATION_OFFLOADING=true", why_short(inputs_of(2))
+    )
+    least_gib = float(said[1])
+    host = {"host_budget_bytes": 64 * GIB}
+    for budget_gib, is_enough in ((least_gib - 0.01, False), (least_gib + 0.01, True)):
+        inputs = with_offloading(replace(inputs_of(budget_gib), **host))
+        assert inputs.fits(choose_layout(inputs)) == is_enough
+        assert inputs.offloads_activations == is_enough
+    offloaded = inputs_of(2, activation_offloading=True)
+    assert "OFFLOADING" not in why_short(offloaded)
 
 
 def test_rows_that_an_accumulation_calls_for_are_named() -> None:
     inputs = inputs_of(2, grad_accum=4, effective_batch_size=32)
     assert why_short(inputs) == (
         "train.batch_size=auto: even 8 rows, which train.grad_accum=4 calls for, of 2048 tokens "
-        f"with checkpointing needs {needed_gib(inputs)}, a GPU has 2.0 GiB to give"
+        f"with checkpointing needs {needed_gib(inputs)}{offloaded_gib(inputs)}, a GPU has 2.00 GiB to give"
     )
 
 
@@ -79,7 +100,7 @@ def test_an_explicit_batch_that_lacks_memory_is_named() -> None:
     inputs = inputs_of(20, batch_size=8)
     assert choose_layout(inputs) == smallest(inputs.request)
     assert why_short(inputs) == (
-        f"train.batch_size=8 is estimated to need {needed_gib(inputs)} and 20.0 GiB are there"
+        f"train.batch_size=8 is estimated to need {needed_gib(inputs)} and 20.00 GiB are there"
     )
 
 

@@ -117,10 +117,10 @@ def test_a_budget_is_that_of_the_fullest_gpu_in_use(distributed: bool, free_gib:
 @pytest.mark.parametrize(
     ("hardware", "device"),
     [
-        ("1x24GiB", "a GPU has 22.1 GiB to give"),
+        ("1x24GiB", "a GPU has 22.08 GiB to give"),
         (
             Hardware("cpu", (), 8, 24 * GIB),
-            "this host for each process has 22.1 GiB to give",
+            "this host for each process has 22.08 GiB to give",
         ),
     ],
 )

@@ -259,8 +259,8 @@ def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
     peak_bytes = memory.step_bytes(inputs.step, layout).predicted_peak
     if peak_bytes <= inputs.budget_bytes:
         return None
-    needed = f"{peak_bytes / GIB:.1f} GiB"
-    budget = f"{inputs.budget_bytes / GIB:.1f} GiB"
+    needed = f"{peak_bytes / GIB:.2f} GiB"
+    budget = f"{inputs.budget_bytes / GIB:.2f} GiB"
     if request.batch_size != "auto":
         return (
             f"train.batch_size={layout.batch_size} is estimated to need {needed} and {budget} "
@@ -274,5 +274,21 @@ def shortage(inputs: PlanInputs, layout: Layout) -> str | None:
     recomputed = " with checkpointing" if layout.checkpointed_layers else ""
     return (
         f"train.batch_size=auto: even {rows} of {request.max_seq_len} tokens{recomputed} needs "
-        f"{needed}, {device} has {budget} to give"
+        f"{needed}{_needed_offloaded(inputs, peak_bytes)}, {device} has {budget} to give"
     )
+
+
+def _needed_offloaded(inputs: PlanInputs, peak_bytes: int) -> str:
+    """Say what the smallest step needs with activations offloaded, where that is less."""
+    if inputs.step.offload_activations or not inputs.can_offload_activations:
+        return ""
+    offloaded = _with_offloading_set(inputs, True)
+    layout = batch.smallest(offloaded.request)
+    layouts = [layout]
+    if offloaded.request.gradient_checkpointing == "auto" and layout.checkpointed_layers > 1:
+        # the last layer, kept, is freed before another is recomputed
+        layouts.append(replace(layout, checkpointed_layers=layout.checkpointed_layers - 1))
+    needed_bytes = min(memory.step_bytes(offloaded.step, each).predicted_peak for each in layouts)
+    if needed_bytes >= peak_bytes:
+        return ""
+    return f", {needed_bytes / GIB:.2f} GiB with TRAIN_ACTIVATION_OFFLOADING=true"
