@@ -117,9 +117,15 @@ def test_the_processes_that_tokenise_end_with_the_front_end(number):
     assert not front_end.is_alive()
 
 
+def refuse_nohup() -> None:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        pytest.skip("these tests run under nohup, and so a hangup is to be ignored")
+
+
 @pytest.mark.faults
 def test_a_signal_at_any_moment_of_the_tokenisers_start_ends_it():
     """An interrupt between a fork and its entry in the pool would wait for that process for ever."""
+    refuse_nohup()
     for moment in range(40):
         front_end = in_child(tokenise)
         time.sleep(moment / 1000)
@@ -160,6 +166,7 @@ def test_a_process_ends_with_the_one_that_started_it_where_the_system_does_not_s
 def test_a_signal_while_rows_are_tokenised_ends_all_processes(tmp_path, number, target):
     from sft_play.runs.folder import RunFolder
 
+    refuse_nohup()
     rows = tmp_path / "rows.jsonl"
     line = '{"question": "%d %s", "answer": "%s"}\n'
     with rows.open("w") as file:
