@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.commands.resumption import is_in_place, resumption
+from sft_play.config.messages import word
 from sft_play.data import cache
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
 from sft_play.runs import lock
@@ -119,8 +120,8 @@ def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:
         assert str(caught.value) == (
             f"run {folder.path} is finished, with other settings and rows than these:\n"
             "tuning.lora.r=2 (--set tuning.lora.r), and it was trained with 16\n"
-            f"{asked} (--set data.train_path): {copied} has other bytes than the files that it was "
-            "trained with\n"
+            f"data.train_path={word(str(copied))} (--set data.train_path): {copied} has other bytes "
+            "than the files that it was trained with\n"
             "choose another RUN to train with them, or give it what it was trained with"
         )
         assert (copied in read) is is_read, "another size tells by itself"

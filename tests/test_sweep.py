@@ -12,6 +12,7 @@ from conftest import NO_CONFIG
 from sft_play.commands import sweep
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
+from sft_play.config.messages import word
 from sft_play.config.schema import Config, SourceSection
 from sft_play.data.sources import digest_source, find_source
 from sft_play.errors import ConfigError
@@ -99,8 +100,8 @@ def test_a_finished_run_whose_rows_were_changed_does_not_count_as_done(tmp_path)
         sweep.refuse_other_rows(asked, done)
     assert str(caught.value) == (
         f"run {done[0].first} of this sweep is finished, with other rows than these:\n"
-        f"data.train_path={rows} (environment DATA_TRAIN_PATH): {rows} has other bytes than the "
-        "files that it was trained with\n"
+        f"data.train_path={word(str(rows))} (environment DATA_TRAIN_PATH): {rows} has other bytes "
+        "than the files that it was trained with\n"
         "name a new sweep with RUN=, or give it what it was trained with"
     )
 
