@@ -5,6 +5,8 @@ What was seen is kept in seen.json, by row, so that some rows can be run again.
 
 import json
 import os
+import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,19 @@ def note(table: str, name: str, **facts: Any) -> None:
         return
     seen = read()
     row = seen.setdefault(table, {}).setdefault(name, {})
-    row.update(facts, date=time.strftime("%Y-%m-%d"))
+    row.update({key: of_any_machine(value) for key, value in facts.items()})
+    row["date"] = time.strftime("%Y-%m-%d")
     SEEN.write_text(json.dumps(seen, indent=2, sort_keys=True) + "\n")
+
+
+def of_any_machine(value: Any) -> Any:
+    """Return a note with the first line of each text, and without the folders of this machine."""
+    if isinstance(value, list):
+        return [of_any_machine(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = value.partition("\n")[0].replace(f"{ROOT}/", "")
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/\S*", "a temporary folder", text)
 
 
 def read() -> dict[str, Any]:
