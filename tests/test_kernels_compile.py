@@ -14,6 +14,7 @@ from kernel_compiler import compiling_for
 
 from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import (
+    columns_kernels,
     four_bit_kernels,
     glu_float8_kernels,
     glu_kernels,
@@ -45,6 +46,7 @@ def glu(dtype: torch.dtype) -> None:
     gate, up, dh = (rows(dtype) for _ in range(3))
     for activation in ("silu", "gelu_tanh"):
         glu_kernels.forward(gate, up, activation)
+        glu_kernels.forward(gate, up, activation, room=64)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
 
@@ -75,8 +77,8 @@ def norms(dtype: torch.dtype) -> None:
     x, weight = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
     for kind in (LLAMA, GEMMA):
         residual_kernels.forward(x, None, weight, 1e-6, kind)
-        _, s, inverse, _ = residual_kernels.forward(x, x, weight, 1e-6, kind)
-        residual_kernels.backward(x, x, s, weight, inverse, kind)
+        _, s, inverse, _ = residual_kernels.forward(x, x, weight, 1e-6, kind, room=64)
+        residual_kernels.backward(x, x, s, weight, inverse, kind, room=64)
 
 
 def mixture(dtype: torch.dtype) -> None:
@@ -99,9 +101,16 @@ def four_bit(dtype: torch.dtype) -> None:
             rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
         )
         four_bit_kernels.unpack(*packed)
+        four_bit_kernels.unpack(*packed, out=rows(dtype, 2 * FEATURES)[:, :FEATURES])
 
 
-LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit]
+def columns(dtype: torch.dtype) -> None:
+    targets = [rows(dtype, 2 * FEATURES)[:, FEATURES:], rows(dtype, 8)[:, 4:]]
+    sources = [target.clone(memory_format=torch.contiguous_format) for target in targets]
+    columns_kernels.write(columns_kernels.table_of(sources, targets, [1.0, 2.0]), sources[0])
+
+
+LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit, columns]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)

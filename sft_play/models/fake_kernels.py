@@ -155,7 +155,13 @@ class FakeResidualKernels:
 
     @staticmethod
     def forward(
-        x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: Any, in_float8: bool
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: Any,
+        in_float8: bool,
+        room: int,
     ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
         """Return y and s like x, a float32 for each token, and y in float8 if asked for."""
         y = torch.empty_like(x)

@@ -72,6 +72,9 @@ def _unpack(
     weights,
     total_words,
     total_blocks,
+    row_words,
+    row_stride,
+    lie_apart: tl.constexpr,
     is_nf4: tl.constexpr,
     words_a_block: tl.constexpr,
     blocksize2: tl.constexpr,
@@ -98,14 +101,25 @@ def _unpack(
     found = tl.reshape(found, [tile, _CODES_A_WORD])
 
     weight = libdevice.mul_rn(found, tl.broadcast_to(scale[:, None], [tile, _CODES_A_WORD]))
-    target = word[:, None] * _CODES_A_WORD + place[None, :]
-    target = weights + first_word * _CODES_A_WORD + target
+    target = first_word * _CODES_A_WORD + word * _CODES_A_WORD
+    if lie_apart:  # rows, of whole words
+        first_row = first_word // row_words
+        beyond = (first_word - first_row * row_words).to(tl.int32) + word
+        target = (first_row + beyond // row_words) * row_stride
+        target += (beyond % row_words) * _CODES_A_WORD
+    target = weights + target[:, None] + place[None, :]
     tl.store(target, weight.to(weights.dtype.element_ty), inside[:, None])
 
 
-def unpack(packed: Tensor, state: QuantState) -> Tensor:
-    """Return a packed weight for which `four_bit.has_kernel`, as a new tensor `state.shape`."""
-    weights = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
+def unpack(packed: Tensor, state: QuantState, out: Tensor | None = None) -> Tensor:
+    """Return a packed weight for which `four_bit.has_kernel`, as a new tensor or in `out`.
+
+    Of the shape `state.shape`; rows of `out` (a matrix) may lie apart if their length is a multiple
+    of 8.
+    """
+    weights = out
+    if weights is None:
+        weights = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
     words = packed.detach().view(-1).view(torch.int32)
     words_a_block = state.blocksize // CODES_A_WORD
     if state.nested:
@@ -113,13 +127,18 @@ def unpack(packed: Tensor, state: QuantState) -> Tensor:
         scales = (state.absmax, outer.code, outer.absmax, state.offset)
     else:
         scales = (state.absmax,) * 4
+    row_words, row_stride, lie_apart = 0, 0, not weights.is_contiguous()
+    if lie_apart:
+        assert weights.shape[1] % CODES_A_WORD == 0 and weights.stride(1) == 1, "words in two rows"
+        row_words, row_stride = weights.shape[1] // CODES_A_WORD, weights.stride(0)
     flags = (
+        lie_apart,
         state.quant_type == "nf4",
         words_a_block,
         state.state2.blocksize if state.nested else 0,
         TILE // words_a_block,
     )
-    sizes = (len(words), triton.cdiv(len(words), words_a_block))
+    sizes = (len(words), triton.cdiv(len(words), words_a_block), row_words, row_stride)
     with on_device_of(packed):
         _unpack[(triton.cdiv(len(words), TILE),)](
             words, *scales, weights, *sizes, *flags, num_warps=WARPS

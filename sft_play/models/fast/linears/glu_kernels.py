@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE, Activation
+from sft_play.models.fast.linears.room import empty_with_room
 
 BLOCK = 1024  # features of a program: 8 of a thread, one 16-byte load of bfloat16
 _SLOPE = tl.constexpr(GELU_SLOPE)
@@ -35,7 +36,15 @@ def gradients(d, g, u, is_gelu: tl.constexpr):
 
 @triton.jit
 def _forward(
-    gate, up, h, gate_stride, up_stride, features, is_gelu: tl.constexpr, block: tl.constexpr
+    gate,
+    up,
+    h,
+    gate_stride,
+    up_stride,
+    h_stride,
+    features,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -43,7 +52,7 @@ def _forward(
     g = tl.load(gate + row * gate_stride + columns, inside, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, inside, 0).to(tl.float32)
     p, _slope = sigmoid_argument(g, is_gelu)
-    tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
+    tl.store(h + row * h_stride + columns, g * tl.sigmoid(p) * u, inside)
 
 
 @triton.jit
@@ -76,13 +85,13 @@ def _backward(
         tl.store(h + row * features + columns, product, inside)
 
 
-def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return act(gate) * up, (N, I)."""
+def forward(gate: Tensor, up: Tensor, activation: Activation, room: int = 0) -> Tensor:
+    """Return act(gate) * up, (N, I), with room beside its rows."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
-    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    h = empty_with_room(gate.shape, room, gate)
     with torch.cuda.device(gate.device):
         tensors = (gate, up, h)
-        sizes = (gate.stride(0), up.stride(0), gate.shape[1])
+        sizes = (gate.stride(0), up.stride(0), h.stride(0), gate.shape[1])
         _forward[_grid(gate)](*tensors, *sizes, activation == "gelu_tanh", BLOCK)
     return h
 

@@ -24,6 +24,8 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.fast.linears.columns import COLUMNS, AdapterColumns
+from sft_play.models.fast.linears.copies import copy_of
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
@@ -35,6 +37,7 @@ from sft_play.models.fast.linears.products import (
     project,
     rank_gradient,
 )
+from sft_play.models.fast.linears.room import take_room
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.adapters import Float8LoraLinear
 from sft_play.models.float8.format import Quantised
@@ -179,7 +182,7 @@ def is_4bit(module: nn.Module) -> bool:
 def _apply(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     linears, adapters = split_linears(modules)
     x = to_compute_dtype(x)
-    return LoraLinearsFunction.apply(x, take(x), linears, *adapters)
+    return LoraLinearsFunction.apply(x, take(x), take_room(x), linears, *adapters)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -188,6 +191,13 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))
+
+
+def active_adapter(module: nn.Module) -> str | None:
+    """Return the name of a linear's first active adapter, None where it has none."""
+    if not isinstance(module, LoraLayer):
+        return None
+    return next((name for name in module.active_adapters if name in module.lora_A), None)
 
 
 def split_linears(
@@ -202,16 +212,17 @@ def split_linears(
     for module in modules:
         base = getattr(module, "base_layer", module)
         row_scales = getattr(base, "weight_scale", None)
-        name = None
-        if isinstance(module, LoraLayer):
-            name = next((name for name in module.active_adapters if name in module.lora_A), None)
+        name = active_adapter(module)
         if name is None:
             linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0, row_scales))
             adapters += [None, None]
             continue
         a = module.lora_A[name].weight
         scaling = module.scaling[name]
-        linears.append(FrozenLinear(base.weight, base.bias, scaling, len(a), row_scales))
+        columns: AdapterColumns | None = getattr(base, COLUMNS, None)
+        if columns is not None and copy_of(a, columns.inputs.dtype) is None:
+            columns = None  # nothing has been written there yet
+        linears.append(FrozenLinear(base.weight, base.bias, scaling, len(a), row_scales, columns))
         adapters += [a, module.lora_B[name].weight]
     return tuple(linears), adapters
 
@@ -224,16 +235,18 @@ class LoraLinearsFunction(torch.autograd.Function):
         ctx,
         x: Tensor,
         known: Quantised | None,
+        room: int,
         linears: tuple[FrozenLinear, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `known` is x in float8, where the kernel that computed it has quantised it. `parameters` are
+        `known` is x in float8, where the kernel that computed it has quantised it, and `room` what
+        it has left beside the rows of x. `parameters` are
         A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
         """
         adapters = cast_adapters(parameters, x.dtype)
-        outputs, xa = project(x, linears, adapters, known)
+        outputs, xa = project(x, linears, adapters, known, room)
         ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
         ctx.linears = linears
         ctx.adapter_dtype = adapter_dtype(parameters)
@@ -245,10 +258,17 @@ class LoraLinearsFunction(torch.autograd.Function):
         """Return the gradients of x and of A_1, B_1, A_2, ..."""
         x, xa, a, *b = ctx.saved_tensors
         adapters = Adapters(a, tuple(b))
+        rooms = [take_room(grad) for grad in grads]
         dy = [flatten_tokens(grad) for grad in grads]
         du = rank_gradient(dy, ctx.linears, adapters)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
+            dx = input_gradient(dy, du, ctx.linears, adapters, rooms=rooms).view(x.shape)
         x = flatten_tokens(x)
-        return dx, None, None, *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype)
+        return (
+            dx,
+            None,
+            None,
+            None,
+            *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype),
+        )

@@ -38,6 +38,7 @@ from sft_play.models.fast.linears.products import (
     project,
     rank_gradient,
 )
+from sft_play.models.fast.linears.room import empty_with_room, room_for, take_room
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import take
 
@@ -58,7 +59,7 @@ def lora_mlp(
         return down(glu(gate_output, up_output, activation))
     linears, adapters = split_linears(modules)
     x = to_compute_dtype(x)
-    return LoraMlpFunction.apply(x, take(x), linears, activation, *adapters)
+    return LoraMlpFunction.apply(x, take(x), take_room(x), linears, activation, *adapters)
 
 
 def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -77,23 +78,29 @@ class LoraMlpFunction(torch.autograd.Function):
         ctx,
         x: Tensor,
         known: Quantised | None,
+        room: int,
         linears: tuple[FrozenLinear, ...],
         activation: Activation,
         *parameters: Tensor | None,
     ) -> Tensor:
-        """Return y (..., out) of x (..., in); `known` is x in float8."""
+        """Return y (..., out) of x (..., in).
+
+        `known` is x in float8, and `room` beside the rows of x may be written to.
+        """
         *inner, down = linears
         inner_parameters = parameters[:-2]
         down_parameters = parameters[-2:]
         inner_adapters = cast_adapters(inner_parameters, x.dtype)
         down_adapter = cast_adapters(down_parameters, x.dtype)
-        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known)
-        h_in_float8 = None
+        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known, room)
+        h_in_float8, room = None, 0
         if down.row_scales is None:
-            h = glu_forward(*split_halves(outputs), activation)
+            gate, up = split_halves(outputs)
+            room = room_beside(gate, down)
+            h = glu_forward(gate, up, activation, room)
         else:
             h, h_in_float8 = glu_forward_float8(*split_halves(outputs), activation)
-        (y,), ha = project(h, (down,), down_adapter, h_in_float8)
+        (y,), ha = project(h, (down,), down_adapter, h_in_float8, room)
         ctx.save_for_backward(
             x,
             xa,
@@ -120,24 +127,33 @@ class LoraMlpFunction(torch.autograd.Function):
         down_a, down_b, *outputs = saved[count:]
         down_adapter = Adapters(down_a, (down_b,))
         scales = [linear.row_scales for linear in inner] if ctx.needs_input_grad[0] else []
+        rooms = [room_beside(output, of) for output, of in zip(outputs, inner, strict=True)]
+        room = take_room(dy)
         grads, known, down_gradients = down_backward(
-            *(flatten_tokens(dy), ha, outputs, down, down_adapter),
+            *(flatten_tokens(dy), room, ha, outputs, rooms, down, down_adapter),
             *(ctx.activation, ctx.down_dtype, scales),
         )
         du = rank_gradient(grads, inner, inner_adapters)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads, du, inner, inner_adapters, known).view(x.shape)
+            dx = input_gradient(grads, du, inner, inner_adapters, known, rooms).view(x.shape)
         inner_gradients = adapter_gradients(
             flatten_tokens(x), xa, grads, du, inner, ctx.inner_dtype
         )
-        return dx, None, None, None, *inner_gradients, *down_gradients
+        return dx, None, None, None, None, *inner_gradients, *down_gradients
+
+
+def room_beside(x: Tensor, linear: FrozenLinear) -> int:
+    """Return the room beside rows of x (N, F) for the columns of a linear's adapter."""
+    return 0 if linear.columns is None else room_for(x.shape[1], linear.rank)
 
 
 def down_backward(
     dy: Tensor,
+    room: int,
     ha: Tensor | None,
     outputs: list[Tensor],
+    rooms: list[int],
     down: FrozenLinear,
     adapters: Adapters,
     activation: Activation,
@@ -146,12 +162,15 @@ def down_backward(
 ) -> tuple[list[Tensor], tuple[Quantised, ...] | None, list[Tensor | None]]:
     """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
 
-    dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
-    of gate's and up's rows; where both have some, their gradients are quantised, too.
+    dy (N, out), with `room` beside its rows. `outputs` are gate's and up's (N, I), or both as one
+    (N, 2 I); `rooms` are left beside the rows of their gradients. `scales` are those of gate's and
+    up's rows; where both have some, their gradients are quantised, too.
     """
     du = rank_gradient([dy], [down], adapters)
-    dh = input_gradient([dy], du, [down], adapters)
-    grads = [torch.empty_like(output) for output in outputs]
+    dh = input_gradient([dy], du, [down], adapters, rooms=[room])
+    grads = []
+    for output, beside in zip(outputs, rooms, strict=True):
+        grads.append(empty_with_room(output.shape, beside, output))
     gate, up = split_halves(tuple(outputs))
     dgate, dup = split_halves(tuple(grads))
     # h overwrites dh. The outputs of gate and up are not overwritten: a second backward pass may

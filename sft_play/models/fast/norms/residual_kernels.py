@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sft_play.models.fast.linears.room import empty_with_room, flat_rows
 from sft_play.models.fast.norms.rms import NormKind
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
@@ -22,6 +23,7 @@ def _forward(
     inverse,
     values,
     scales,
+    y_stride,
     features,
     eps,
     offset,
@@ -47,7 +49,7 @@ def _forward(
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
     rounded = (normed * scale).to(y.dtype.element_ty)
-    tl.store(y + at, rounded, inside)
+    tl.store(y + row * y_stride + columns, rounded, inside)
     if in_float8:
         wide = rounded.to(tl.float32)
         row_scale = scale_of(tl.max(tl.abs(wide), 0))
@@ -56,18 +58,30 @@ def _forward(
 
 
 @triton.jit
-def _backward(dy, ds, s, weight, inverse, dx, features, offset, block: tl.constexpr):
+def _backward(
+    dy,
+    ds,
+    s,
+    weight,
+    inverse,
+    dx,
+    dy_stride,
+    ds_stride,
+    dx_stride,
+    features,
+    offset,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     inside = columns < features
-    at = row * features + columns
     factor = tl.load(inverse + row)
-    n = tl.load(s + at, inside, 0).to(tl.float32) * factor
+    n = tl.load(s + row * features + columns, inside, 0).to(tl.float32) * factor
     scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
-    m = tl.load(dy + at, inside, 0).to(tl.float32) * scale
-    stream = tl.load(ds + at, inside, 0).to(tl.float32)
+    m = tl.load(dy + row * dy_stride + columns, inside, 0).to(tl.float32) * scale
+    stream = tl.load(ds + row * ds_stride + columns, inside, 0).to(tl.float32)
     mean = tl.sum(m * n, 0) / features
-    tl.store(dx + at, stream + factor * (m - n * mean), inside)
+    tl.store(dx + row * dx_stride + columns, stream + factor * (m - n * mean), inside)
 
 
 def forward(
@@ -77,10 +91,14 @@ def forward(
     eps: float,
     kind: NormKind,
     in_float8: bool = False,
+    room: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
-    """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for."""
+    """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for.
+
+    y has room beside its rows.
+    """
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = empty_with_room(x.shape, room, x)
     s = x
     if residual is not None:
         residual = residual.to(x.dtype).contiguous()
@@ -94,20 +112,29 @@ def forward(
         tensors = (x, residual, weight, y, s, inverse, *(quantised or (y, inverse)))
         flags = (kind.casting == "gemma", residual is not None, in_float8)
         _forward[(inverse.numel(),)](
-            *tensors, features, eps, kind.offset, *flags, block, num_warps=warps
+            *(*tensors, y.stride(-2), features, eps, kind.offset, *flags, block), num_warps=warps
         )
     return y, s, inverse, quantised
 
 
 def backward(
-    dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
+    dy: Tensor,
+    ds: Tensor,
+    s: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    kind: NormKind,
+    room: int = 0,
 ) -> Tensor:
-    """Return dx (..., H)."""
-    dx = torch.empty_like(s)
+    """Return dx (..., H), with room beside its rows."""
+    dx = empty_with_room(s.shape, room, s)
     features, block, warps = _sizes(s)
+    dy, ds = flat_rows(dy), flat_rows(ds)
     with torch.cuda.device(s.device):
-        tensors = (dy.contiguous(), ds.contiguous(), s, weight, inverse, dx)
-        _backward[(inverse.numel(),)](*tensors, features, kind.offset, block, num_warps=warps)
+        tensors = (dy, ds, s, weight, inverse, dx)
+        strides = (dy.stride(0), ds.stride(0), dx.stride(-2))
+        sizes = (features, kind.offset, block)
+        _backward[(inverse.numel(),)](*tensors, *strides, *sizes, num_warps=warps)
     return dx
 
 

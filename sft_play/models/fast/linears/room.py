@@ -1,0 +1,60 @@
+"""Room beside the rows of a matrix, for a few more columns that a product reads with the others.
+
+    x (N, F), the first columns of a buffer (N, F + room)
+
+The kernel that computes x leaves the room, and says so by an attribute of the tensor, which modules
+and autograd pass on unchanged. Whoever takes the room owns it: nobody else writes there.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+ALIGNMENT = 64  # numbers: rows of products begin at multiples of 128 bytes
+NAME = "room_beside_rows"
+
+
+def room_for(features: int, columns: int) -> int:
+    """Return the room that rows of `features` need for more columns; 0 for none."""
+    if not columns:
+        return 0
+    whole = -(-(features + columns) // ALIGNMENT) * ALIGNMENT
+    return whole - features
+
+
+def empty_with_room(shape: Sequence[int], room: int, like: Tensor) -> Tensor:
+    """Return an uninitialised tensor of a shape (..., F), with room beside each row."""
+    if not room:
+        return like.new_empty(shape)
+    return like.new_empty(*shape[:-1], shape[-1] + room)[..., : shape[-1]]
+
+
+def leave_room(x: Tensor, room: int) -> None:
+    """Say that x (..., F) has room beside its rows that nobody uses."""
+    if room:
+        setattr(x, NAME, room)
+
+
+def take_room(x: Tensor) -> int:
+    """Return the room that was left beside x, which nobody else gets then; 0 where none was."""
+    return vars(x).pop(NAME, 0) if hasattr(x, NAME) else 0
+
+
+def beside(x: Tensor, columns: Tensor) -> Tensor:
+    """Write columns (N, C) into the room beside x (N, F); return both as one (N, F + C)."""
+    sizes = (len(x), x.shape[1] + columns.shape[1])
+    # .data: what is written is not a change of x, which autograd would see
+    both = x.data.as_strided(sizes, x.stride())
+    both[:, x.shape[1] :].copy_(columns)
+    return both
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """Return x (..., F) as (N, F) with features side by side: a view where the rows allow it."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def with_room(x: Tensor, room: int) -> Tensor:
+    """Return a copy of x (..., F) with room beside its rows; x itself where none is asked for."""
+    return empty_with_room(x.shape, room, x).copy_(x) if room else x
