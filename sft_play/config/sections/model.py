@@ -108,8 +108,8 @@ class ModelSection(Section):
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto",
-        description="Attention implementation of transformers; auto is sdpa where the architecture "
-        "has it, else eager. Fused kernels (train.fast_path) replace auto and sdpa only; backend "
+        description="Attention of transformers; auto is sdpa where the architecture has it, else "
+        "eager. Fused kernels replace auto and sdpa, on Hopper GPUs auto with FlashAttention 4; "
         "unsloth brings its own.",
     )
     device_map: DeviceMap | None = Field(

@@ -8,7 +8,7 @@ trained the weights; but for experts with adapters, whose own code needs a copy 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peft import PeftModel
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
+from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.install import install_attention
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.install import (
@@ -44,6 +45,8 @@ class FusedKernels:
 
     on: dict[str, int]  # part: number of modules
     off: dict[str, str]  # part: why it is not fused
+    # part: the kernel in force on a GPU, where there is a choice
+    kernels: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the log line."""
@@ -131,7 +134,11 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
         reason = why_mlp_linears_not_fusable(setup)
         if reason:
             off[LINEARS_OF_MLP] = reason
-    return FusedKernels(_in_order(on), _in_order(off))
+    chosen = {}
+    has_run = setup.on_gpu and not setup.is_traced and not setup.has_packed_parts
+    if "attention" in on and has_run:
+        chosen["attention"] = flash4.kernel_in_force()
+    return FusedKernels(_in_order(on), _in_order(off), chosen)
 
 
 def _gather_with_layers(setup: TrainingSetup) -> None:

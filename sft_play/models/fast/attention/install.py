@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.attention.interface import use_interface
 from sft_play.models.fast.attention.masks import remove_mask, unmasked
@@ -34,6 +35,7 @@ def install_attention(setup: TrainingSetup) -> int:
         raise Unsupported("no module calls an attention function of transformers")
     for module in modules:
         _check_attention(module)
+    _choose_kernels(setup)
     whole = _whole_attentions(setup, modules)
     others = [module for module in modules if module not in whole]
     if others:
@@ -131,6 +133,14 @@ def _unmasked(setup: TrainingSetup) -> Callable[[Call, str], Call]:
         return Call(call.args, {**call.kwargs, "attention_mask": mask})
 
     return fused_call
+
+
+def _choose_kernels(setup: TrainingSetup) -> None:
+    """Choose between FlashAttention 4 and torch's kernels, which sdpa asks for by its name."""
+    if not setup.on_gpu or setup.is_traced:
+        return
+    capability = torch.cuda.get_device_capability(setup.process.device)
+    flash4.choose(capability, setup.config.model.attn_implementation == "auto")
 
 
 def _check_attention_kernels(setup: TrainingSetup) -> None:

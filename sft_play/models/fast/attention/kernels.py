@@ -3,6 +3,7 @@
     softmax(cap(scale * q k^T)) v,  where a token attends to its own document up to itself
 
 On a GPU:
+- whole rows, documents, windows: FlashAttention 4 where `flash4` has chosen it; else
 - whole rows: torch's scaled_dot_product_attention
 - documents, windows: torch's variable-length flash attention; sinks are added to its softmax
 - values of another size than keys: flash attention, padded with zeros
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.attention.sinks import attend_with_sinks
@@ -49,13 +51,12 @@ def attend(
     document.
     """
     rows, tokens = query.shape[:2]
-    if documents is not None:
-        boundaries, longest = documents
-        if len(boundaries) == rows + 1 and longest == tokens:
-            documents = None  # each row is one document
     longest = tokens if documents is None else documents.longest
+    are_whole_rows = documents is None
+    if documents is not None and len(documents.boundaries) == rows + 1 and longest == tokens:
+        are_whole_rows = True  # each row is one document
     scoring = scoring.within(longest)
-    if documents is None and _are_whole_rows_enough(query, value, scoring):
+    if are_whole_rows and _are_whole_rows_enough(query, value, scoring):
         return _attend_rows(query, key, value, scoring.scale)
     if documents is None:
         starts = torch.arange(
@@ -73,7 +74,10 @@ def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bo
         return False
     if not query.is_cuda:
         return True
-    return query.shape[-1] == value.shape[-1] <= LARGEST_FLASH_HEAD
+    features, value_features = query.shape[-1], value.shape[-1]
+    if flash4.suits(features, value_features, _dtype_in_kernels(query), scoring):
+        return False
+    return features == value_features <= LARGEST_FLASH_HEAD
 
 
 def _gpu_kernel(query: Tensor, scoring: Scoring) -> Kernel:
@@ -143,13 +147,20 @@ def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend with torch's variable-length flash attention, in 16 bits."""
+    """Attend with FlashAttention 4 or torch's variable-length flash attention, in 16 bits."""
     query, key, value = _in_16_bits(query, key, value)
     features = value.shape[-1]
     query, key, value = padded_to_one_size(query, key, value)
-    if scoring.sinks is not None:
-        out = attend_with_sinks(query, key, value, scoring, documents)
-        return out[..., :features]
+    if flash4.takes(query, key, value, scoring, documents):
+        return flash4.attend(query, key, value, scoring, documents)[..., :features]
+    compute = attend_torch_varlen if scoring.sinks is None else attend_with_sinks
+    return compute(query, key, value, scoring, documents)[..., :features]
+
+
+def attend_torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
+) -> Tensor:
+    """Attend with torch's kernel (N, H, D), which takes neither sinks nor soft caps."""
     window = scoring.window
     known = _varlen_parameters()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
@@ -160,8 +171,7 @@ def _attend_varlen(
     else:  # the kernel's own scale is 1 / sqrt(D)
         query = query * (scoring.scale * query.shape[-1] ** 0.5)
     starts, longest = documents
-    out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-    return out[..., :features]
+    return varlen_attn(query, key, value, starts, starts, longest, longest, **options)
 
 
 @cache
@@ -225,5 +235,13 @@ def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     )
     if not torch.is_autocast_enabled(query.device.type):
         return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = _dtype_in_kernels(query)
     return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _dtype_in_kernels(query: Tensor) -> torch.dtype:
+    """Return autocast's dtype where it is on, else that of the queries."""
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return query.dtype
