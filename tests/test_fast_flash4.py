@@ -6,13 +6,14 @@ Packages of the test stand in for it: the real one needs a Hopper GPU (test_gpu_
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from sft_play.models.fast.attention import flash4
+from sft_play.models.fast.attention import flash4, kernels
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.documents import Documents
 
@@ -122,6 +123,39 @@ def test_what_agrees_with_the_definition_is_used_and_said_once(install, caplog) 
     found = flash4.attend(*of, WINDOWED, documents)
     expected = flash4._definition(*(tensor.float() for tensor in of), WINDOWED, (5, 7))
     assert torch.allclose(found.float(), expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("source", [RIGHT, BROKEN], ids=["there", "broken"])
+def test_packed_documents_go_through_it_or_through_torchs_kernel(
+    install, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Values narrower than keys, and heads of no known size, are padded for both."""
+    install(source)
+    flash4.choose(flash4.HOPPER)
+    used: list[str] = []
+
+    def torchs(*of) -> torch.Tensor:
+        used.append("torch")
+        return flash4._definition(*of[:4], (5, 7))
+
+    monkeypatch.setattr(kernels, "attend_torch_varlen", torchs)
+    query, key, value = call(features=12)
+    documents = Documents(torch.tensor([0, 5, 12], dtype=torch.int32), 7)
+    out = kernels._attend_varlen(query, key, value[..., :6], PLAIN, documents)
+    assert out.shape == (12, 4, 6)
+    expected = flash4._definition(query, key, value[..., :6], PLAIN, (5, 7))
+    assert torch.allclose(out, expected, atol=2e-2)
+    assert used == ([] if source == RIGHT else ["torch"])
+
+
+def test_the_compilers_warning_about_known_arguments_is_not_shown(install) -> None:
+    install(RIGHT)
+    flash4.choose(flash4.HOPPER)
+    with warnings.catch_warnings(record=True) as caught:
+        for argument in ("aux_data", "other"):
+            text = f"Argument {argument} (position 17) cannot be converted to a JitArgument for f"
+            warnings.warn(text, UserWarning, stacklevel=1)
+    assert [str(one.message).split()[1] for one in caught] == ["other"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from test_fast_install import plain_model, settings
 
 from sft_play.models.fast.attention import flash4, kernels
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.comparison import TOLERANCES, relative_error
 from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.install import install_fused_kernels
+from sft_play.process import Process
 
 
 def why_not() -> str | None:
@@ -29,6 +32,7 @@ def why_not() -> str | None:
 REASON = why_not()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 RAGGED = (1, 700, 129, 64, 1, 1100, 53)
 SHORT = (60, 1, 400, 100)
 MANY = (3,) * 300 + (148,)
@@ -39,7 +43,8 @@ def chosen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.WARNING):
         flash4.choose(flash4.HOPPER)
         yield
-    assert caplog.messages == [], "torch's kernels took over"
+    lines = [record.message for record in caplog.records if record.name == flash4.__name__]
+    assert lines == [], "torch's kernels took over"
     flash4.choose((8, 0))
 
 
@@ -120,6 +125,21 @@ def test_rows_without_boundaries_are_documents(chosen: None) -> None:
     one = kernels.attend(*rows, scoring).view(1, 512, 4, 64)
     two = kernels.attend(*inputs, scoring, documents_of((256, 256)))
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "sdpa"])
+def test_an_installed_model_says_which_kernel_it_uses(implementation: str) -> None:
+    model = plain_model("llama", "lora", std=0.08, dtype=torch.bfloat16, **SIZES).cuda()
+    config = settings("lora")
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"attn_implementation": implementation})}
+    )
+    process = Process.alone(torch.device("cuda", 0), torch.bfloat16)
+    kernels_of = install_fused_kernels(model, config, process)
+    assert "attention" in kernels_of.on
+    expected = "FlashAttention 4" if implementation == "auto" else "torch"
+    assert kernels_of.kernels["attention"].startswith(expected)
+    flash4.choose((8, 0))
 
 
 def test_deterministic_gradients_are_the_same_to_the_bit(chosen: None) -> None:

@@ -264,13 +264,13 @@ def _keep_what_is_compiled() -> None:
     """
     if CACHE_SWITCH in os.environ:
         return
-    folder = Path(os.environ.get(CACHE_FOLDER) or _default_folder())
     try:
+        folder = Path(os.environ.get(CACHE_FOLDER) or _default_folder())
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as file:  # the package waits for locks, and then fails
             fcntl.flock(file, fcntl.LOCK_SH)
-    except OSError as error:
-        logger.info("attention: kernels are compiled anew in each run, %s: %s", folder, error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        logger.info("attention: kernels are compiled anew in each run (%s)", error)
         return
     os.environ[CACHE_FOLDER] = str(folder)
     os.environ[CACHE_SWITCH] = "1"

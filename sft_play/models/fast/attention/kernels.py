@@ -75,7 +75,8 @@ def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bo
     if not query.is_cuda:
         return True
     features, value_features = query.shape[-1], value.shape[-1]
-    if flash4.suits(features, value_features, _dtype_in_kernels(query), scoring):
+    is_indexed = query.numel() < MAX_ELEMENTS
+    if is_indexed and flash4.suits(features, value_features, _dtype_in_kernels(query), scoring):
         return False
     return features == value_features <= LARGEST_FLASH_HEAD
 
