@@ -10,7 +10,6 @@ from test_fast_install import plain_model, settings
 
 from sft_play.models.fast.attention import flash4, kernels
 from sft_play.models.fast.attention.scoring import Scoring
-from sft_play.models.fast.comparison import TOLERANCES, relative_error
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
@@ -85,11 +84,16 @@ def assert_right(
     assert flash4.kernel_in_force().startswith("FlashAttention 4")
     wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
     flat = kernels.attend_lengths(*(t.flatten(0, 1) for t in wide), scoring, list(lengths))
-    for one, two in zip(results(flat[None], wide), found, strict=True):
-        assert relative_error(one, two) <= TOLERANCES[dtype]
+    for right, other in zip(results(flat[None], wide), found, strict=True):
+        assert gap(right, other) <= flash4.LARGEST_ERROR
 
 
-@pytest.mark.parametrize("window", [None, 1, 100])
+def gap(right: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the size of a difference, over that of the right tensor."""
+    return float((other.float() - right.float()).norm() / right.float().norm())
+
+
+@pytest.mark.parametrize("window", [None, 2, 100])
 @pytest.mark.parametrize("features", [64, 80, 128])
 def test_ragged_documents_are_as_defined_with_and_without_a_window(
     chosen: None, features: int, window: int | None
@@ -107,7 +111,7 @@ def test_other_head_sizes_are_as_defined(chosen: None, features: int) -> None:
     assert_right(SHORT, (4, 2), features)
 
 
-@pytest.mark.parametrize("lengths", [SHORT, MANY, (1, 1, 1), (1024, 1024)], ids=str)
+@pytest.mark.parametrize("lengths", [SHORT, MANY, (5, 1, 3), (1024, 1024)], ids=str)
 def test_short_many_and_equal_documents_are_as_defined(
     chosen: None, lengths: tuple[int, ...]
 ) -> None:
@@ -189,7 +193,7 @@ def test_a_call_does_not_wait_for_the_gpu_and_can_be_recorded(chosen: None) -> N
         fill(*lengths)
         graph.replay()
         for one, two in zip(step(), recorded, strict=True):
-            assert relative_error(one.float(), two.float()) <= 2e-2
+            assert gap(one, two) <= flash4.LARGEST_ERROR
 
 
 def test_memory_of_a_backward_pass_is_no_more_than_the_trace_counts(chosen: None) -> None:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from sft_play.models.fast.attention.scoring import Scoring
-from sft_play.models.fast.comparison import TOLERANCES, relative_error
 from sft_play.models.fast.documents import Documents
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,9 @@ CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 NEEDLESS_WARNING = r"Argument aux_data .* cannot be converted to a JitArgument"
 CHECKED_LENGTHS = (300, 0, 1, 150)  # tokens of documents; graphs pad with empty ones
 CHECKED_WINDOW = 70
+# Of a whole tensor, over its size. Rounding to bfloat16 makes 0.3 percent; one wrong row of those
+# that are checked makes 3.
+LARGEST_ERROR = 2e-2
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -209,11 +211,11 @@ def _why_not(kind: Kind, device: torch.device) -> str | None:
     with torch.autocast("cpu", enabled=False), torch.enable_grad():
         expected = _results(_definition(*wide, scoring, lengths), wide, grad.cpu().float())
     for name, right in expected.items():
-        error_size = relative_error(right, found[name].cpu())
-        if not error_size <= TOLERANCES[kind.dtype]:
+        error = float((found[name].cpu().float() - right).norm() / right.norm())
+        if not error <= LARGEST_ERROR:
             return (
                 f"computes something else for heads of {kind.features} features "
-                f"({name} by {error_size:.1e} of its size)"
+                f"({name} by {error:.1e} of its size)"
             )
     return None
 
