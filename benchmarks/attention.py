@@ -55,7 +55,7 @@ def main() -> None:
     """Print microseconds and TFLOP/s of forward and backward pass of each kernel."""
     if not torch.cuda.is_available():
         sys.exit("no NVIDIA GPU is here; these are kernels for one")
-    flash4.choose(torch.cuda.get_device_capability())
+    flash4.choose(True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'':25} {'kernel':20} {'forward':>20} {'backward':>20} {'host':>10}")
     for features in FEATURES:

@@ -101,7 +101,6 @@ ALLOWED = {
 READ_THE_ENVIRONMENT = {
     "config/loader.py",
     "inference/load.py",  # sets what torch reads when it first allocates on a GPU
-    "models/fast/attention/flash4.py",  # sets what flash-attn-4 reads when it is imported
     "models/load.py",  # sets what transformers reads while it loads
     "training/runtime.py",
     "training/peers.py",

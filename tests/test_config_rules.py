@@ -24,6 +24,7 @@ OPTIONS = [
 ROPE = "model.rope_scaling.rope_type={}"
 BEST = "train.load_best_model_at_end=true"
 FACTOR = "model.rope_scaling.factor=2"
+FLASH_4 = "model.attn_implementation=flash_attention_4"
 FLOAT8 = "tuning.base_dtype=float8"
 NOT_OVER_FLOAT8 = [
     "tuning.mode=full",
@@ -59,6 +60,8 @@ CASES = [
         ["model.attn_implementation=flash_attention_2", *NO_16_BITS],
         ["model.attn_implementation=flash_attention_2", "train.bf16=false"],
     ),
+    ([FLASH_4, "train.fast_path=false"], [FLASH_4, "train.fast_path=auto"]),
+    ([FLASH_4, "tuning.backend=unsloth"], [FLASH_4, "tuning.backend=bnb"]),
     (
         ["train.generation_max_new_tokens=64", "model.max_seq_len=64"],
         ["train.generation_max_new_tokens=64", "model.max_seq_len=65"],

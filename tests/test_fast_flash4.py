@@ -1,21 +1,29 @@
-"""FlashAttention 4: when it is chosen, and what happens where it is missing or broken.
+"""FlashAttention 4: when it is used, and what happens where it is missing or broken.
 
 Packages of the test stand in for it: the real one needs a Hopper GPU (test_gpu_flash4.py).
 """
 
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_fast_install import CPU, plain_model, settings
 
+from sft_play.config.schema import Config
+from sft_play.models.fake_model import build_on_meta
 from sft_play.models.fast.attention import flash4, kernels
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.install import _explain_attention, install_fused_kernels
+from sft_play.models.fast.setup import TrainingSetup
+from sft_play.models.load import loading_options
+from sft_play.plan.fast import FastSetup, is_fast, plan_kernels
+from sft_play.process import Process
 
 RIGHT = """
 import torch
@@ -48,17 +56,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (metadata / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0.0\n")
         monkeypatch.syspath_prepend(tmp_path / "site")
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (flash4.CACHE_SWITCH, flash4.CACHE_FOLDER):
-        monkeypatch.setenv(name, "")  # so that it is as before after the test
-        monkeypatch.delenv(name)
     yield write
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
-    flash4.choose((8, 0))
+    flash4.choose(False)
 
 
-def call(features: int = 16, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+def call(features: int = 64, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
     shapes = ((12, 4, features), (12, 2, features), (12, 2, features))
     return tuple(torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes)
@@ -69,50 +73,34 @@ def takes(scoring: Scoring = PLAIN, **of: int) -> bool:
     return flash4.takes(*call(**of), scoring, documents)
 
 
-def test_it_takes_16_bits_and_heads_it_has_kernels_for_with_or_without_a_window(install) -> None:
+def test_it_takes_16_bits_and_heads_of_64_and_128_features_with_or_without_a_window(
+    install,
+) -> None:
     install(RIGHT)
-    flash4.choose(flash4.HOPPER)
+    flash4.choose(True)
     half = torch.bfloat16
     assert flash4.suits(64, 64, half, PLAIN)
-    assert flash4.suits(80, 80, torch.float16, WINDOWED)
-    assert flash4.suits(256, 256, half, PLAIN)
-    assert not flash4.suits(264, 264, half, PLAIN)
-    assert not flash4.suits(100, 100, half, PLAIN)
-    assert not flash4.suits(192, 128, half, PLAIN)
+    assert flash4.suits(128, 128, torch.float16, WINDOWED)
+    for features in (32, 80, 96, 192, 256):
+        assert not flash4.suits(features, features, half, PLAIN)
+    assert not flash4.suits(128, 64, half, PLAIN)
     assert not flash4.suits(64, 64, torch.float32, PLAIN)
     assert not flash4.suits(64, 64, half, Scoring(0.1, softcap=30.0))
     assert not flash4.suits(64, 64, half, Scoring(0.1, sinks=torch.zeros(4)))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
-def test_gpus_other_than_hopper_keep_torchs_kernels_without_a_word(
-    install, caplog: pytest.LogCaptureFixture, capability: tuple[int, int]
+def test_a_run_that_does_not_ask_for_it_keeps_torchs_kernels_without_a_word(
+    install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(BROKEN)
     with caplog.at_level(logging.INFO):
-        flash4.choose(capability)
-    assert not flash4.suits(64, 64, torch.bfloat16, PLAIN)
-    assert (flash4.kernel_in_force(), caplog.text) == ("torch", "")
-
-
-def test_a_run_that_asks_for_sdpa_keeps_torchs_kernels(install, caplog) -> None:
-    install(BROKEN)
-    with caplog.at_level(logging.INFO):
-        flash4.choose(flash4.HOPPER, is_allowed=False)
+        flash4.choose(False)
     assert (takes(), flash4.kernel_in_force(), caplog.text) == (False, "torch", "")
-
-
-def test_a_hopper_without_it_is_told_how_to_install_it(install, caplog) -> None:
-    with caplog.at_level(logging.INFO):
-        flash4.choose(flash4.HOPPER)
-    assert "attention: torch; FlashAttention 4 is not installed" in caplog.text
-    assert "python -m tools.install add requirements-hopper.txt" in caplog.text
-    assert not takes()
 
 
 def test_what_agrees_with_the_definition_is_used_and_said_once(install, caplog) -> None:
     install(RIGHT)
-    flash4.choose(flash4.HOPPER)
+    flash4.choose(True)
     assert flash4.kernel_in_force() == "torch", "nothing has run yet"
     with caplog.at_level(logging.INFO):
         assert takes() and takes(WINDOWED) and takes()
@@ -129,9 +117,9 @@ def test_what_agrees_with_the_definition_is_used_and_said_once(install, caplog) 
 def test_packed_documents_go_through_it_or_through_torchs_kernel(
     install, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    """Values narrower than keys, and heads of no known size, are padded for both."""
+    """Values narrower than keys, and heads of 60 features, are padded for both."""
     install(source)
-    flash4.choose(flash4.HOPPER)
+    flash4.choose(True)
     used: list[str] = []
 
     def torchs(*of) -> torch.Tensor:
@@ -139,18 +127,18 @@ def test_packed_documents_go_through_it_or_through_torchs_kernel(
         return flash4._definition(*of[:4], (5, 7))
 
     monkeypatch.setattr(kernels, "attend_torch_varlen", torchs)
-    query, key, value = call(features=12)
+    query, key, value = call(features=60)
     documents = Documents(torch.tensor([0, 5, 12], dtype=torch.int32), 7)
-    out = kernels._attend_varlen(query, key, value[..., :6], PLAIN, documents)
-    assert out.shape == (12, 4, 6)
-    expected = flash4._definition(query, key, value[..., :6], PLAIN, (5, 7))
+    out = kernels._attend_varlen(query, key, value[..., :40], PLAIN, documents)
+    assert out.shape == (12, 4, 40)
+    expected = flash4._definition(query, key, value[..., :40], PLAIN, (5, 7))
     assert torch.allclose(out, expected, atol=2e-2)
     assert used == ([] if source == RIGHT else ["torch"])
 
 
 def test_the_compilers_warning_about_known_arguments_is_not_shown(install) -> None:
     install(RIGHT)
-    flash4.choose(flash4.HOPPER)
+    flash4.choose(True)
     with warnings.catch_warnings(record=True) as caught:
         for argument in ("aux_data", "other"):
             text = f"Argument {argument} (position 17) cannot be converted to a JitArgument for f"
@@ -161,63 +149,86 @@ def test_the_compilers_warning_about_known_arguments_is_not_shown(install) -> No
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
+        (None, "cannot be imported (PackageNotFoundError: No package metadata was found for flash"),
         (BROKEN, "cannot be imported (OSError: libcute.so: cannot open shared object file)"),
         ("", "cannot be imported (AttributeError: module 'flash_attn.cute' has no attribute"),
-        (FAILING, "does not run for heads of 16 features (AssertionError: no such tile)"),
-        (WRONG, "computes something else for heads of 16 features (output by"),
+        (FAILING, "does not run for heads of 64 features (AssertionError: no such tile)"),
+        (WRONG, "computes something else for heads of 64 features (output by"),
     ],
-    ids=["import fails", "another version", "call fails", "wrong scale"],
+    ids=["not installed", "import fails", "another version", "call fails", "wrong scale"],
 )
 def test_a_broken_one_leaves_attention_to_torch_with_one_line_that_says_why(
-    install, caplog, source: str, reason: str
+    install, caplog, source: str | None, reason: str
 ) -> None:
-    install(source)
-    flash4.choose(flash4.HOPPER)
+    if source is not None:
+        install(source)
+    flash4.choose(True)
     assert not takes()
     assert not takes(), "for the rest of the run"
     (line,) = caplog.messages
     assert line.startswith(f"attention: torch; FlashAttention 4 {reason}")
-    assert line == f"attention: {flash4.kernel_in_force()}"
+    silence = "MODEL_ATTN_IMPLEMENTATION=auto asks for torch's kernels"
+    assert line == f"attention: {flash4.kernel_in_force()}; {silence}"
 
 
 def test_a_wrong_window_ends_the_use_for_whole_documents_too(install, caplog) -> None:
     install(WIDE)
-    flash4.choose(flash4.HOPPER)
+    flash4.choose(True)
     assert takes()
     assert not takes(WINDOWED)
     assert not takes()
     assert "computes something else" in caplog.text
 
 
-def test_compiled_kernels_stay_in_a_folder_that_no_other_user_writes(install, tmp_path) -> None:
+def asking(**train: object) -> Config:
+    config = settings(**train)
+    model = config.model.model_copy(update={"attn_implementation": "flash_attention_4"})
+    return config.model_copy(update={"model": model})
+
+
+def test_transformers_loads_under_it_what_it_loads_under_auto() -> None:
+    config = asking()
+    assert loading_options(config, None) == {}
+    assert build_on_meta(config, torch.bfloat16).config._attn_implementation == "sdpa"
+    setup = FastSetup(config, "llama", is_gpu=True, is_half=True, zero_stage=0)
+    assert plan_kernels(setup) == plan_kernels(replace(setup, config=settings()))
+    assert is_fast(setup)
+
+
+def test_a_model_on_a_cpu_is_fused_and_says_that_torch_computes_its_attention(caplog) -> None:
+    kernels_of = install_fused_kernels(plain_model("llama"), asking(), Process.alone(CPU))
+    assert kernels_of.on["attention"] == 2
+    warned = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert warned == [
+        "attention: torch; FlashAttention 4 needs a Hopper GPU; "
+        "MODEL_ATTN_IMPLEMENTATION=auto asks for torch's kernels"
+    ]
+    flash4.choose(False)
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "said"),
+    [
+        ({}, {"attention": "no liger"}, "one of the fused kernels, and attention is not fused: no"),
+        ({"attention": 2}, {}, "is used for heads of 64 and 128 features, without sinks and soft"),
+    ],
+)
+def test_a_model_that_it_computes_nothing_of_says_why_once(install, caplog, on, off, said) -> None:
     install(RIGHT)
-    flash4.choose(flash4.HOPPER)
-    folder = tmp_path / "cache" / "sft-play" / "flash-attn-4"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert os.environ[flash4.CACHE_FOLDER] == str(folder)
-    assert os.environ[flash4.CACHE_SWITCH] == "1"
+    gpu = Process.alone(torch.device("cuda", 0), torch.bfloat16)
+    setup = TrainingSetup(plain_model("llama"), asking(), gpu, zero_stage=0)
+    flash4.choose(True)
+    for _ in range(2):
+        _explain_attention(setup, on, off)
+    (line,) = caplog.messages
+    assert said in line
 
 
-def test_what_the_user_says_of_that_cache_stays(install, monkeypatch, tmp_path) -> None:
+def test_a_model_that_it_computes_says_nothing_more(install, caplog) -> None:
     install(RIGHT)
-    monkeypatch.setenv(flash4.CACHE_SWITCH, "0")
-    flash4.choose(flash4.HOPPER)
-    assert os.environ[flash4.CACHE_SWITCH] == "0"
-    assert flash4.CACHE_FOLDER not in os.environ
-    monkeypatch.delenv(flash4.CACHE_SWITCH)
-    monkeypatch.setenv(flash4.CACHE_FOLDER, str(tmp_path / "own"))
-    flash4.choose(flash4.HOPPER)
-    assert os.environ[flash4.CACHE_FOLDER] == str(tmp_path / "own")
-
-
-def test_without_a_folder_to_write_kernels_are_compiled_in_each_run(
-    install, monkeypatch, tmp_path, caplog
-) -> None:
-    install(RIGHT)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with caplog.at_level(logging.INFO):
-        flash4.choose(flash4.HOPPER)
-    assert "kernels are compiled anew in each run" in caplog.text
-    assert flash4.CACHE_SWITCH not in os.environ
+    gpu = Process.alone(torch.device("cuda", 0), torch.bfloat16)
+    setup = TrainingSetup(plain_model("llama"), asking(), gpu, zero_stage=0)
+    flash4.choose(True)
     assert takes()
+    _explain_attention(setup, {"attention": 2}, {})
+    assert (caplog.messages, takes()) == ([], True)

@@ -14,7 +14,7 @@ import pytest
 from sft_play.monitor import packages
 from tools.install import __main__ as program
 from tools.install import commands, environment, watched
-from tools.install.commands import Driver, Step, TorchSource
+from tools.install.commands import Step, TorchSource
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,7 +60,6 @@ def project(tmp_path: Path) -> Path:
     (project / "requirements-build.txt").write_text("torch==2.13.0\n")
     (project / "requirements.txt").write_text("-r requirements-build.txt\ntiny==1.0\n")
     (project / "requirements-gpu.txt").write_text("tiny==1.0\n")
-    (project / "requirements-hopper.txt").write_text("tiny==1.0\n")
     (project / "requirements.lock").write_text("torch==2.13.0\ntiny==1.0\n")
     begin_venv(project / ".venv")
     write_wheel(tmp_path / "whl" / "cpu", "torch", "2.13.0+cpu")
@@ -169,37 +168,25 @@ def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installe
 
 
 def test_kernels_for_gpus_come_where_a_driver_is_seen():
+    def titles(source, has_gpu):
+        steps = commands.install_steps(ROOT, Path("/venv/bin/python"), "pip", source, has_gpu)
+        return [step.title for step in steps]
+
     cpu = TorchSource("cpu", "https://download.pytorch.org/whl/cpu")
-    assert "kernels for GPUs" in titles(None, Driver(13))
-    assert "kernels for GPUs" not in titles(None, None)
-    assert "kernels for GPUs" not in titles(cpu, Driver(13))
+    assert "kernels for GPUs" in titles(None, has_gpu=True)
+    assert "kernels for GPUs" not in titles(None, has_gpu=False)
+    assert "kernels for GPUs" not in titles(cpu, has_gpu=True)
 
 
-def titles(source, driver):
-    steps = commands.install_steps(ROOT, Path("/venv/bin/python"), "pip", source, driver)
-    return [step.title for step in steps]
+@pytest.mark.parametrize("words", ["--help", "check", "add", "add a.txt b.txt", "--check again"])
+def test_words_that_do_not_exist_are_refused_with_those_that_do(monkeypatch, words):
+    def install():
+        raise AssertionError("installs")
 
-
-def test_flash_attention_4_comes_to_hoppers_with_a_driver_and_a_torch_for_cuda_13():
-    title = "FlashAttention 4 for Hopper GPUs"
-    ampere, hopper = (8, 0), (9, 0)
-    assert title in titles(None, Driver(13, frozenset({ampere, hopper})))
-    assert title not in titles(None, Driver(13, frozenset({ampere})))
-    assert title not in titles(None, Driver(12, frozenset({hopper})))
-    for build, is_there in (("cpu", False), ("cu126", False), ("cu130", True)):
-        source = TorchSource(build, f"https://download.pytorch.org/whl/{build}")
-        assert (title in titles(source, Driver(13, frozenset({hopper})))) == is_there
-
-
-def test_an_install_goes_on_without_an_optional_step_that_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "LOG", tmp_path / "log")
-    fails = [sys.executable, "-S", "-c", "raise SystemExit('no wheel')"]
-    program.run_step(Step("kernels", fails, {}, is_optional=True))
-    told = capsys.readouterr().out
-    assert "    no wheel" in told
-    assert told.endswith("  kernels: optional, the install goes on without it\n")
-    with pytest.raises(SystemExit, match="no wheel"):
-        program.run_step(Step("kernels", fails, {}))
+    monkeypatch.setattr(program, "install", install)
+    monkeypatch.setattr(program, "add", lambda file: install())
+    with pytest.raises(SystemExit, match=f"tools.install {words}: no such words; write add FILE"):
+        program.main(words.split())
 
 
 def test_uv_installs_only_where_it_finds_what_pip_finds():

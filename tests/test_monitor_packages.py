@@ -88,22 +88,6 @@ def test_kernels_for_gpus_are_asked_for_on_a_gpu_alone(project):
     assert finding.level == "ok"
 
 
-def test_a_hopper_without_flash_attention_4_is_told_of_it_and_no_other_gpu(project):
-    kernels = project / "requirements-hopper.txt"
-    kernels.write_text("no-such-kernels[cu13]==1\n")
-    ampere = (Gpu(0, "NVIDIA A100", 80, 80, (8, 0)),)
-    assert packages.hopper_findings(kernels, ampere) == []
-    assert packages.hopper_findings(kernels, ()) == []
-    (finding,) = packages.hopper_findings(kernels, ONE_GPU)
-    assert finding.level == "ok"
-    assert "`python -m tools.install add requirements-hopper.txt` adds it" in finding.found
-    kernels.write_text("psutil>0\n")
-    (finding,) = packages.hopper_findings(kernels, ONE_GPU)
-    assert finding.found == "1 installed as requirements-hopper.txt pins them"
-    kernels.write_text("psutil==0\n")
-    assert [finding.level for finding in packages.hopper_findings(kernels, ONE_GPU)] == ["warn"]
-
-
 @pytest.mark.parametrize(
     ("version", "level"),
     [((3, 10), "missing"), ((3, 11), "ok"), ((3, 14), "ok"), ((3, 15), "warn")],

@@ -34,7 +34,7 @@ def build_on_meta(
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
     options = {}
-    attention = config.model.attn_implementation
+    attention = config.model.own_attention
     if attention == "flash_attention_2":
         attention = "sdpa"  # the flash-attn package need not be installed here
     if attention != "auto":

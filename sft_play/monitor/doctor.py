@@ -18,10 +18,8 @@ from sft_play.monitor.installed import TorchBuild, nccl, torch_build
 from sft_play.monitor.links import link_lines, links
 from sft_play.monitor.packages import (
     GPU_REQUIREMENTS,
-    HOPPER_REQUIREMENTS,
     INSTALL,
     gpu_kernel_findings,
-    hopper_findings,
     optional_findings,
     package_findings,
     python_finding,
@@ -61,7 +59,6 @@ def examine(
         *package_findings(project_root / BNB.requirements),
         *optional_findings(project_root / UNSLOTH.requirements, bool(gpus)),
         *gpu_kernel_findings(project_root / GPU_REQUIREMENTS, bool(gpus)),
-        *hopper_findings(project_root / HOPPER_REQUIREMENTS, gpus),
         *torch_findings(build, gpus, nvidia_driver()),
         gpu_finding(gpus, reason),
         *several_gpus_findings(gpus, num_gpus),

@@ -17,8 +17,6 @@ PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install/environmen
 TORCH_RANGE = ">=2.11,<2.14"
 INSTALL = "make install"
 GPU_REQUIREMENTS = "requirements-gpu.txt"
-HOPPER_REQUIREMENTS = "requirements-hopper.txt"
-HOPPER = (9, 0)  # capability
 INSTALL_TORCH = (
     f"python -m pip install 'torch{TORCH_RANGE}' --index-url https://download.pytorch.org/whl/cu130"
 )
@@ -90,21 +88,6 @@ def gpu_kernel_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
     if not differing:
         return [Finding("ok", "kernels", f"{agreeing} installed as {requirements.name} pins them")]
     return [Finding("warn", each.subject, each.found + cost, each.fix) for each in differing]
-
-
-def hopper_findings(requirements: Path, gpus: tuple[Gpu, ...]) -> list[Finding]:
-    """Report FlashAttention 4 where a GPU is a Hopper; without it torch's kernels run there."""
-    if not requirements.exists() or all(gpu.capability != HOPPER for gpu in gpus):
-        return []
-    install = f"python -m tools.install add {requirements.name}"
-    differing, agreeing = _compare(requirements, install)
-    if not differing:
-        found = f"{agreeing} installed as {requirements.name} pins them"
-        return [Finding("ok", "attention", found)]
-    if any(each.level == "missing" for each in differing):
-        found = f"FlashAttention 4 is not installed; optional, faster here: `{install}` adds it"
-        return [Finding("ok", "attention", found)]
-    return [Finding("warn", each.subject, each.found, each.fix) for each in differing]
 
 
 def _compare(requirements: Path, install: str) -> Comparison:

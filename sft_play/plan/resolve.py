@@ -1,6 +1,5 @@
 """What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,8 +12,18 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan import advice, device_map, float8, memory, offloading, recipe, sources, switches
+from sft_play.errors import ConfigError
+from sft_play.plan import (
+    advice,
+    device_map,
+    float8,
+    memory,
+    needs,
+    offloading,
+    recipe,
+    sources,
+    switches,
+)
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.graphs import graph_warnings
@@ -72,8 +81,7 @@ def resolve(
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     ranks = device_map.gpus_of_one_process(loaded, asked, ranks, invocation, hardware, environ)
-    _require_backend(loaded.config, hardware)
-    float8.require_float8(loaded, hardware)
+    needs.require(loaded, hardware)
     sources.require(loaded)
     first, *others = asked.engines(loaded.config, ranks, _is_float16(loaded, hardware))
     planned = _resolve(loaded, hardware, environ, ranks, first)
@@ -287,20 +295,6 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
 def _setting_warnings(loaded: LoadedConfig) -> list[str]:
     unread = without_effect(loaded.config, loaded.is_set, loaded.described)
     return recipe.foreign_recipe(loaded) + unread
-
-
-def _require_backend(config: Config, hardware: Hardware) -> None:
-    backend = backend_of(config)
-    if backend.needs_gpu and hardware.kind != "cuda":
-        raise EnvironmentFault(
-            f"tuning.backend={backend.name}: {backend.title} needs an NVIDIA GPU and none is "
-            "usable here; set TUNING_BACKEND=bnb, or see make gpu-info"
-        )
-    if backend.package and importlib.util.find_spec(backend.package) is None:
-        raise EnvironmentFault(
-            f"tuning.backend={backend.name}: {backend.package} is not installed; "
-            f"run {backend.install_command}, or set TUNING_BACKEND=bnb"
-        )
 
 
 def _refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:

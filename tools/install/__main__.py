@@ -24,16 +24,20 @@ from tools.install import environment
 from tools.install.environment import ROOT
 
 if TYPE_CHECKING:
-    from tools.install.commands import Step, TorchSource
+    from tools.install.commands import TorchSource
 
 VENV = ROOT / ".venv"
 LOG = VENV / environment.LOG_NAME
 VARIABLES = ("TORCH", "TORCH_INDEX", "INSTALLER", "PYTHON")
+USAGE = "no such words; write add FILE for a requirements file, --check, or nothing to install all"
 DEFAULT_CUDA = 13  # major version of the CUDA that PyPI's torch 2.13 for Linux is built for
 
 
 def main(words: list[str]) -> int:
     """Check or install; return the exit code."""
+    is_known = words in ([], ["--check"]) or (len(words) == 2 and words[0] == "add")
+    if not is_known:
+        raise SystemExit(f"python -m tools.install {' '.join(words)}: {USAGE}")
     if words == ["--check"]:
         is_asked = bool(os.environ.get("INSTALL_AGAIN"))  # `make install` goes over everything
         is_stale = environment.read_stamp(VENV) != environment.stamp_of(VENV)
@@ -41,7 +45,7 @@ def main(words: list[str]) -> int:
     refuse_python()
     refuse_misspelt(os.environ.get("SFT_PLAY_VARIABLES", ""))
     try:
-        if words[:1] == ["add"]:
+        if words:
             add(Path(words[1]))
         else:
             install()
@@ -94,6 +98,7 @@ def other_python() -> str | None:
 def install() -> None:
     """Make .venv, or mend it, and install the pinned packages."""
     from tools.install import commands
+    from tools.install.watched import run_watched
 
     source = commands.torch_source(os.environ, sys.platform)
     with one_install_at_a_time():
@@ -106,24 +111,11 @@ def install() -> None:
         for line in torch_lines(source):
             print(line, flush=True)
         python = environment.python_of(VENV)
-        cuda = driver_cuda()
-        driver = None if cuda is None else commands.Driver(cuda, gpu_capabilities())
-        for step in commands.install_steps(ROOT, python, installer, source, driver):
-            run_step(step)
+        has_gpu = driver_cuda() is not None
+        for step in commands.install_steps(ROOT, python, installer, source, has_gpu):
+            run_watched(step, LOG)
         write_stamp()
         print(f"installed; the whole output is in {LOG.relative_to(ROOT)}", flush=True)
-
-
-def run_step(step: Step) -> None:
-    """Run a step of an install. Raises SystemExit where one that is not optional fails."""
-    from tools.install.watched import run_watched
-
-    try:
-        run_watched(step, LOG)
-    except SystemExit as failed:
-        if not step.is_optional:
-            raise
-        print(f"{failed}\n  {step.title}: optional, the install goes on without it", flush=True)
 
 
 def prepare(installer: str) -> None:
@@ -213,26 +205,6 @@ def driver_cuda() -> int | None:
     except (OSError, AttributeError):  # no such library, or a driver from before 2018
         return None
     return version.value // 1000
-
-
-def gpu_capabilities() -> frozenset[tuple[int, int]]:
-    """Return the CUDA capabilities of this host's GPUs, (9, 0) for a Hopper."""
-    found = set()
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        count = ctypes.c_uint()
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return frozenset()
-        for index in range(count.value):
-            gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(gpu)):
-                continue  # not ours to use
-            numbers = (ctypes.byref(major), ctypes.byref(minor))
-            if nvml.nvmlDeviceGetCudaComputeCapability(gpu, *numbers) == 0:
-                found.add((major.value, minor.value))
-    except (OSError, AttributeError):
-        return frozenset()
-    return frozenset(found)
 
 
 def is_current() -> bool:

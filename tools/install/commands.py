@@ -26,27 +26,12 @@ compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)
 """
 
 
-HOPPER = (9, 0)  # capability
-HOPPER_CUDA = 13  # major version that requirements-hopper.txt is built for
-
-
 class Step(NamedTuple):
-    """One command of an install; `env` is added to the environment.
-
-    An install goes on where an optional one fails.
-    """
+    """One command of an install; `env` is added to the environment."""
 
     title: str
     command: list[str]
     env: dict[str, str]
-    is_optional: bool = False
-
-
-class Driver(NamedTuple):
-    """The NVIDIA driver of this host and its GPUs."""
-
-    cuda: int  # major version that it runs
-    capabilities: frozenset[tuple[int, int]] = frozenset()
 
 
 class TorchSource(NamedTuple):
@@ -94,16 +79,9 @@ def choose_installer(environ: Mapping[str, str], has_uv: bool, pip_config: str) 
 
 
 def install_steps(
-    root: Path,
-    python: Path,
-    installer: str,
-    source: TorchSource | None,
-    driver: Driver | None = None,
+    root: Path, python: Path, installer: str, source: TorchSource | None, has_gpu: bool = False
 ) -> list[Step]:
-    """Return the steps that install the pinned packages for the interpreter `python`.
-
-    `driver` is None where no NVIDIA GPU is seen.
-    """
+    """Return the steps that install the pinned packages for the interpreter `python`."""
     install = install_command(python, installer)
     if installer == "pip":
         install.append("--no-compile")  # one core does it; the last step takes all
@@ -118,20 +96,11 @@ def install_steps(
     # DeepSpeed is built against the torch that is there; it compiles its ops when a run needs them
     rest = [*install, "--no-build-isolation", "-r", str(root / "requirements.txt")]
     steps.append(Step("training, data and front end", rest, {"DS_BUILD_OPS": "0"}))
-    if driver is not None and (source is None or source.build != "cpu"):
+    if has_gpu and (source is None or source.build != "cpu"):
         kernels = [*install, "-r", str(root / "requirements-gpu.txt")]
         steps.append(Step("kernels for GPUs", kernels, {}))
-    if driver is not None and takes_hopper_kernels(source, driver):
-        attention = [*install, "-r", str(root / "requirements-hopper.txt")]
-        steps.append(Step("FlashAttention 4 for Hopper GPUs", attention, {}, is_optional=True))
     steps.append(Step("bytecode", [str(python), "-c", COMPILE], {}))
     return steps
-
-
-def takes_hopper_kernels(source: TorchSource | None, driver: Driver) -> bool:
-    """Return whether requirements-hopper.txt is for this host, and for the torch that comes."""
-    is_for_cuda = source is None or source.build == f"cu{HOPPER_CUDA}0"
-    return HOPPER in driver.capabilities and driver.cuda >= HOPPER_CUDA and is_for_cuda
 
 
 def install_command(python: Path, installer: str) -> list[str]:

@@ -20,7 +20,6 @@ PIN_FILES = (
     "requirements.txt",
     "requirements-build.txt",
     "requirements-gpu.txt",
-    "requirements-hopper.txt",
     "requirements.lock",
 )
 LOG_NAME = "install.log"

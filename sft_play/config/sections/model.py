@@ -106,11 +106,13 @@ class ModelSection(Section):
         description="Type of the unquantised base weights; auto is the compute type for lora and "
         "qlora, float32 for full.",
     )
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+    attn_implementation: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"
+    ] = Field(
         "auto",
         description="Attention of transformers; auto is sdpa where the architecture has it, else "
-        "eager. Fused kernels replace auto and sdpa, on Hopper GPUs auto with FlashAttention 4; "
-        "unsloth brings its own.",
+        "eager. Fused kernels replace auto and sdpa; flash_attention_4 is one of them, for Hopper "
+        "GPUs. Unsloth brings its own.",
     )
     device_map: DeviceMap | None = Field(
         None,
@@ -154,6 +156,16 @@ class ModelSection(Section):
         description="Load base weights that are pickles (.bin, .pt), which can run any code; false "
         "takes safetensors alone.",
     )
+
+    @property
+    def has_flash4(self) -> bool:
+        """Return whether FlashAttention 4 is asked for."""
+        return self.attn_implementation == "flash_attention_4"
+
+    @property
+    def own_attention(self) -> str:
+        """Return what transformers is asked for: FlashAttention 4 is one of the fused kernels."""
+        return "auto" if self.has_flash4 else self.attn_implementation
 
 
 class LoraSection(Section):

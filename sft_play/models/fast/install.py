@@ -135,10 +135,26 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
         if reason:
             off[LINEARS_OF_MLP] = reason
     chosen = {}
+    _explain_attention(setup, on, off)
     has_run = setup.on_gpu and not setup.is_traced and not setup.has_packed_parts
     if "attention" in on and has_run:
         chosen["attention"] = flash4.kernel_in_force()
     return FusedKernels(_in_order(on), _in_order(off), chosen)
+
+
+def _explain_attention(setup: TrainingSetup, on: dict[str, int], off: dict[str, str]) -> None:
+    """Log why torch computes attention where FlashAttention 4 is asked for, unless it is said."""
+    if not setup.config.model.has_flash4 or setup.is_traced or flash4.choice.is_settled:
+        return
+    if not setup.on_gpu:
+        reason = "needs a Hopper GPU"
+    elif "attention" not in on:
+        reason = f"is one of the fused kernels, and attention is not fused: {off['attention']}"
+    elif not setup.has_values:
+        reason = "cannot be tried before the first step where ZeRO-3 divides weights in 4 bits"
+    else:
+        reason = flash4.NO_KERNEL
+    flash4.give_up(reason)
 
 
 def _gather_with_layers(setup: TrainingSetup) -> None:

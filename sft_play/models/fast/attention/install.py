@@ -29,13 +29,13 @@ def install_attention(setup: TrainingSetup) -> int:
     Other modules keep their own code around the attention function. A module that needs a mask
     would not get one, so either all modules are fused or none.
     """
+    _choose_kernels(setup)
     _check_attention_kernels(setup)
     modules = [module for module in setup.decoder.modules() if calls_attention_interface(module)]
     if not modules:
         raise Unsupported("no module calls an attention function of transformers")
     for module in modules:
         _check_attention(module)
-    _choose_kernels(setup)
     whole = _whole_attentions(setup, modules)
     others = [module for module in modules if module not in whole]
     if others:
@@ -136,16 +136,16 @@ def _unmasked(setup: TrainingSetup) -> Callable[[Call, str], Call]:
 
 
 def _choose_kernels(setup: TrainingSetup) -> None:
-    """Choose between FlashAttention 4 and torch's kernels, which sdpa asks for by its name."""
-    if not setup.on_gpu or setup.is_traced:
+    """Choose torch's kernels, or FlashAttention 4 where it is asked for and can be tried here."""
+    if setup.is_traced:
         return
-    capability = torch.cuda.get_device_capability(setup.process.device)
-    flash4.choose(capability, setup.config.model.attn_implementation == "auto")
+    can_be_tried = setup.on_gpu and setup.has_values
+    flash4.choose(setup.config.model.has_flash4 and can_be_tried)
 
 
 def _check_attention_kernels(setup: TrainingSetup) -> None:
     """Raise Unsupported unless the attention kernels can run on this rank's device."""
-    implementation = setup.config.model.attn_implementation
+    implementation = setup.config.model.own_attention
     if implementation not in ("auto", "sdpa"):
         raise Unsupported(f"model.attn_implementation={implementation}")
     if not setup.on_gpu:
