@@ -18,11 +18,11 @@ from sft_play.models.fast.linears.room import (
     beside,
     empty_with_room,
     leave_room,
-    room_for,
     take_room,
     with_room,
 )
 from sft_play.models.fast.setup import base_model_of
+from sft_play.plan.columns import room_for
 
 # Sums of two layers: for q, k and v, for gate and up, for down; gradients of gate and up, and of o;
 # that of down has room where a layer follows

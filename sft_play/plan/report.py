@@ -39,6 +39,7 @@ COMPONENT_NAMES = {
     "buckets": "gradient buckets",
     "gathered": "gathered layers",
     "graphs": "CUDA graphs",
+    "columns": "room for adapters",
     "context": "context, libraries",
 }
 

@@ -90,6 +90,7 @@ class OutOfMemoryExplainer:
         planned = phase_bytes.components()
         predicted = {name: size for name, size in planned.items() if name not in TRANSIENT}
         predicted["activations"] = sum(planned.get(name, 0) for name in TRANSIENT)
+        predicted["weights"] += predicted.pop("columns", 0)  # of the same storages
         measured = self._measured(device)
         return {name: ComponentBytes(size, measured.get(name)) for name, size in predicted.items()}
 

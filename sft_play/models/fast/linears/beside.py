@@ -19,15 +19,14 @@ from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
 from sft_play.models.fast.linears.four_bit import has_kernel
 from sft_play.models.fast.linears.install import mlp_forward
 from sft_play.models.fast.linears.lora import active_adapter, why_not_fusable
-from sft_play.models.fast.linears.room import room_for
 from sft_play.models.fast.norms.residual import layer_forward
 from sft_play.models.fast.recognise import GatedMlp
 from sft_play.models.fast.setup import base_model_of, is_fused
 from sft_play.models.sharding import is_divided
+from sft_play.plan.columns import LARGEST_SHARE, room_for
 
 logger = logging.getLogger(__name__)
 
-LARGEST_SHARE = 16  # of an input, that adapters may add: one column for so many
 CODES_A_WORD = 8  # of a 4-bit weight: rows are of whole words
 
 

@@ -20,7 +20,7 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 
 from sft_play.models.fast.linears.four_bit import unpack
-from sft_play.models.fast.linears.room import room_for
+from sft_play.plan.columns import room_for
 
 COLUMNS = "adapter_columns"  # of the attribute of a base layer
 

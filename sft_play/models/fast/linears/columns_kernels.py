@@ -16,7 +16,7 @@ PROGRAMS = 16  # of a matrix
 @triton.jit
 def _write(sources, targets, columns, strides, sizes, scales, like, block: tl.constexpr):
     """Write matrix by matrix; `like` is a tensor of their dtype."""
-    matrix = tl.program_id(0)
+    matrix = tl.program_id(0).to(tl.int64)
     width = tl.load(columns + matrix)
     size = tl.load(sizes + matrix)
     source = tl.load(sources + matrix).to(tl.pointer_type(like.dtype.element_ty))

@@ -38,9 +38,10 @@ from sft_play.models.fast.linears.products import (
     project,
     rank_gradient,
 )
-from sft_play.models.fast.linears.room import empty_with_room, room_for, take_room
+from sft_play.models.fast.linears.room import empty_with_room, take_room
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import take
+from sft_play.plan.columns import room_for
 
 
 def lora_mlp(

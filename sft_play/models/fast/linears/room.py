@@ -10,16 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-ALIGNMENT = 64  # numbers: rows of products begin at multiples of 128 bytes
 NAME = "room_beside_rows"
-
-
-def room_for(features: int, columns: int) -> int:
-    """Return the room that rows of `features` need for more columns; 0 for none."""
-    if not columns:
-        return 0
-    whole = -(-(features + columns) // ALIGNMENT) * ALIGNMENT
-    return whole - features
 
 
 def empty_with_room(shape: Sequence[int], room: int, like: Tensor) -> Tensor:
