@@ -1,10 +1,12 @@
 """Adapters beside the weights that they belong to: the same steps as with products of their own."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from test_fast_install import SAME, gap, make, plain_model, settings, step
 from torch import nn
 
@@ -172,6 +174,54 @@ def test_columns_that_nothing_was_written_to_are_not_read(calls: list[tuple[int,
     assert not calls
 
 
+def linears_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def scale_adapters(model: nn.Module) -> None:
+    for linear in linears_of(model):
+        linear.scale_layer(0.5)
+
+
+def replace_b(model: nn.Module) -> None:
+    for linear in linears_of(model):
+        linear.lora_B["default"].weight = nn.Parameter(0.5 * linear.lora_B["default"].weight.data)
+
+
+def replace_base(model: nn.Module) -> None:
+    for linear in linears_of(model):
+        linear.base_layer.weight.data = 0.5 * linear.base_layer.weight
+
+
+def switch_adapters(model: nn.Module) -> None:
+    model.base_model.set_adapter("other")
+
+
+@pytest.mark.parametrize("change", [scale_adapters, replace_b, replace_base, switch_adapters])
+def test_what_has_changed_since_is_not_read_beside_weights(
+    change: Callable[[nn.Module], None], calls: list[tuple[int, ...]]
+) -> None:
+    steps = []
+    for is_wide in (False, True):
+        model = plain_model("llama")
+        torch.manual_seed(1)
+        model.add_adapter("other", model.peft_config["default"])
+        for linear in linears_of(model):
+            nn.init.normal_(linear.lora_B["other"].weight, std=0.1)
+            linear.lora_A["other"].weight.requires_grad_(True)
+            linear.lora_B["other"].weight.requires_grad_(True)
+        if is_wide:
+            make(model)
+            widen(model)
+            step(model, is_packed=True, names_boundaries=True)
+            assert calls
+            calls.clear()
+        change(model)
+        steps.append(step(model, is_packed=True, names_boundaries=is_wide))
+    assert gap(*steps) <= SAME
+    assert not calls
+
+
 def test_without_fused_norms_nothing_is_widened(calls: list[tuple[int, ...]]) -> None:
     model = plain_model("llama")
     assert not put_beside_weights(base_model_of(model).get_decoder())
@@ -200,6 +250,13 @@ def test_room_is_taken_once() -> None:
     assert take_room(x) == 0
     leave_room(x, 60)
     assert (take_room(x), take_room(x)) == (60, 0)
+
+
+def test_room_goes_with_the_memory_of_rows() -> None:
+    x = with_room(torch.ones(3, 4), 60)
+    leave_room(x, 60)
+    x.data = torch.ones(3, 4)
+    assert take_room(x) == 0
 
 
 def test_what_is_beside_rows_changes_none_of_them() -> None:

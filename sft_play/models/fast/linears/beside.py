@@ -18,7 +18,7 @@ from sft_play.models.fast.linears.columns import COLUMNS, Beside, columns_of
 from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
 from sft_play.models.fast.linears.four_bit import has_kernel
 from sft_play.models.fast.linears.install import mlp_forward
-from sft_play.models.fast.linears.lora import active_adapter, why_not_fusable
+from sft_play.models.fast.linears.lora import active_adapter, adapter_of, why_not_fusable
 from sft_play.models.fast.norms.residual import layer_forward
 from sft_play.models.fast.recognise import GatedMlp
 from sft_play.models.fast.setup import base_model_of, is_fused
@@ -99,12 +99,12 @@ def _widen(linears: Sequence[nn.Module], places: list[Beside]) -> int:
     start = 0
     for linear in adapted:
         rank = _sizes(linear)[2]
-        columns = columns_of(linear.base_layer.weight, rank, start, ranks)
+        adapter = adapter_of(linear, active_adapter(linear))
+        columns = columns_of(linear.base_layer.weight, adapter, start, ranks)
         setattr(linear.base_layer, COLUMNS, columns)
-        name = active_adapter(linear)
         own = columns.outputs[:, start : start + rank]
-        places.append(Beside(linear.lora_B[name].weight, own, linear.scaling[name]))
-        places.append(Beside(linear.lora_A[name].weight, columns.inputs, 1.0))
+        places.append(Beside(adapter.b, own, adapter.scale))
+        places.append(Beside(adapter.a, columns.inputs, 1.0))
         start += rank
     return room_for(_sizes(adapted[0])[1], ranks)
 

@@ -25,13 +25,33 @@ from sft_play.plan.columns import room_for
 COLUMNS = "adapter_columns"  # of the attribute of a base layer
 
 
+class Adapter(NamedTuple):
+    """What is added to a frozen weight: s B A."""
+
+    a: Tensor  # (r, in), the parameter
+    b: Tensor  # (out, r), the parameter
+    scale: float  # s
+
+
 class AdapterColumns(NamedTuple):
     """What lies beside a frozen weight (out, in)."""
 
+    adapter: Adapter  # that is written here
     outputs: Tensor  # (out, R): s B in the adapter's columns
     inputs: Tensor  # (r, in): A
     start: int  # the adapter's first column
     whole: Tensor | None  # (out + r, in + room) with the weight; None if that is packed
+
+    def are_of(self, weight: Tensor, adapter: Adapter) -> bool:
+        """Return whether they lie beside this weight, and hold this adapter.
+
+        A merge that is undone gives a weight new numbers elsewhere; scales and the active adapter
+        may change.
+        """
+        is_beside = self.whole is None or self.whole.data_ptr() == weight.data_ptr()
+        own = self.adapter
+        is_own = adapter.a is own.a and adapter.b is own.b and adapter.scale == own.scale
+        return is_beside and is_own
 
     def fit(self, part: slice, ranks: int, dtype: torch.dtype) -> bool:
         """Return whether they are those of x A^T (N, ranks), a part of it the adapter's."""
@@ -64,19 +84,21 @@ class AdapterColumns(NamedTuple):
         return wide
 
 
-def columns_of(weight: Tensor, rank: int, start: int, ranks: int) -> AdapterColumns:
+def columns_of(weight: Tensor, adapter: Adapter, start: int, ranks: int) -> AdapterColumns:
     """Return zeros beside a weight, which moves into a buffer that has them beside it."""
+    rank = len(adapter.a)
     if isinstance(weight, Params4bit):
         state = weight.quant_state
         out, features = state.shape
         outputs = torch.zeros(out, ranks, dtype=state.dtype, device=weight.device)
-        return AdapterColumns(outputs, outputs.new_zeros(rank, features), start, None)
+        inputs = outputs.new_zeros(rank, features)
+        return AdapterColumns(adapter, outputs, inputs, start, None)
     out, features = weight.shape
     whole = weight.new_zeros(out + rank, features + room_for(features, ranks))
     whole[:out, :features].copy_(weight)
     weight.data = whole[:out, :features]
     outputs = whole[:out, features : features + ranks]
-    return AdapterColumns(outputs, whole[out:, :features], start, whole)
+    return AdapterColumns(adapter, outputs, whole[out:, :features], start, whole)
 
 
 class Beside(NamedTuple):

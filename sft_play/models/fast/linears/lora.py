@@ -24,7 +24,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.linears.columns import COLUMNS, AdapterColumns
+from sft_play.models.fast.linears.columns import COLUMNS, Adapter, AdapterColumns
 from sft_play.models.fast.linears.copies import copy_of
 from sft_play.models.fast.linears.products import (
     Adapters,
@@ -217,14 +217,25 @@ def split_linears(
             linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0, row_scales))
             adapters += [None, None]
             continue
-        a = module.lora_A[name].weight
-        scaling = module.scaling[name]
-        columns: AdapterColumns | None = getattr(base, COLUMNS, None)
-        if columns is not None and copy_of(a, columns.inputs.dtype) is None:
-            columns = None  # nothing has been written there yet
-        linears.append(FrozenLinear(base.weight, base.bias, scaling, len(a), row_scales, columns))
-        adapters += [a, module.lora_B[name].weight]
+        adapter = adapter_of(module, name)
+        frozen = (base.weight, base.bias, adapter.scale, len(adapter.a), row_scales)
+        linears.append(FrozenLinear(*frozen, _columns_of(base, adapter)))
+        adapters += [adapter.a, adapter.b]
     return tuple(linears), adapters
+
+
+def adapter_of(module: LoraLayer, name: str) -> Adapter:
+    """Return an adapter of a linear."""
+    return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+
+
+def _columns_of(base: nn.Module, adapter: Adapter) -> AdapterColumns | None:
+    """Return what lies beside a weight where that is this adapter, as it is now."""
+    columns: AdapterColumns | None = getattr(base, COLUMNS, None)
+    if columns is None or not columns.are_of(base.weight, adapter):
+        return None
+    is_written = copy_of(adapter.a, columns.inputs.dtype) is not None
+    return columns if is_written else None
 
 
 class LoraLinearsFunction(torch.autograd.Function):

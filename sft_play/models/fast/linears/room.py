@@ -28,7 +28,11 @@ def leave_room(x: Tensor, room: int) -> None:
 
 def take_room(x: Tensor) -> int:
     """Return the room that was left beside x, which nobody else gets then; 0 where none was."""
-    return vars(x).pop(NAME, 0) if hasattr(x, NAME) else 0
+    if not hasattr(x, NAME):
+        return 0
+    room = vars(x).pop(NAME)
+    # x.data may have been replaced since, by rows of another matrix
+    return room if x.stride(-2) == x.shape[-1] + room else 0
 
 
 def beside(x: Tensor, columns: Tensor) -> Tensor:
