@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tiny_models import tiny_model
+from tiny_models import TINY, tiny_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
@@ -143,6 +144,37 @@ def test_all_linear_leaves_out_layers_whose_weight_alone_is_read(
     model.train()(input_ids=IDS.repeat(1, 8), labels=IDS.repeat(1, 8)).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert not [name for name, gradient in gradients.items() if gradient is None]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "left_out"),
+    [
+        (
+            "deepseek_v32",
+            {"first_k_dense_replace": 2, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
+            {"wq_b", "wk", "weights_proj"},
+        ),
+        (
+            "longcat_flash",
+            {"num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24},
+            {"classifier"},
+        ),
+    ],
+)
+def test_all_linear_leaves_out_layers_that_no_gradient_reaches(
+    model_type: str, fields: dict[str, Any], left_out: set[str]
+) -> None:
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "head_dim": 8}
+    latent |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": 4}
+    config = AutoConfig.for_model(
+        model_type, **{**TINY.common(), **latent, "n_routed_experts": 8, **fields}
+    )
+    model = lora.add_adapters(AutoModelForCausalLM.from_config(config), config_of())
+    names = adapted_names(model)
+    assert {"q_a_proj", "o_proj", "down_proj"} <= names and not left_out & names
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    of_b = {n: p.grad for n, p in model.named_parameters() if "lora_B" in n and "experts" not in n}
+    assert not [name for name, gradient in of_b.items() if gradient is None]
 
 
 def test_experts_are_refused_by_name_in_a_dense_model() -> None:

@@ -142,7 +142,7 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     refused = _without_effect(model)
     if refused:
         words = ", ".join(sorted({name.rpartition(".")[2] for name in refused}))
-        logger.info("adapters: none on %s, whose weights this model reads beside PEFT", words)
+        logger.info("adapters: none on %s, where they would have no effect or no gradient", words)
     left_out = refused | routing_linears(model)
     head = model.get_output_embeddings()
     return [
@@ -151,14 +151,16 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
 
 
 def _without_effect(model: PreTrainedModel) -> set[str]:
-    """Return the linear layers whose adapters would do nothing: their module reads the weight.
+    """Return the linear layers whose adapters would do nothing.
 
-    PEFT refuses those that it knows. The others multiply by `self.<name>.weight`.
+    PEFT refuses those that it knows. Of others a module multiplies by `self.<name>.weight`, or it
+    computes without a gradient, as what chooses the tokens of sparse attention does.
     """
     refused: set[str] = set()
+    unmoved = _without_gradient(model)
     for name in linear_names(model):
         parent_name, _, word = name.rpartition(".")
-        if f"self.{word}.weight @" in _source(type(model.get_submodule(parent_name))):
+        if name.startswith(unmoved) or _is_read(word, type(model.get_submodule(parent_name))):
             refused.add(name)
             continue
         try:
@@ -166,6 +168,26 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
         except ValueError:
             refused.add(name)
     return refused
+
+
+def _without_gradient(model: nn.Module) -> tuple[str, ...]:
+    """Return what the names of modules begin with that are inside a forward under no_grad."""
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if re.search(r"@torch\.no_grad\(\)\s+def forward\(", _source(type(module)))
+    )
+
+
+@functools.cache
+def _is_read(word: str, module_class: type[nn.Module]) -> bool:
+    """Return whether a class multiplies by the weight of its layer `word`, beside the layer."""
+    weight = rf"self\.{re.escape(word)}\.weight"
+    return bool(
+        re.search(
+            rf"{weight} @|\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b", _source(module_class)
+        )
+    )
 
 
 @functools.cache
