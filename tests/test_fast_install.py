@@ -356,6 +356,17 @@ def test_dropout_of_attention_keeps_it_plain() -> None:
     )
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_of_attention_may_be_a_module(dropout: float) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "persimmon", **{**SMALL, "num_key_value_heads": 4, "attention_dropout": dropout}
+    )
+    installed = make(lora.add_adapters(AutoModelForCausalLM.from_config(config), settings()))
+    assert ("attention" in installed.on) == (dropout == 0.0)
+    assert installed.off.get("attention", "dropout of 0.1").endswith("dropout of 0.1")
+
+
 def test_the_user_has_the_last_word() -> None:
     model = plain_model("llama")
     assert make(model, fast_path=False) == FusedKernels(

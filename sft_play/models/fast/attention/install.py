@@ -114,7 +114,8 @@ def _attention_forward_of(module: nn.Module) -> Callable[..., Any]:
 def _check_attention(module: nn.Module) -> None:
     """Raise Unsupported if no fused attention computes what a module asks for."""
     dropouts = [child.p for child in module.children() if isinstance(child, nn.Dropout)]
-    dropout = max(getattr(module, "attention_dropout", 0.0), *dropouts, 0.0)
+    own = getattr(module, "attention_dropout", 0.0)  # of Persimmon a module, as its children are
+    dropout = max(0.0 if isinstance(own, nn.Module) else own, *dropouts, 0.0)
     if dropout:
         raise Unsupported(f"the model's attention has a dropout of {dropout}")
     if not getattr(module, "is_causal", True):
