@@ -61,7 +61,10 @@ CASES = [
         ["model.attn_implementation=flash_attention_2", "train.bf16=false"],
     ),
     ([FLASH_4, "train.fast_path=false"], [FLASH_4, "train.fast_path=auto"]),
-    ([FLASH_4, "tuning.backend=unsloth"], [FLASH_4, "tuning.backend=bnb"]),
+    (
+        ["model.attn_implementation=flash_attention_2", "tuning.backend=unsloth"],
+        ["model.attn_implementation=flash_attention_2", "tuning.backend=bnb"],
+    ),
     (
         ["train.generation_max_new_tokens=64", "model.max_seq_len=64"],
         ["train.generation_max_new_tokens=64", "model.max_seq_len=65"],

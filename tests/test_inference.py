@@ -119,6 +119,14 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
 # Answers
 
 
+def test_a_run_with_flash_attention_2_answers_where_it_cannot_be_used(copied, caplog):
+    config = copied.read_config()
+    asked = config.model.model_copy(update={"attn_implementation": "flash_attention_2"})
+    trained = load_run(copied, "cpu", config.model_copy(update={"model": asked}))
+    assert trained.model.config._attn_implementation == "sdpa"
+    assert "model.attn_implementation=flash_attention_2 of the run cannot be used" in caplog.text
+
+
 def test_an_answer_is_that_of_the_evaluation_without_the_prompt(answering):
     loaded = load_run(answering, "cpu")
     assert not loaded.model.training

@@ -180,6 +180,14 @@ def test_a_target_may_name_the_end_of_a_path(config_of):
     } == {"q_proj"}
 
 
+def test_an_attention_that_the_architecture_lacks_is_an_error_of_the_setting(config_of, base_of):
+    config = config_of("lora", base_of("bloom"))
+    asked = config.model.model_copy(update={"attn_implementation": "sdpa"})
+    words = r"model\.attn_implementation=sdpa: .*; set MODEL_ATTN_IMPLEMENTATION=auto"
+    with pytest.raises(ConfigError, match=words):
+        load_model(config.model_copy(update={"model": asked}), CPU)
+
+
 def test_transposed_linear_layers_of_gpt2_can_be_targets(config_of):
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32)

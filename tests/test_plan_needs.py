@@ -9,6 +9,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan import needs
 from sft_play.plan.devices import Gpu, Hardware, parse
 
+FLASH_2 = "model.attn_implementation=flash_attention_2"
 FLASH_4 = "model.attn_implementation=flash_attention_4"
 ASKED = r"model.attn_implementation=flash_attention_4 \(--set model.attn_implementation\): "
 INSTEAD = "set MODEL_ATTN_IMPLEMENTATION=auto"
@@ -51,3 +52,15 @@ def test_flash_attention_4_is_refused_on_gpus_other_than_hopper(
 def test_flash_attention_4_is_refused_on_a_cpu() -> None:
     with pytest.raises(EnvironmentFault, match=f"{ASKED}.*no GPU is usable here; {INSTEAD}"):
         plan_for(CPU, FLASH_4)
+
+
+def test_flash_attention_2_is_refused_where_it_cannot_compute(monkeypatch) -> None:
+    asked = ASKED.replace("_4", "_2")
+    with pytest.raises(EnvironmentFault, match=f"{asked}.*no GPU is usable here; {INSTEAD}"):
+        plan_for(CPU, FLASH_2)
+    with pytest.raises(EnvironmentFault, match=f"{asked}cuda:0 Tesla T4 has capability 7.5, "):
+        plan_for("1xT4", FLASH_2)
+    monkeypatch.setattr(needs, "FLASH2", "no-such-package")
+    with pytest.raises(EnvironmentFault, match=f"{asked}no-such-package is not .*; {INSTEAD}"):
+        plan_for(on(H200), FLASH_2)
+    assert plan_for("2xH200", FLASH_2).config.model.attn_implementation == "flash_attention_2"

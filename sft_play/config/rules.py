@@ -203,7 +203,7 @@ RULES = (
     ),
     Rule(
         ("model.attn_implementation", "tuning.backend"),
-        lambda c: c.model.has_flash4 and backend_of(c).has_own_kernels,
+        lambda c: c.model.attn_implementation != "auto" and backend_of(c).has_own_kernels,
         "Unsloth brings its own attention; set TUNING_BACKEND=bnb, or "
         "MODEL_ATTN_IMPLEMENTATION=auto",
     ),

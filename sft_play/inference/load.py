@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.sampling import SamplingRequest
@@ -31,6 +32,8 @@ from sft_play.runs import seal, stamp
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 from sft_play.runs.place import Place
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     config = config or folder.read_config()
     weights = checked_weights(folder, config)
     process = _process(folder, config, device)
+    config = with_attention_here(config, process)
     tokenizer = tokenizer_of(folder, config)
     with quiet_libraries():
         if config.tuning.mode == "full":
@@ -71,6 +75,26 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     if isinstance(folder, ModelFolder) and not stops:
         stops = stops_of(model)
     return TrainedModel(model, tokenizer, config, process, stops)
+
+
+def with_attention_here(config: Config, process: Process) -> Config:
+    """Return a run's config for this process, which may lack the attention of its training.
+
+    FlashAttention 2 needs a GPU, its package and 16 bits; any attention computes the same answers.
+    """
+    asked = config.model.attn_implementation
+    if asked != "flash_attention_2":
+        return config
+    is_half = process.compute_dtype != torch.float32
+    if process.device.type == "cuda" and is_half and is_flash_attn_2_available():
+        return config
+    logger.warning(
+        "model.attn_implementation=%s of the run cannot be used here, where it needs a GPU, the "
+        "package flash-attn and 16 bits; computing with auto",
+        asked,
+    )
+    model = config.model.model_copy(update={"attn_implementation": "auto"})
+    return config.model_copy(update={"model": model})
 
 
 def let_autocast_keep_copies(model: torch.nn.Module) -> None:

@@ -192,7 +192,7 @@ def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel
     """Return transformers' model.
 
     Raises: EnvironmentFault where a tensor cannot be loaded; ConfigError for experts in 4 bits
-    under ZeRO-3.
+    under ZeRO-3, and for an attention that the architecture does not have.
     """
     name = config.model.name
     refuse_unsafe_base(config)
@@ -217,6 +217,12 @@ def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel
             "they are not of one model; get the model again"
         ) from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
+        asked = options.get("attn_implementation")
+        if asked and "attention" in str(error).lower():
+            raise ConfigError(
+                f"model.attn_implementation={asked}: {first_line(error)}; set "
+                "MODEL_ATTN_IMPLEMENTATION=auto"
+            ) from error
         raise EnvironmentFault(
             f"model.name={name}: the weights could not be loaded: {first_line(error)}; see that "
             "the folder is whole, or get the model again"

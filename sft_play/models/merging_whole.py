@@ -20,7 +20,9 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     """Write the merged model to `target` and return it."""
     plain = {"mode": "lora", "base_dtype": "auto"}
     lora = merge.config.tuning.model_copy(update=plain)
-    unquantised = merge.config.model_copy(update={"tuning": lora})
+    # weights are summed here, and attention computes nothing
+    model = merge.config.model.model_copy(update={"attn_implementation": "auto"})
+    unquantised = merge.config.model_copy(update={"tuning": lora, "model": model})
     base = load_base(unquantised, Process.alone(torch.device("cpu")), dtype="auto")
     if merge.quantization is not None:
         for name in quantised_names(base, merge.quantization):
