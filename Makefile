@@ -153,6 +153,7 @@ embedded: $(ENV) ## rebuild the tiny model and its rows (ten minutes with a GPU,
 	$(PY) -m tools.embedded
 bench: $(ENV) ## measure speed of ARMS on WORKS, on a GPU (Unsloth: make install-unsloth first)
 	@$(CHECK)
+	@$(PY) -m benchmarks.machine
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) -m benchmarks.speed
 bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
@@ -161,6 +162,7 @@ bench-data: $(ENV) ## measure data preparation beside TRL's, which this installs
 	$(PY) benchmarks/preparation.py
 bench-scaling: $(ENV) ## measure WORKS on 1, 2, ... or GPUS="1 2" of this host, by STRATEGIES
 	@$(CHECK)
+	@$(PY) -m benchmarks.machine
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) -m benchmarks.scaling --docs docs
 bench-plan: $(ENV) ## compare plans with runs, WORKS or all, on a GPU; write docs/planner-<card>.md

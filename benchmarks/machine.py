@@ -1,4 +1,7 @@
-"""The machine that a benchmark measures on: device, versions, peak speeds. Loads no torch."""
+"""The machine that a benchmark measures on: device, versions, peak speeds. Loads no torch.
+
+python -m benchmarks.machine      exits where no NVIDIA GPU is here, before anything is installed
+"""
 
 from __future__ import annotations
 
@@ -81,3 +84,7 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    gpu_name()

@@ -107,7 +107,7 @@ def plan(
     ] = False,
 ) -> None:
     """Show what a run would do here or on the hardware named: memory, batch, speed, command."""
-    called = _call(config, set_, gpus)
+    called = calls.without_meeting(_call(config, set_, gpus))
     planned = planning.plan_for_display(called, distributed, deepspeed)
     typer.echo(planning.plan_text(called, planned, exact, json))
     if not planned.plan.fits and not planned.plan.is_batch_explicit:

@@ -205,6 +205,7 @@ def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
         ("0xH200", "such as GPUS=2xH200"),
         ("", "known are"),
         ("99999xH200", "no GPU of that name"),
+        ("1xh200+2x4090", "count them all as the smallest"),
     ],
 )
 def test_other_words_are_a_config_error_with_the_nearest(words, hint):

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from plan_examples import plan_for
+from plan_examples import EMPTY, plan_for
 
+from sft_play.commands.call import read_call, without_meeting
+from sft_play.commands.plan import plan_for_display, plan_text
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import launch
 from sft_play.plan.launch import (
@@ -305,3 +307,13 @@ def test_gloo_of_several_machines_gets_the_interface_that_reaches_the_first(monk
 def test_an_address_without_a_way_to_it_has_no_interface():
     assert launch.interface_to("127.0.0.1") is None
     assert launch.interface_to("no such host.invalid") is None
+
+
+def test_a_plan_of_several_machines_needs_no_address_to_meet_at() -> None:
+    environ = {"CONFIG": EMPTY, "NNODES": "2", "GPUS": "8xH200"}
+    call = without_meeting(read_call(None, (), None, environ))
+    planned = plan_for_display(call, False, False)
+    assert planned.plan.ranks.world_size == 16
+    assert "MASTER_ADDR=the-first-machine" in plan_text(call, planned, False, False)
+    named = read_call(None, (), None, {**environ, "MASTER_ADDR": "node0"})
+    assert without_meeting(named) is named

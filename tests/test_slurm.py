@@ -13,6 +13,9 @@ import psutil
 import pytest
 from run_files import run_json
 
+from sft_play.commands.call import read_call
+from sft_play.commands.slurm import slurm
+from sft_play.errors import ConfigError
 from sft_play.plan.slurm import SlurmJob, script
 from sft_play.runs.folder import RunFolder
 
@@ -176,3 +179,14 @@ def test_a_job_that_is_stopped_before_its_limit_is_queued_again_and_goes_on(clus
     assert run_json(runs[1])["global_step"] == stopped["global_step"] + 2
     losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in runs]
     assert losses[1][: stopped["global_step"]] == losses[0]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_job_on_cpus_is_asked_for_in_words(nodes: str) -> None:
+    environ = {"CONFIG": "tests/fixtures/empty.yaml", "NNODES": nodes, "CUDA_VISIBLE_DEVICES": ""}
+    with pytest.raises(
+        ConfigError, match=r"GPUS is not given .*such as GPUS=8xH100, or set DEVICE"
+    ):
+        slurm(read_call(None, (), None, environ))
+    assert "--gpus-per-node=8\n" in slurm(read_call(None, (), "8xH100", environ))
+    assert "gpus-per-node" not in slurm(read_call(None, (), None, {**environ, "DEVICE": "cpu"}))

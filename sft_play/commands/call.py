@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.resumed import settings_of_run
+
+FIRST_MACHINE = "the-first-machine"  # where nothing is launched
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,17 @@ def hardware_of(call: Call) -> devices.Hardware:
     if call.invocation.gpus:
         return devices.parse(call.invocation.gpus)
     return devices.detect(call.invocation.device, call.environ)
+
+
+def without_meeting(call: Call) -> Call:
+    """Return a call that launches nothing: several machines need no address to meet at.
+
+    What it prints names FIRST_MACHINE in its place.
+    """
+    if call.invocation.nnodes < 2 or call.environ.get("MASTER_ADDR", "").strip():
+        return call
+    environ = {**call.environ, "MASTER_ADDR": FIRST_MACHINE}
+    return replace(call, invocation=invocations.read(environ), environ=environ)
 
 
 def pid_file(call: Call) -> Path:

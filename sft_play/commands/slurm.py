@@ -1,10 +1,9 @@
 """`make slurm`: the batch script of a plan. Loads no torch."""
 
-import dataclasses
 import sys
 from pathlib import Path
 
-from sft_play.commands.call import Call, load_config
+from sft_play.commands.call import Call, load_config, without_meeting
 from sft_play.commands.plan import given_variables, override_variables, plan_for_display
 from sft_play.commands.train import refuse_what_does_not_fit, run_stem
 from sft_play.config.loader import PROJECT_ROOT
@@ -32,16 +31,20 @@ def slurm(call: Call) -> str:
     Under DeepSpeed where DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
     Raises: OutOfMemory for a plan that does not fit, ConfigError where OUT cannot be written.
     """
-    environ = {"MASTER_ADDR": "the-first-machine", **call.environ}  # the script finds it out
-    call = dataclasses.replace(call, environ=environ)
+    call = without_meeting(call)  # the script finds the address out
     use_deepspeed = call.invocation.deepspeed_config is not None
     planned = plan_for_display(call, use_deepspeed, use_deepspeed)
+    if planned.plan.ranks.device == "cpu" and call.invocation.device != "cpu":
+        raise ConfigError(
+            "GPUS is not given and this host has no GPU, so the job would train on CPUs; name the "
+            "GPUs of each machine, such as GPUS=8xH100, or set DEVICE=cpu"
+        )
     refuse_what_does_not_fit(planned.plan)
     job = job_of(call, planned)
     text = script(job)
-    if not environ.get("OUT"):
+    if not call.environ.get("OUT"):
         return text.rstrip("\n")
-    path = Path(environ["OUT"])
+    path = Path(call.environ["OUT"])
     try:
         job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not make it for its log
         write_text(path, text)

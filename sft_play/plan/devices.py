@@ -111,6 +111,9 @@ def parse(words: str) -> Hardware:
 
     Raises: ConfigError for other words, with the nearest name.
     """
+    if re.search("[+,&]", words):
+        hint = "a plan is for GPUs of one kind: count them all as the smallest, such as 3x4090"
+        raise ConfigError(f"GPUS={words}: {hint}")
     match = re.fullmatch(r"\s*([0-9]{1,4})\s*[xX]\s*(\S.*?)\s*", words)
     count, word = (int(match[1]), match[2]) if match else (1, words.strip())
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)GiB", word, re.IGNORECASE)
