@@ -92,7 +92,7 @@ def is_fast(setup: FastSetup) -> bool:
         return False
     if setup.model_type not in LLAMA_LIKE:
         return False
-    if setup.config.tuning.mode != "full" and _why_not_adapters(setup) is not None:
+    if setup.config.tuning.mode != "full" and why_not_adapters(setup) is not None:
         return False
     if backend_of(setup.config).has_own_kernels:
         return True
@@ -133,17 +133,17 @@ def _why_not_linears(setup: FastSetup) -> str | None:
         return "mode full trains the weights themselves"
     if not has_packed_parts(setup) and not _targets(setup) & ATTENTION_LINEARS:
         return "no adapters there"
-    return _why_not_adapters(setup)
+    return why_not_adapters(setup)
 
 
 def _why_not_mlp_linears(setup: FastSetup) -> str | None:
     is_plain = not has_packed_parts(setup) and not _targets(setup) & MLP_LINEARS
     if setup.config.tuning.mode == "full" or is_plain:
         return None
-    return _why_not_adapters(setup)
+    return why_not_adapters(setup)
 
 
-def _why_not_adapters(setup: FastSetup) -> str | None:
+def why_not_adapters(setup: FastSetup) -> str | None:
     """Return why PEFT computes the linears with adapters."""
     lora = setup.config.tuning.lora
     if lora.use_dora:
@@ -166,12 +166,17 @@ def _why_not_norms(setup: FastSetup) -> str | None:
         return ZERO_3
     if setup.is_gpu and setup.has_liger:
         return None
+    if fuses_residual_adds(setup):
+        return None
+    return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
+
+
+def fuses_residual_adds(setup: FastSetup) -> bool:
+    """Return whether the norms of layers are fused with the residual adds before them."""
     saved = {name.rpartition(".")[2] for name in setup.config.tuning.lora.modules_to_save or ()}
     are_frozen = setup.config.tuning.mode != "full" and not saved & set(LAYER_NORMS)
     # a norm behind attention or MLP is no norm of the residual stream
-    if are_frozen and setup.model_type not in FOUR_NORMS:
-        return None  # fused with the residual adds before them
-    return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
+    return are_frozen and setup.model_type not in FOUR_NORMS
 
 
 def _why_not_loss(setup: FastSetup) -> str | None:

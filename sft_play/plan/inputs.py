@@ -106,7 +106,7 @@ class PlanInputs:
         return replace(
             step,
             records_graphs=records_graphs(setup),
-            widens_weights=widens_weights(self.config, self.ranks, setup.fused),
+            widens_weights=widens_weights(self.fast_setup, self.ranks, setup.fused),
         )
 
     @cached_property

@@ -65,8 +65,8 @@ class PhaseBytes:
     def components(self) -> dict[str, int]:
         """Return the bytes by component.
 
-        Of the last four, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, LoRA over
-        weights of 16 bits the third, and a probe alone brings the fourth.
+        Of the last four, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, fused
+        adapters the third, and a probe alone brings the fourth.
         """
         found = asdict(self)
         for name in ("gathered", "graphs", "columns", "measured_beyond"):
