@@ -43,13 +43,13 @@ def a_model(**settings) -> nn.Module:
     return model.train()
 
 
-def gradients(model: nn.Module, steps: int) -> list[torch.Tensor]:
-    """Train some steps, and return the gradients of the last one."""
+def gradients(model: nn.Module, steps: int, autocasts: int = 9) -> list[torch.Tensor]:
+    """Train some steps, the first ones under autocast; return the gradients of the last one."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     tokens = torch.arange(24).view(2, 12)
-    for _ in range(steps):
+    for number in range(steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=number < autocasts):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         found = [p.grad.clone() for p in model.parameters() if p.requires_grad]
         optimizer.step()
@@ -66,6 +66,14 @@ def test_steps_are_those_without_copies_to_the_bit() -> None:
     assert len(adapters) == 2 * 7 * 2
     assert all(copy_of(each, torch.bfloat16) is not None for each in adapters)
     assert copy_of(adapters[0], torch.float16) is None
+
+
+def test_a_step_that_is_not_under_autocast_reads_no_old_copies() -> None:
+    plain = a_model()
+    with_copies = copy.deepcopy(plain)
+    copy_adapters_at_once(with_copies, with_copies)
+    pairs = zip(gradients(plain, 3, 1), gradients(with_copies, 3, 1), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_linears_of_a_layer_read_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:

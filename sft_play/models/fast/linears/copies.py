@@ -43,10 +43,15 @@ class AdapterCopies:
 
     def __call__(self, decoder: nn.Module, *_: Any) -> None:
         """Refresh the copies where adapters are multiplied in another dtype than their own."""
-        device = self.adapters[0].device.type
-        if not is_training(decoder) or not torch.is_autocast_enabled(device):
+        if not is_training(decoder):
             return
-        dtype = torch.get_autocast_dtype(device)
+        device = self.adapters[0].device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        elif self.copies:  # products of weights in 16 bits find them without autocast, too
+            dtype = self.copies[0].dtype
+        else:
+            return
         with torch.no_grad():
             if not self.copies or self.copies[0].dtype != dtype:
                 self._allocate(dtype)
