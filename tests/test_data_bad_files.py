@@ -154,7 +154,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.parquet", parquet_of(question=["q", None], answer=["a", "a"]), "[1]",
      "question is null, not a text"),
     ("a.parquet", parquet_of(question=["q", "q"], answer=[1.5, float("nan")]), "[0]",
-     "answer is 1.5, not a text"),
+     "answer is 1.5, not a text; write it as a text, \"1.5\""),
     ("a.parquet", parquet_of(question=["q", "q"], answer=[b"a", b"a"]), "[0]",
      "answer is \"b'a'\", not a text"),
     ("a.parquet", parquet_of(question=["q", "q"], answer=bad_text(b"\xff")), "[1]",

@@ -243,3 +243,25 @@ def test_a_question_is_not_suggested_without_what_it_is_about(tmp_path: Path) ->
     with pytest.raises(DataError) as error:
         read_rows(write_jsonl(tmp_path / "a.jsonl", [nested]))
     assert 'DATA_COLUMNS="{question: <column>, answer: <column>}"' in str(error.value)
+
+
+TURNS = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+
+
+def test_nested_turns_are_suggested_whole_and_no_text_of_theirs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"DATA_COLUMNS='\{messages: data.turns\}'"):
+        read_rows(write_jsonl(tmp_path / "a.jsonl", [{"data": {"turns": TURNS}}]))
+    unknown = [{"Speaker": "user", "Content": "Hi?"}, {"Speaker": "bot", "Content": "Hello."}]
+    with pytest.raises(DataError, match=r"a row has messages, or") as error:
+        read_rows(write_jsonl(tmp_path / "b.jsonl", [{"Talk": unknown}]))
+    assert "text:" not in str(error.value)
+
+
+def test_turns_may_be_an_object_of_lists_as_datasets_writes_a_sequence(tmp_path: Path) -> None:
+    columns = {"role": ["user", "assistant"], "content": ["Hi?", "Hello."]}
+    as_lists = read_rows(write_jsonl(tmp_path / "a.jsonl", [{"messages": columns}]))
+    as_objects = read_rows(write_jsonl(tmp_path / "b.jsonl", [{"messages": TURNS}]))
+    assert [row.messages for row in as_lists] == [row.messages for row in as_objects]
+    uneven = {"messages": {**columns, "content": ["Hi?"]}}
+    with pytest.raises(DataError, match="not a list of turns"):
+        read_rows(write_jsonl(tmp_path / "c.jsonl", [uneven]))

@@ -53,7 +53,9 @@ class MessageList(NamedTuple):
 def parse_text(value: Any, name: str) -> str:
     """Return a text that is not blank. Raises InvalidRowError, which calls it `name`."""
     if not isinstance(value, str):
-        raise InvalidRowError(f"{name} is {shorten(value)}, not a text")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        hint = f'; write it as a text, "{value}"' if is_number else ""
+        raise InvalidRowError(f"{name} is {shorten(value)}, not a text{hint}")
     if not value or value.isspace():
         raise InvalidRowError(f"{name} is empty")
     _check_encodable(value, name)

@@ -44,6 +44,7 @@ class Leaf(NamedTuple):
 
     path: str
     names: tuple[str, ...]
+    is_part: bool  # it stands beside other texts in each object of a list
 
 
 def columns_setting(columns: Columns) -> str:
@@ -79,12 +80,13 @@ def suggest_chosen(records: Sequence[Json], works: Callable[[Columns], bool]) ->
 
 
 def _candidates(record: Json) -> Iterator[Columns]:
-    for path in _turn_lists(record):
+    for path in _turn_lists(record, ""):
         yield {"messages": path}
     leaves = list(_leaves(record, "", ()))
     question = _first_named(leaves, QUESTIONS, ())
     if question is None:
-        yield from ({"text": leaf.path} for leaf in leaves if leaf.names[0] in ("text", "content"))
+        parts = [leaf for leaf in leaves if not leaf.is_part]  # of a turn, each would be a row
+        yield from ({"text": leaf.path} for leaf in parts if leaf.names[0] in ("text", "content"))
         return
     answer = _first_named(leaves, ANSWERS, (question,))
     if answer is None:
@@ -96,27 +98,32 @@ def _candidates(record: Json) -> Iterator[Columns]:
         yield {"instruction": question.path, "input": extra.path, "output": answer.path}
 
 
-def _turn_lists(record: Json) -> Iterator[str]:
+def _turn_lists(record: Json, place: str) -> Iterator[str]:
+    """Yield the paths of lists of turns, in objects of the record too."""
     for name, value in record.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
-            yield name
+            yield f"{place}{name}"
+        elif isinstance(value, dict) and "." not in name:
+            yield from _turn_lists(value, f"{place}{name}.")
 
 
-def _leaves(value: Any, path: str, names: tuple[str, ...]) -> Iterator[Leaf]:
+def _leaves(value: Any, path: str, names: tuple[str, ...], is_part: bool = False) -> Iterator[Leaf]:
     """Yield the texts of a value; of a list of texts the first, of a list of objects every one."""
     if isinstance(value, str):
-        yield Leaf(path, names or ("",))
+        yield Leaf(path, names or ("",), is_part)
     elif len(names) == MAX_DEPTH:
         return
     elif isinstance(value, dict):
         for name, held in value.items():
             if "." not in name:
                 inner = f"{path}.{name}" if path else name
-                yield from _leaves(held, inner, (name.lower(), *names))
+                yield from _leaves(held, inner, (name.lower(), *names), is_part)
     elif isinstance(value, list) and value:
         inner = path if isinstance(value[0], dict) else f"{path}.0"
-        yield from _leaves(value[0], inner, names)
+        texts = value[0].values() if isinstance(value[0], dict) else ()
+        has_several = sum(isinstance(text, str) for text in texts) > 1
+        yield from _leaves(value[0], inner, names, is_part or has_several)
 
 
 def _first_named(

@@ -124,7 +124,8 @@ def _check_calls(text: str, message: Message, where: str) -> None:
             forms = (word, _json_characters(word), json.dumps(word)[1:-1])  # the last in ASCII
             if not any(form in text for form in forms):
                 raise RenderError(
-                    f"the chat template leaves out or changes a tool call of {where}: {quote(word)}"
+                    f"the chat template leaves out or changes a tool call of {where}: "
+                    f"{quote(word)}; MODEL_CHAT_TEMPLATE=<file> takes a Jinja file that writes it"
                 )
 
 

@@ -4,6 +4,7 @@
 - objects with input and output (Capybara): a question and an answer each
 - texts (LIMA): the user's and the assistant's in turn
 - one text with marks (HH-RLHF, Guanaco): `Human: ... Assistant: ...`, with ### or without
+- an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
 - JSON text of any of these, as in a CSV cell
 """
 
@@ -25,6 +26,8 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
         if is_marked_text(value):
             return _split_marked_text(value, name)
         value = parse_json_text(value, name)
+    if isinstance(value, dict):
+        value = _objects_of_columns(value)
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"{name} is {shorten(value)}, not a list of turns")
     first = value[0]
@@ -36,6 +39,16 @@ def parse_message_list(value: Any, name: str) -> list[Json]:
     if "input" in first and "output" in first:
         return _pairs(value, name)
     return value
+
+
+def _objects_of_columns(value: Json) -> Any:
+    """Return an object for each place of the lists of an object; other values as they are."""
+    columns = list(value.values())
+    if not all(isinstance(column, list) for column in columns) or len(columns) < 2:
+        return value
+    if len({len(column) for column in columns}) > 1:
+        return value
+    return [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
 
 
 def is_marked_text(text: str) -> bool:
