@@ -152,6 +152,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:
     assert nested == ModelShape(10, 8, 32, 1, 2, 2, 4, is_tied=True)
 
 
+def test_layers_of_several_widths_have_the_largest() -> None:
+    assert shape_of({**TINY, "intermediate_size": [80, 96, 80]}, "x").intermediate == 96  # Gemma 3n
+
+
 def test_a_config_that_relies_on_its_class_is_completed_by_it() -> None:
     # as the hub has it: the vocabulary is the class's
     text = {

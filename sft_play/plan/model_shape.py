@@ -139,7 +139,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
     return ModelShape(
         vocab=text["vocab_size"],
         hidden=text["hidden_size"],
-        intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
+        intermediate=_widest(text.get("intermediate_size")) or 4 * text["hidden_size"],
         layers=text["num_hidden_layers"],
         heads=heads,
         kv_heads=text.get("num_key_value_heads") or heads,
@@ -147,6 +147,11 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
         model_type=config.get("model_type") or "",
         is_tied=bool(is_tied),
     )
+
+
+def _widest(sizes: int | Sequence[int] | None) -> int | None:
+    """Return a size of all layers; the largest where each has its own, as in Gemma 3n."""
+    return max(sizes, default=None) if isinstance(sizes, Sequence) else sizes
 
 
 def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
