@@ -183,11 +183,10 @@ def _without_gradient(model: nn.Module) -> tuple[str, ...]:
 def _is_read(word: str, module_class: type[nn.Module]) -> bool:
     """Return whether a class multiplies by the weight of its layer `word`, beside the layer."""
     weight = rf"self\.{re.escape(word)}\.weight"
-    return bool(
-        re.search(
-            rf"{weight} @|\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b", _source(module_class)
-        )
-    )
+    of_function = rf"\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b"
+    ways = (f"{weight} @", of_function, rf"{weight}\.clamp\(")  # the last: Gemma 3n, in training
+    source = _source(module_class)
+    return any(re.search(way, source) for way in ways)
 
 
 @functools.cache
