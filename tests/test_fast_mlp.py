@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -111,6 +112,17 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
         (found[name] - wanted[name]).abs().max() / wanted[name].abs().max() for name in wanted
     ]
     return float(torch.stack(differences).float().nan_to_num(torch.inf).max())
+
+
+@pytest.mark.parametrize("targets", [ALL, ("gate_proj",)], ids=["all", "gate"])
+def test_a_model_may_add_to_the_output_in_place(targets: tuple[str, ...]) -> None:
+    """As Llama 4 adds its experts to the output of a shared one."""
+
+    def added(work: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> Any:
+        return lambda x, mlp: work(x, mlp).add_(x)
+
+    mlp = an_mlp(targets=targets)
+    assert worst(results(added(fused), mlp), results(added(plainly), mlp)) < EXACT
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,10 +4,10 @@
     backward   dU_i = s_i dy_i B_i,  dB_i = s_i dy_i^T (x A_i^T),  dA_i = dU_i^T x,
                dx = sum_i dU_i A_i + dy_i W_i
 
-The reference is PEFT's own forward. Here the adapter's part is written first and the base product
-is added to it: the addition then happens in the float32 accumulator of the large product, not in
-another pass over the output. Saved for backward: x, which other modules save too, and x A^T. PEFT
-also saves x as float32, and the adapter's output.
+The reference is PEFT's own forward. Here the adapter's part is added in the float32 accumulator of
+the large product, not in another pass over the output: it lies beside the weight (`columns`) where
+x has room beside its rows, and is written first elsewhere. Saved for backward: x, which other
+modules save too, and x A^T. PEFT also saves x as float32, and the adapter's output.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.

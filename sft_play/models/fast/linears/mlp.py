@@ -101,6 +101,7 @@ class LoraMlpFunction(torch.autograd.Function):
             h = glu_forward(gate, up, activation, room)
         else:
             h, h_in_float8 = glu_forward_float8(*split_halves(outputs), activation)
+        h = h.view(*x.shape[:-1], -1)
         (y,), ha = project(h, (down,), down_adapter, h_in_float8, room)
         ctx.save_for_backward(
             x,
@@ -115,7 +116,7 @@ class LoraMlpFunction(torch.autograd.Function):
         ctx.activation = activation
         ctx.inner_dtype = adapter_dtype(inner_parameters)
         ctx.down_dtype = adapter_dtype(down_parameters)
-        return y.view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -122,7 +122,8 @@ def project(
             y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
             if b is not None:
                 y.addmm_(xa[:, part], b.t(), alpha=linear.scale)
-            outputs.append(y.view(*x.shape[:-1], -1))
+            # no view: a model may add to what it gets in place
+            outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]]))
             continue
         if b is None:
             outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
