@@ -195,6 +195,14 @@ def test_columns_say_what_a_file_calls_its_fields(tmp_path: Path) -> None:
     assert [row.messages for row in read_rows(turns, {"conversations": "dialogue"})] == [QA]
 
 
+def test_rows_of_token_ids_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"input_ids": [1, 2], "labels": [-100, 2]})
+    with pytest.raises(
+        DataError, match=r"input_ids, labels; tokens are not read, .* as messages or"
+    ):
+        read_rows(path)
+
+
 @pytest.mark.parametrize(
     ("columns", "words"),
     [

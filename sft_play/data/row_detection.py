@@ -176,6 +176,11 @@ def _no_format(
     first_line = " (its first line)" if is_table else ""
     mapped = f" besides {dict(columns)}" if columns else ""
     found = f"{path}: the columns are {list_columns(keys)}{first_line}{mapped}"
+    if "input_ids" in keys and not columns:
+        return (
+            f"{found}; tokens are not read, as another tokenizer's ids mean other texts; write the "
+            "texts that they were made of, as messages or as prompt and completion"
+        )
     suggested = suggest_columns(records, lambda columns: _columns_work(records, columns))
     if suggested and not columns:
         return (
