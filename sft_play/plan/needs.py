@@ -14,7 +14,8 @@ FLASH4 = "flash-attn-4"  # the package of FlashAttention 4
 FLASH4_CAPABILITY = (9, 0)  # Hopper: elsewhere nobody has compared it with torch's kernels
 INSTALL_FLASH4 = "python -m tools.install add requirements-hopper.txt"
 FLASH2 = "flash-attn"  # the package of FlashAttention 2
-FLASH2_CAPABILITY = (8, 0)
+FLASH2_CAPABILITY = (8, 0)  # or newer
+ANY_NEWER = (99, 0)
 INSTALL_FLASH2 = ".venv/bin/pip install flash-attn --no-build-isolation"
 
 
@@ -22,8 +23,7 @@ def require(loaded: LoadedConfig, hardware: Hardware) -> None:
     """Raise EnvironmentFault where a setting asks for what this machine does not have."""
     _require_backend(loaded.config, hardware)
     require_float8(loaded, hardware)
-    _require_flash4(loaded, hardware)
-    _require_flash2(loaded, hardware)
+    _require_flash_attention(loaded, hardware)
 
 
 def _require_backend(config: Config, hardware: Hardware) -> None:
@@ -40,50 +40,33 @@ def _require_backend(config: Config, hardware: Hardware) -> None:
         )
 
 
-def _require_flash4(loaded: LoadedConfig, hardware: Hardware) -> None:
-    if not loaded.config.model.has_flash4:
-        return
-    asked = loaded.described("model.attn_implementation")
-    for gpu in hardware.gpus:
-        if gpu.capability != FLASH4_CAPABILITY:
-            found = ".".join(map(str, gpu.capability))
-            raise EnvironmentFault(
-                f"{asked}: cuda:{gpu.index} {gpu.name} has capability {found}, and FlashAttention "
-                "4 is used on Hopper GPUs (9.0) alone; set MODEL_ATTN_IMPLEMENTATION=auto"
-            )
-    if hardware.kind != "cuda":
-        raise EnvironmentFault(
-            f"{asked}: FlashAttention 4 needs a Hopper GPU and no GPU is usable here; set "
-            "MODEL_ATTN_IMPLEMENTATION=auto, or see make gpu-info"
-        )
-    if _are_here(hardware) and not _is_installed(FLASH4):
-        raise EnvironmentFault(
-            f"{asked}: {FLASH4} is not installed; run {INSTALL_FLASH4}, or set "
-            "MODEL_ATTN_IMPLEMENTATION=auto"
-        )
-
-
-def _require_flash2(loaded: LoadedConfig, hardware: Hardware) -> None:
-    if loaded.config.model.attn_implementation != "flash_attention_2":
+def _require_flash_attention(loaded: LoadedConfig, hardware: Hardware) -> None:
+    chosen = loaded.config.model.attn_implementation
+    if chosen == "flash_attention_4":
+        title, package, install = "FlashAttention 4", FLASH4, INSTALL_FLASH4
+        gpus, newest = "a Hopper GPU (capability 9.0)", FLASH4_CAPABILITY
+        oldest = FLASH4_CAPABILITY
+    elif chosen == "flash_attention_2":
+        title, package, install = "FlashAttention 2", FLASH2, INSTALL_FLASH2
+        gpus, newest = "a GPU of capability 8.0 or newer", ANY_NEWER
+        oldest = FLASH2_CAPABILITY
+    else:
         return
     asked = loaded.described("model.attn_implementation")
     instead = "set MODEL_ATTN_IMPLEMENTATION=auto, whose kernels need no package"
     if hardware.kind != "cuda":
         raise EnvironmentFault(
-            f"{asked}: FlashAttention 2 needs a GPU and no GPU is usable here; {instead}"
+            f"{asked}: {title} needs {gpus}, and no GPU is usable here; {instead}"
         )
     for gpu in hardware.gpus:
-        if gpu.capability < FLASH2_CAPABILITY:
+        if not oldest <= gpu.capability <= newest:
             found = ".".join(map(str, gpu.capability))
             raise EnvironmentFault(
-                f"{asked}: cuda:{gpu.index} {gpu.name} has capability {found}, and FlashAttention "
-                f"2 needs 8.0; {instead}"
+                f"{asked}: cuda:{gpu.index} {gpu.name} has capability {found}, and {title} needs "
+                f"{gpus}; {instead}"
             )
-    if _are_here(hardware) and not _is_installed(FLASH2):
-        raise EnvironmentFault(
-            f"{asked}: {FLASH2} is not installed, and make install leaves it out; {instead}, or "
-            f"build it: {INSTALL_FLASH2}"
-        )
+    if _are_here(hardware) and not _is_installed(package):
+        raise EnvironmentFault(f"{asked}: {package} is not installed; run {install}, or {instead}")
 
 
 def _are_here(hardware: Hardware) -> bool:
