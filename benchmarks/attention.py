@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sft_play.models.fast.attention import flash4, kernels
+from sft_play.models.fast.attention.reference import attend_rows
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.documents import Documents
 
@@ -97,7 +98,7 @@ def arms(work: Work, inputs: list[Tensor]) -> dict[str, Attend]:
 
     def rows(*of: Tensor) -> Tensor:
         split = (tensor.unflatten(0, (len(work.lengths), -1)) for tensor in of)
-        return kernels._attend_rows(*split, scoring.scale).flatten(0, 1)
+        return attend_rows(*split, scoring.scale).flatten(0, 1)
 
     def packed(*of: Tensor) -> Tensor:
         return kernels.attend_torch_varlen(*of, scoring, documents)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_fast_install import CPU, plain_model, settings
+from torch import Tensor
 
 from sft_play.config.schema import Config
 from sft_play.models.fake_model import build_on_meta
@@ -30,7 +31,7 @@ import torch
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                            softmax_scale, causal, window_size, deterministic):
     assert causal and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
-    from sft_play.models.fast.attention.kernels import attend_lengths
+    from sft_play.models.fast.attention.reference import attend_lengths
     from sft_play.models.fast.attention.scoring import Scoring
     lengths = [length for length in cu_seqlens_q.diff().tolist() if length]
     window = None if window_size[0] is None else window_size[0] + 1
@@ -41,6 +42,24 @@ WIDE = RIGHT.replace("window_size[0] + 1", "window_size[0] + 9")
 FAILING = "def flash_attn_varlen_func(*_, **__):\n    raise AssertionError('no such tile')\n"
 BROKEN = "raise OSError('libcute.so: cannot open shared object file')\n"
 PLAIN, WINDOWED = Scoring(0.25), Scoring(0.25, window=5)
+
+
+def definition(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, lengths: tuple[int, ...]
+) -> Tensor:
+    """Return attention (N, H, D) by its definition."""
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    place = torch.arange(len(query))
+    distance = place[:, None] - place
+    sees = (document[:, None] == document) & (distance >= 0)
+    if scoring.window is not None:
+        sees &= distance < scoring.window
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
 
 
 @pytest.fixture
@@ -109,7 +128,7 @@ def test_what_agrees_with_the_definition_is_used_and_said_once(install, caplog) 
     documents = Documents(torch.tensor([0, 5, 12], dtype=torch.int32), 7)
     of = call()
     found = flash4.attend(*of, WINDOWED, documents)
-    expected = flash4._definition(*(tensor.float() for tensor in of), WINDOWED, (5, 7))
+    expected = definition(*(tensor.float() for tensor in of), WINDOWED, (5, 7))
     assert torch.allclose(found.float(), expected, atol=2e-2)
 
 
@@ -124,14 +143,14 @@ def test_packed_documents_go_through_it_or_through_torchs_kernel(
 
     def torchs(*of) -> torch.Tensor:
         used.append("torch")
-        return flash4._definition(*of[:4], (5, 7))
+        return definition(*of[:4], (5, 7))
 
     monkeypatch.setattr(kernels, "attend_torch_varlen", torchs)
     query, key, value = call(features=60)
     documents = Documents(torch.tensor([0, 5, 12], dtype=torch.int32), 7)
     out = kernels._attend_varlen(query, key, value[..., :40], PLAIN, documents)
     assert out.shape == (12, 4, 40)
-    expected = flash4._definition(query, key, value[..., :40], PLAIN, (5, 7))
+    expected = definition(query, key, value[..., :40], PLAIN, (5, 7))
     assert torch.allclose(out, expected, atol=2e-2)
     assert used == ([] if source == RIGHT else ["torch"])
 

@@ -9,6 +9,7 @@ import torch
 from test_fast_install import plain_model, settings
 
 from sft_play.models.fast.attention import flash4, kernels
+from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.install import install_fused_kernels
@@ -84,7 +85,7 @@ def assert_right(
     found = results(kernels.attend(*inputs, scoring, documents_of(lengths)), inputs)
     assert flash4.kernel_in_force().startswith("FlashAttention 4")
     wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    flat = kernels.attend_lengths(*(t.flatten(0, 1) for t in wide), scoring, list(lengths))
+    flat = attend_lengths(*(t.flatten(0, 1) for t in wide), scoring, list(lengths))
     for right, other in zip(results(flat[None], wide), found, strict=True):
         assert gap(right, other) <= flash4.LARGEST_ERROR
 

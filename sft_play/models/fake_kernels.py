@@ -20,6 +20,7 @@ from transformers import masking_utils
 from sft_play.models import fake_mixer_kernels, linear_attention, offloading
 from sft_play.models.fast.attention import forward as attention_forward
 from sft_play.models.fast.attention import kernels as attention_kernels
+from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.experts import function as experts_function
 from sft_play.models.fast.experts import gates as experts_gates
 from sft_play.models.fast.experts import products as experts_products
@@ -104,7 +105,7 @@ def attend_whole_rows(
     """`attention.kernels._attend_by_document` of a traced step, whose rows are whole documents."""
     whole, rest = divmod(len(query), documents.longest)
     lengths = [documents.longest] * whole + [rest] * bool(rest)
-    return attention_kernels.attend_lengths(query, key, value, scoring, lengths)
+    return attend_lengths(query, key, value, scoring, lengths)
 
 
 class FakeRmsNorm(torch.autograd.Function):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sft_play.errors import first_line
+from sft_play.models.fast.attention.reference import attend_lengths
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.documents import Documents
 from sft_play.plan.needs import FLASH4
@@ -186,7 +187,7 @@ def _why_not(kind: Kind, device: torch.device) -> str | None:
     # on the CPU: products on a GPU may be in TF32, or be refused where they must be deterministic
     wide = [tensor.detach().cpu().float().requires_grad_(kind.needs_gradient) for tensor in inputs]
     with torch.autocast("cpu", enabled=False), torch.enable_grad():
-        expected = _results(_definition(*wide, scoring, lengths), wide, grad.cpu().float())
+        expected = _results(attend_lengths(*wide, scoring, list(lengths)), wide, grad.cpu().float())
     for name, right in expected.items():
         error = float((found[name].cpu().float() - right).norm() / right.norm())
         if not error <= LARGEST_ERROR:
@@ -213,21 +214,3 @@ def _results(out: Tensor, inputs: list[Tensor], grad: Tensor) -> dict[str, Tenso
         names = ("gradient of queries", "gradient of keys", "gradient of values")
         results |= zip(names, torch.autograd.grad(out, inputs, grad), strict=True)
     return results
-
-
-def _definition(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, lengths: tuple[int, ...]
-) -> Tensor:
-    """Return attention (N, H, D) by its definition, on the CPU."""
-    groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, dim=1)
-    value = value.repeat_interleave(groups, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
-    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    place = torch.arange(len(query))
-    distance = place[:, None] - place
-    sees = (document[:, None] == document) & (distance >= 0)
-    if scoring.window is not None:
-        sees &= distance < scoring.window
-    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
