@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 from bitsandbytes.nn import Linear4bit
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.models.fast.attention.forward import attention_forward, projections
-from sft_play.models.fast.linears.columns import COLUMNS, Beside, columns_of
+from sft_play.models.fast.linears.columns import COLUMNS, Adapter, Beside, columns_of
 from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
 from sft_play.models.fast.linears.four_bit import has_kernel
 from sft_play.models.fast.linears.install import mlp_forward
@@ -79,9 +78,11 @@ def put_beside_weights(decoder: nn.Module) -> list[Beside]:
 
 def _widen_last(linear: nn.Module, places: list[Beside]) -> int:
     """Widen the weight of a block's last linear; return the room beside its output's gradient."""
-    if not _widen((linear,), places):
+    before = len(places)
+    _widen((linear,), places)
+    if len(places) == before:
         return 0
-    outputs, _, rank = _sizes(linear)
+    outputs, rank = places[before].adapter.shape  # of B
     return room_for(outputs, rank)
 
 
@@ -92,36 +93,31 @@ def _widen(linears: Sequence[nn.Module], places: list[Beside]) -> int:
     """
     if any(why_not_fusable(linear) is not None for linear in linears):
         return 0
-    adapted = [linear for linear in linears if active_adapter(linear) is not None]
-    ranks = sum(_sizes(linear)[2] for linear in adapted)
-    if not adapted or any(not _can_be_widened(linear, ranks) for linear in adapted):
+    adapted: list[tuple[nn.Module, Adapter]] = []
+    for linear in linears:
+        name = active_adapter(linear)
+        if name is not None:
+            adapted.append((linear.base_layer, adapter_of(linear, name)))
+    ranks = sum(len(adapter.a) for _, adapter in adapted)
+    if not adapted or not all(_can_be_widened(*each, ranks) for each in adapted):
         return 0
     start = 0
-    for linear in adapted:
-        rank = _sizes(linear)[2]
-        adapter = adapter_of(linear, active_adapter(linear))
-        columns = columns_of(linear.base_layer.weight, adapter, start, ranks)
-        setattr(linear.base_layer, COLUMNS, columns)
+    for base, adapter in adapted:
+        rank = len(adapter.a)
+        columns = columns_of(base.weight, adapter, start, ranks)
+        setattr(base, COLUMNS, columns)
         own = columns.outputs[:, start : start + rank]
         places.append(Beside(adapter.b, own, adapter.scale))
         places.append(Beside(adapter.a, columns.inputs, 1.0))
         start += rank
-    return room_for(_sizes(adapted[0])[1], ranks)
+    return room_for(adapted[0][1].a.shape[1], ranks)
 
 
-def _sizes(linear: LoraLayer) -> tuple[int, int, int]:
-    """Return the outputs, inputs and rank of a linear with an adapter."""
-    name = active_adapter(linear)
-    a, b = linear.lora_A[name].weight, linear.lora_B[name].weight
-    return len(b), a.shape[1], len(a)
-
-
-def _can_be_widened(linear: LoraLayer, ranks: int) -> bool:
-    name = active_adapter(linear)
-    adapter = (linear.lora_A[name].weight, linear.lora_B[name].weight)
-    base = linear.base_layer
-    inputs = _sizes(linear)[1]
-    if not all(each.requires_grad and each.dtype == torch.float32 for each in adapter):
+def _can_be_widened(base: nn.Module, adapter: Adapter, ranks: int) -> bool:
+    inputs = adapter.a.shape[1]
+    if not all(
+        each.requires_grad and each.dtype == torch.float32 for each in (adapter.a, adapter.b)
+    ):
         return False
     if ranks * LARGEST_SHARE > inputs or hasattr(base, COLUMNS):
         return False

@@ -253,8 +253,8 @@ class LoraLinearsFunction(torch.autograd.Function):
         """Return y_i (..., out_i).
 
         `known` is x in float8, where the kernel that computed it has quantised it, and `room` what
-        it has left beside the rows of x. `parameters` are
-        A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
+        it has left beside the rows of x. `parameters` are A_1 (r_1, in), B_1 (out_1, r_1), A_2,
+        ... in any floating type.
         """
         adapters = cast_adapters(parameters, x.dtype)
         outputs, xa = project(x, linears, adapters, known, room)
