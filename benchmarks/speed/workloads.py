@@ -279,6 +279,7 @@ _ARMS = (
     Arm(RECIPE_ARM, "ours-bnb", "make train-bnb with a guide's numbers", follows_recipe=True),
     _with_variable("ours-float8", "TUNING_BASE_DTYPE", "float8"),
     _with_variable("ours-graphs", "TRAIN_CUDA_GRAPHS", "true"),
+    _with_variable("ours-flash4", "MODEL_ATTN_IMPLEMENTATION", "flash_attention_4"),
 )
 ARMS = {arm.name: arm for arm in _ARMS}
 
