@@ -22,7 +22,11 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.attention.interface import keep_soft_caps
-from sft_play.models.fast.install import install_fused_kernels, uses_varlen_attention
+from sft_play.models.fast.install import (
+    install_fused_kernels,
+    takes_one_row,
+    uses_varlen_attention,
+)
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
@@ -171,8 +175,13 @@ def batch_of(model: nn.Module, is_packed: bool) -> Batch:
     rows = TrainRows(documents())
     indices = range(len(LENGTHS))
     if is_packed:
-        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model))
-        return collate_for_step(collator, [rows[indices]])
+        one_row = takes_one_row(model)
+        collator = PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model), in_one_row=one_row)
+        half = len(indices) // 2
+        sequences = [indices[:half], indices[half:]] if one_row else [indices]
+        batch = collate_for_step(collator, [rows[sequence] for sequence in sequences])
+        assert len(batch["input_ids"]) == 1
+        return batch
     return collate_for_step(PadCollator(0, MAX_SEQ_LEN), [rows[index] for index in indices])
 
 

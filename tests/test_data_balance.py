@@ -2,6 +2,7 @@
 
 import doctest
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_the_slowest_rank_is_within_3_percent_of_the_mean(batch, accum, world) -
 def computed_by_slowest(lengths: list[int], layout: Layout) -> float:
     """Return the tokens that the slowest ranks of an epoch compute, padding included."""
     order = StepSampler(lengths, layout, SEED)
-    widths = [len(batch) * order.width(batch) for batch in order]
+    widths = [math.prod(order.shape(batch)) for batch in order]
     per_step = layout.micro_batches * layout.world_size
     total = 0
     for start in range(0, len(widths), per_step):
@@ -97,6 +98,15 @@ def test_neither_padding_nor_waiting_costs_much(waits, batch, accum, world, most
     lengths = conversations(4096, 2048)
     layout = packed(layout_of(batch, accum, world, waits_each_micro_batch=waits), lengths)
     assert computed_by_slowest(lengths, layout) < most * sum(lengths)
+
+
+@pytest.mark.parametrize(("batch", "accum", "world"), [(16, 1, 1), (2, 8, 1), (2, 8, 4), (4, 4, 8)])
+def test_documents_in_one_row_need_hardly_any_padding(batch: int, accum: int, world: int) -> None:
+    lengths = conversations(4096, 2048)
+    layout = packed(layout_of(batch, accum, world, in_one_row=True), lengths)
+    assert computed_by_slowest(lengths, layout) < 1.03 * sum(lengths)
+    in_rows = replace(layout, in_one_row=False)
+    assert computed_by_slowest(lengths, in_rows) > 1.03 * sum(lengths)
 
 
 def test_padded_rows_are_dealt_so_that_no_rank_has_all_the_longest() -> None:

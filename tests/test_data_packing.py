@@ -176,6 +176,30 @@ def test_boundaries_are_those_of_the_flattened_batch_with_padding_at_the_end_of_
     ]  # nothing is padded, and no document is empty
 
 
+def test_documents_in_one_row_are_those_of_all_sequences() -> None:
+    collate = PackCollator(9, max_seq_len=8, varlen=True, in_one_row=True)
+    batch = collate([ROWS[0, 1], ROWS[2, 0]])
+    padding = 64 - 12
+    assert tensors({name: batch[name] for name in ("input_ids", "labels", "position_ids")}) == {
+        "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3] + [9] * padding],
+        "labels": [[-100, 2, 3, -100, 5, -100, -100, -100, 9, -100, 2, 3] + [-100] * padding],
+        "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 1, 2, *range(padding)]],
+    }
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9, 64] and batch["max_length_q"] == 55
+
+
+def test_rows_of_one_document_stay_rows_where_little_of_them_is_padding() -> None:
+    def shape_of(*lengths: int) -> tuple[int, ...]:
+        documents = [Document([1] * length, [IGNORE_INDEX] * length) for length in lengths]
+        rows = TrainRows(documents)
+        collate = PackCollator(0, max_seq_len=512, varlen=True, in_one_row=True)
+        return tuple(collate([rows[i] for i in range(len(lengths))])["input_ids"].shape)
+
+    assert shape_of(512, 512, 512) == (3, 512)
+    assert shape_of(512, 500, 505) == (3, 512), "their attention has faster kernels"
+    assert shape_of(512, 300, 505) == (1, 1344)
+
+
 def test_a_filler_is_its_sample_without_loss_and_is_not_counted() -> None:
     assert [ROWS[1].labels.tolist(), ROWS[~1].labels.tolist()] == [[-100, 5], [-100, -100]]
     assert ROWS[~1].ids.tolist() == ROWS[1].ids.tolist()

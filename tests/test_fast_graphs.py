@@ -15,6 +15,7 @@ from plan_examples import plan_for
 from test_fast_install import INPUTS, make, plain_model, settings
 from test_packed_training import MAX_SEQ_LEN, documents
 
+from sft_play.data import packing
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.graphs.decoder import GraphCounts, GraphedDecoder, graph_setup
@@ -32,14 +33,16 @@ def again(launch: Callable[[], None]) -> Callable[[], None]:
     return launch
 
 
-def micro_batches(count: int, is_packed: bool) -> Iterator[Batch]:
+def micro_batches(count: int, is_packed: bool, in_one_row: bool = False) -> Iterator[Batch]:
     """Yield micro-batches of two sequences; packed ones hold one to four documents each."""
     rows = TrainRows(documents(40))
-    collator = PackCollator(0, MAX_SEQ_LEN, True) if is_packed else PadCollator(0, MAX_SEQ_LEN)
+    collator: PackCollator | PadCollator = PadCollator(0, MAX_SEQ_LEN)
+    if is_packed:
+        collator = PackCollator(0, MAX_SEQ_LEN, True, in_one_row=in_one_row)
     draw = random.Random(0)
     for _ in range(count):
         sequences = []
-        for _ in range(2):
+        for _ in range(4 if in_one_row else 2):
             most = draw.randint(1, 4) if is_packed else 1
             chosen = draw.sample(range(40), most)
             while sum(len(rows.samples[index].ids) for index in chosen) > MAX_SEQ_LEN:
@@ -71,7 +74,11 @@ def graphed(model: Any) -> GraphedDecoder:
     return base.forward
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    ("is_packed", "in_one_row"),
+    [(True, False), (True, True), (False, False)],
+    ids=["packed", "in-one-row", "padded"],
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -82,16 +89,20 @@ def graphed(model: Any) -> GraphedDecoder:
     ],
 )
 def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
-    name: str, is_packed: bool
+    name: str, is_packed: bool, in_one_row: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packing, "ROW_STEP", 8)  # rows of a few hundred tokens have many lengths
     model = plain_model(name)
     make(model)
-    batches = list(micro_batches(45, is_packed))
+    batches = list(micro_batches(45, is_packed, in_one_row))
     expected = trained(model, batches)
     decoder = graphed(model)
     found = trained(model, batches)
     assert decoder.counts.replayed >= 6 and decoder.counts.stopped is None
     assert decoder.counts.replayed + decoder.counts.launched == len(batches)
+    if in_one_row:
+        widths = {batch["input_ids"].shape[1] for batch in batches}
+        assert len(widths) > len(decoder.first), "rows are filled up to few lengths"
     for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for gradient, other in zip(gradients, expected_gradients, strict=True):
@@ -119,7 +130,7 @@ def test_evaluation_runs_the_layers_themselves() -> None:
     with torch.no_grad():
         expected = model.eval()(**inputs).logits
     assert expected.shape[-1] == model.config.vocab_size
-    assert decoder.counts == GraphCounts() and not decoder.seen
+    assert decoder.counts == GraphCounts() and not decoder.first
 
 
 def test_a_recording_that_reads_other_memory_is_found_and_not_used(
@@ -201,10 +212,13 @@ def test_documents_are_padded_to_few_shapes() -> None:
         return DecoderCall(ids, ids, Documents(boundaries, max(lengths))).shape
 
     assert shape_of([64, 64]) == Shape(2, 64, 2, 64), "a row is a document"
-    assert shape_of([40, 24, 64]) == Shape(2, 64, 16, 64)
-    assert shape_of([20, 20, 24, 30, 34]) == Shape(2, 64, 16, 64)
-    assert shape_of([8] * 16) == Shape(2, 64, 16, 8)
-    assert shape_of([4] * 32) == Shape(2, 64, 32, 4)
+    assert shape_of([40, 24, 64]) == shape_of([20, 20, 24, 30, 34]) == Shape(2, 64, 64, 64)
+    assert shape_of([8] * 16) == shape_of([4] * 32) == Shape(2, 64, 64, 64)
+    assert shape_of([4] * 64) == Shape(2, 128, 128, 128)
+    assert shape_of([500] * 11, rows=1) == Shape(1, 5632, 64, 2048)
+    assert shape_of([3000, 2500], rows=1) == Shape(1, 5632, 64, 4096)
+    assert shape_of([512] * 63, rows=1) == Shape(1, 32768, 64, 2048)
+    assert shape_of([512] * 64, rows=1) == Shape(1, 32768, 128, 2048), "one more for the padding"
 
 
 def test_gradients_stay_where_they_are() -> None:

@@ -12,18 +12,22 @@ from peft.tuners.lora.layer import ParamWrapper
 from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
 from tiny_models import tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig, Ministral3Config
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.attention.install import reads_rows
 from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,
     install_fused_kernels,
+    takes_one_row,
     uses_varlen_attention,
 )
 from sft_play.models.losses import summed_nll
@@ -117,11 +121,11 @@ def make(model: Any, mode: str = "lora", zero_stage: int = 0, **train: Any) -> F
     return install_fused_kernels(model, settings(mode, **train), Process.alone(CPU), zero_stage)
 
 
-def batches(is_packed: bool, names_boundaries: bool) -> list[Batch]:
+def batches(is_packed: bool, names_boundaries: bool, in_one_row: bool = False) -> list[Batch]:
     rows = TrainRows(documents(16))
-    collator = (
-        PackCollator(0, MAX_SEQ_LEN, names_boundaries) if is_packed else PadCollator(0, MAX_SEQ_LEN)
-    )
+    collator: PackCollator | PadCollator = PadCollator(0, MAX_SEQ_LEN)
+    if is_packed:
+        collator = PackCollator(0, MAX_SEQ_LEN, names_boundaries, in_one_row=in_one_row)
     return [
         collator([rows[sequence] for sequence in micro_batch])
         for micro_batch in order_of(rows.samples, is_packed, effective=16)
@@ -140,12 +144,12 @@ INPUTS = (
 
 
 def step(
-    model: Any, is_packed: bool, names_boundaries: bool = False
+    model: Any, is_packed: bool, names_boundaries: bool = False, in_one_row: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and gradients of a step of 16 samples, from all logits."""
     model.zero_grad()
     total = 0.0
-    for batch in batches(is_packed, names_boundaries):
+    for batch in batches(is_packed, names_boundaries, in_one_row):
         loss = (
             summed_nll(
                 model(**{name: batch[name] for name in INPUTS if name in batch}).logits,
@@ -197,8 +201,19 @@ def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(
     assert gap(plain, step(model, is_packed, names_boundaries=uses_varlen_attention(model))) <= SAME
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_documents_in_one_row_train_the_same(name: str) -> None:
+    model = plain_model(name)
+    plain = step(model, is_packed=True)
+    make(model)
+    assert takes_one_row(model)
+    assert gap(plain, step(model, True, names_boundaries=True, in_one_row=True)) <= SAME
+    (batch, *_) = batches(True, True, in_one_row=True)
+    assert len(batch["input_ids"]) == 1 and batch["input_ids"].shape[1] > 2 * MAX_SEQ_LEN
+
+
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_a_checkpointed_fast_step_is_the_same(name: str, layers: int) -> None:
     model = plain_model(name)
     plain = step(model, is_packed=True)
@@ -324,7 +339,7 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
     installed = make(model)
     assert fused_kernels_of(model) == installed and uses_varlen_attention(model)
     assert installed == FusedKernels(
-        {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}, {}
+        {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1}, {}, in_one_row=True
     )
     assert [record.message for record in caplog.records if "fast path" in record.message] == [
         "fast path: attention x2, linears x8, mlp x2, norms x4, loss x1"
@@ -427,3 +442,13 @@ def test_adapted_experts_are_built_in_the_proof_of_one_layer_alone(
     kernels = make(model)
     assert kernels.on["experts"] > 1
     assert len(set(built)) == 2  # the two linears of one layer
+
+
+def test_attention_that_counts_the_tokens_of_a_row_keeps_its_rows() -> None:
+    """Llama 4 scales queries by it, from 8,192 on; Ministral 3 by the position in a document."""
+    config = Llama4TextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    assert reads_rows(Llama4TextAttention(config, layer_idx=3))
+    other = Ministral3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    assert not reads_rows(Ministral3Attention(other, layer_idx=0))

@@ -17,7 +17,12 @@ from test_fast_install import (
 )
 
 from sft_play.data.collate import PackCollator, labelled
-from sft_play.models.fast.install import FusedKernels, install_fused_kernels, uses_varlen_attention
+from sft_play.models.fast.install import (
+    FusedKernels,
+    install_fused_kernels,
+    takes_one_row,
+    uses_varlen_attention,
+)
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.fast.norms.residual import Reference
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA, NormKind
@@ -62,8 +67,10 @@ def loss_of(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> torch.Tens
         return summed_nll(model(**inputs).logits, batch["labels"])
 
 
-def on_device(is_packed: bool, names_boundaries: bool) -> Iterator[dict[str, Any]]:
-    for batch in batches(is_packed, names_boundaries):
+def on_device(
+    is_packed: bool, names_boundaries: bool, in_one_row: bool = False
+) -> Iterator[dict[str, Any]]:
+    for batch in batches(is_packed, names_boundaries, in_one_row):
         positions, targets = labelled(batch["labels"])
         whole = {**batch, "positions": positions, "targets": targets}
         yield {
@@ -76,7 +83,7 @@ def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torc
     """Gradients of a step of 16 samples, and its loss."""
     model.zero_grad()
     total = torch.zeros((), device="cuda")
-    for batch in on_device(is_packed, uses_varlen_attention(model)):
+    for batch in on_device(is_packed, uses_varlen_attention(model), takes_one_row(model)):
         loss = loss_of(model, batch, dtype) / 100
         loss.backward()
         total += loss.detach()
@@ -148,14 +155,15 @@ def test_full_training_on_float32_weights_goes_through_the_kernels(name: str) ->
     )
 
 
+@pytest.mark.parametrize("in_one_row", [False, True], ids=["rows", "in-one-row"])
 @pytest.mark.parametrize("name", MODELS)
-def test_documents_are_kept_apart(name: str) -> None:
+def test_documents_are_kept_apart(name: str, in_one_row: bool) -> None:
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
         found = measure_cross_document(
             model,
-            PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model)),
+            PackCollator(0, MAX_SEQ_LEN, uses_varlen_attention(model), in_one_row=in_one_row),
             VOCABULARY,
             torch.device("cuda"),
         )
@@ -167,7 +175,7 @@ def test_documents_are_kept_apart(name: str) -> None:
 def test_a_fast_step_never_waits_for_the_gpu(name: str, is_packed: bool) -> None:
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
-    waiting = list(on_device(is_packed, uses_varlen_attention(model)))
+    waiting = list(on_device(is_packed, uses_varlen_attention(model), takes_one_row(model)))
     loss_of(model, waiting[0], torch.bfloat16).backward()  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -13,6 +13,7 @@ from test_gpu import needs_two
 from test_gpu_fast import loss_of, make, on_gpu
 from test_gpu_stops import losses_of
 
+from sft_play.data import packing
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.models.fast.graphs.recorded import record_on_gpu
 from sft_play.runs.folder import RunFolder
@@ -25,10 +26,10 @@ pytestmark = [
 STEPS = 40
 
 
-def batches(count: int, is_packed: bool) -> list[dict[str, Any]]:
+def batches(count: int, is_packed: bool, in_one_row: bool) -> list[dict[str, Any]]:
     """Return micro-batches on the GPU."""
     found = []
-    for batch in micro_batches(count, is_packed):
+    for batch in micro_batches(count, is_packed, in_one_row):
         named = {**batch, "positions": batch[LOSS_POSITIONS], "targets": batch[LOSS_TARGETS]}
         moved = {}
         for name, value in named.items():
@@ -43,12 +44,19 @@ def gradients_of(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
     return [p.grad.float().clone() for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    ("is_packed", "in_one_row"),
+    [(True, False), (True, True), (False, False)],
+    ids=["packed", "in-one-row", "padded"],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_a_captured_step_is_one_that_was_not(name: str, is_packed: bool) -> None:
+def test_a_captured_step_is_one_that_was_not(
+    name: str, is_packed: bool, in_one_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "ROW_STEP", 8)
     model = on_gpu(name, "lora", torch.bfloat16)
     make(model, "lora", torch.bfloat16)
-    steps = batches(60, is_packed)
+    steps = batches(60, is_packed, in_one_row)
     expected = [gradients_of(model, batch) for batch in steps]
     base = model.get_base_model().get_decoder()
     decoder = base.forward = GraphedDecoder(model, record_on_gpu())

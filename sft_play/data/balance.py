@@ -6,7 +6,7 @@ Pure: no torch, no numpy, no I/O. Documents, sequences and micro-batches are dea
 import heapq
 from collections.abc import Sequence
 
-from sft_play.data.packing import pack, padded_width
+from sft_play.data.packing import batch_shape, pack, padded_width
 from sft_play.plan.layout import Layout
 
 # Of documents. A micro-batch without any trains a filler.
@@ -142,9 +142,11 @@ def _cost(batch: PackedMicroBatch, lengths: Sequence[int], layout: Layout) -> fl
     """Return what a micro-batch costs, in tokens: those of its padding, and attention on top."""
     if not batch:
         return 0.0
-    documents = [lengths[document] for sequence in batch for document in sequence]
-    padding = len(batch) * _width(batch, lengths, layout.max_seq_len) - sum(documents)
-    return padding + sum(document_cost(length, layout) for length in documents)
+    sequences = [[lengths[document] for document in sequence] for sequence in batch]
+    rows, width = batch_shape(sequences, layout.max_seq_len, layout.in_one_row)
+    padding = rows * width - sum(map(sum, sequences))
+    costs = (document_cost(length, layout) for sequence in sequences for length in sequence)
+    return padding + sum(costs)
 
 
 def document_cost(length: int, layout: Layout) -> float:

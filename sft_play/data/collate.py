@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sft_play.data.packing import padded_width
+from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.render import IGNORE_INDEX
 
 Batch = dict[str, torch.Tensor | int | list[int]]
@@ -116,6 +116,9 @@ class PadCollator:
 class PackCollator:
     """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
+    With `in_one_row` all documents of the batch are one row, padded to a multiple of 64 tokens;
+    but rows of one document each stay rows where they need no padding to speak of.
+
     position_ids begin at 0 in every document, and the padding on the right counts as a document.
     transformers tells documents apart by them, if there is no attention_mask and no key-value
     cache. With `varlen`, the batch also has the boundaries of all documents of the flattened batch:
@@ -138,27 +141,41 @@ class PackCollator:
     max_seq_len: int
     varlen: bool = False
     brings_lengths: bool = False  # with varlen: document_lengths too, a list that stays on the CPU
+    in_one_row: bool = False  # with varlen
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
-        width = _batch_width(sequences, self.max_seq_len)
+        lengths = [sequence.lengths for sequence in sequences]
+        rows, width = batch_shape(lengths, self.max_seq_len, self.in_one_row)
+        if rows < len(sequences):
+            sequences = [_joined(sequences)]
         batch: Batch = {
             "input_ids": _pad([sequence.ids for sequence in sequences], self.pad_id, width),
             "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
             "position_ids": _position_ids(sequences, width),
         }
         if self.varlen:
-            lengths: list[int] = []  # (N,)
+            filled: list[int] = []  # (N,)
             for sequence in sequences:
                 *others, last = sequence.lengths
-                lengths += [*others, last + width - len(sequence.ids)]
-            boundaries = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+                filled += [*others, last + width - len(sequence.ids)]
+            boundaries = torch.tensor([0, *np.cumsum(filled)], dtype=torch.int32)
             batch["cu_seq_lens_q"] = boundaries
             batch["cu_seq_lens_k"] = boundaries
-            batch["max_length_q"] = max(lengths)
-            batch["max_length_k"] = max(lengths)
+            batch["max_length_q"] = max(filled)
+            batch["max_length_k"] = max(filled)
             if self.brings_lengths:
-                batch["document_lengths"] = lengths
+                batch["document_lengths"] = filled
         return batch
+
+
+def _joined(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """Return the documents of all sequences as one."""
+    return TokenSequence(
+        np.concatenate([sequence.ids for sequence in sequences]),
+        np.concatenate([sequence.labels for sequence in sequences]),
+        tuple(length for sequence in sequences for length in sequence.lengths),
+        sum(sequence.real_tokens for sequence in sequences),
+    )
 
 
 class LabelledPositions(NamedTuple):

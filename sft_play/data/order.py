@@ -5,6 +5,7 @@ change only its speed.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import Sampler
 
 from sft_play.data.balance import document_cost, pack_for_ranks, ranks_of_micro_batches
 from sft_play.data.ledger import PaddedTokens
-from sft_play.data.packing import pack, padded_width
+from sft_play.data.packing import BatchShape, batch_shape, pack
 from sft_play.plan.layout import Layout
 
 # Sequences, each a list of sample indices. `~index` (negative) is a filler, which carries no loss.
@@ -75,7 +76,7 @@ class StepSampler(Sampler[MicroBatch]):
         batches = []
         for start in range(0, len(ordered), layout.batch_size):
             batches.append([[index] for index in ordered[start : start + layout.batch_size]])
-        costs = [document_cost(self.width(batch), layout) for batch in batches]
+        costs = [document_cost(self.shape(batch).width, layout) for batch in batches]
         ranks = ranks_of_micro_batches(costs, layout)
         for numbers in zip(*ranks, strict=True):
             yield from (batches[number] for number in numbers)
@@ -87,10 +88,12 @@ class StepSampler(Sampler[MicroBatch]):
             for batch in batches:
                 yield [[samples[i] for i in sequence] for sequence in batch] or [[self.filler]]
 
-    def width(self, batch: MicroBatch) -> int:
-        """Return the tokens that each sequence of a micro-batch is padded to."""
-        longest = max(_sequence_tokens(sequence, self.lengths) for sequence in batch)
-        return padded_width(longest, self.layout.max_seq_len)
+    def shape(self, batch: MicroBatch) -> BatchShape:
+        """Return the shape of a micro-batch, with its padding."""
+        layout = self.layout
+        sequences = [[self.lengths[max(i, ~i)] for i in sequence] for sequence in batch]
+        in_one_row = layout.is_packed and layout.in_one_row
+        return batch_shape(sequences, layout.max_seq_len, in_one_row)
 
 
 def steps(samples: int, effective_batch: int, seed: int, epoch: int) -> Iterator[list[int]]:
@@ -127,8 +130,4 @@ def padding(
 
 def _computed_tokens(sampler: StepSampler) -> int:
     """Return the tokens of all micro-batches of an epoch, with the padding of the collators."""
-    return sum(len(batch) * sampler.width(batch) for batch in sampler)
-
-
-def _sequence_tokens(sequence: list[int], lengths: list[int]) -> int:
-    return sum(lengths[max(index, ~index)] for index in sequence)
+    return sum(math.prod(sampler.shape(batch)) for batch in sampler)

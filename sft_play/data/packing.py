@@ -4,8 +4,14 @@ Pure: no torch, no numpy, no I/O.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sft_play.errors import ConfigError
+
+ROW_STEP = 64  # a row of all documents of a micro-batch is padded to a multiple of so many tokens
+# Rows of one document each stay rows where no more of their tokens are padding: there are faster
+# kernels for whole rows than for documents.
+MOST_ROW_PADDING = 1 / 32
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -62,3 +68,34 @@ def padded_width(longest: int, max_seq_len: int) -> int:
         step = max(8, 1 << (longest.bit_length() - 4))
     rounded_up = -(-longest // step) * step
     return max(longest, min(rounded_up, max_seq_len))
+
+
+class BatchShape(NamedTuple):
+    """The shape of a micro-batch."""
+
+    rows: int
+    width: int  # tokens of a row, with padding
+
+
+def batch_shape(
+    sequences: Sequence[Sequence[int]], max_seq_len: int, in_one_row: bool = False
+) -> BatchShape:
+    """Return the shape of a micro-batch of sequences, given as the lengths of their documents.
+
+    With `in_one_row` the documents of all sequences are one row, which needs hardly any padding.
+
+    >>> batch_shape([[500, 300], [700]], max_seq_len=1024)
+    BatchShape(rows=2, width=832)
+    >>> batch_shape([[500, 300], [700]], max_seq_len=1024, in_one_row=True)
+    BatchShape(rows=1, width=1536)
+    >>> batch_shape([[1000], [1024]], max_seq_len=1024, in_one_row=True)
+    BatchShape(rows=2, width=1024)
+    """
+    tokens = [sum(documents) for documents in sequences]
+    width = padded_width(max(tokens), max_seq_len)
+    rows = len(sequences)
+    are_rows = all(len(documents) == 1 for documents in sequences)
+    padding = rows * width - sum(tokens)
+    if not in_one_row or (are_rows and padding <= MOST_ROW_PADDING * rows * width):
+        return BatchShape(rows, width)
+    return BatchShape(1, -(-sum(tokens) // ROW_STEP) * ROW_STEP)

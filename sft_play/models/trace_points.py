@@ -63,7 +63,7 @@ def trace_points(setup: StepSetup) -> Trace:
             cut_layers(model, fewer)
             of_fewer = measured_points(model, setup)
             points = _extrapolated(points, of_fewer, (depth - cuts[0]) / (cuts[0] - fewer))
-    return Trace(tuple(points), tuple(kernels.on), kernels.off)
+    return Trace(tuple(points), tuple(kernels.on), kernels.off, kernels.in_one_row)
 
 
 def layer_signatures(model: PreTrainedModel) -> list[Any]:

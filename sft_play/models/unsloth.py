@@ -107,7 +107,7 @@ def _install_kernels(model: "PreTrainedModel", takes_packed: bool) -> None:
     else:
         fuse_loss(model)
         on["loss"] = 1
-    record_fused_kernels(model, FusedKernels(on, off))
+    record_fused_kernels(model, FusedKernels(on, off, in_one_row=takes_packed))
 
 
 class PackedBatchHooks:

@@ -32,7 +32,8 @@ class BatchRequest:
     world_size: int
     layers: int  # of the model
     recomputes_by_layer: bool = True  # else all layers are checkpointed or none
-    fullest_step: int | None = None  # this and the next two: see Layout
+    fullest_step: int | None = None  # this and the next three: see Layout
+    in_one_row: bool = False
     pair_cost: float = 0.0
     waits_each_micro_batch: bool = False
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
@@ -86,6 +87,7 @@ class BatchRequest:
             max_seq_len=self.max_seq_len,
             checkpointed_layers=checkpointed_layers,
             fullest_step=self.fullest_step,
+            in_one_row=self.in_one_row,
             pair_cost=self.pair_cost,
             waits_each_micro_batch=self.waits_each_micro_batch,
         )

@@ -60,10 +60,21 @@ class PlanInputs:
             world_size=self.ranks.world_size,
             layers=self.model.layers,
             recomputes_by_layer=backend_of(self.config).recomputes_by_layer,
+            in_one_row=self._takes_one_row,
             pair_cost=self._pair_cost,
             waits_each_micro_batch=self.zero_stage >= 2 or self.ranks.strategy == "fsdp",
             host_tokens=speed.host_tokens(self.step, self.config.model.max_seq_len, self.card),
         )
+
+    @property
+    def _takes_one_row(self) -> bool:
+        """Whether the packed documents of a micro-batch may be one long row."""
+        if isinstance(self.trace, TracedStep):
+            return self.trace.in_one_row
+        if backend_of(self.config).has_own_kernels:
+            return True
+        is_known = self.model.model_type in LLAMA_LIKE
+        return is_known and "attention" in plan_kernels(self.fast_setup).on
 
     @property
     def _pair_cost(self) -> float:

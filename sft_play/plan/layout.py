@@ -23,6 +23,7 @@ class Layout:
     max_seq_len: int  # tokens
     checkpointed_layers: int = 0  # the first ones of the model, recomputed in the backward pass
     fullest_step: int | None = None  # sequences of the fullest packed step; None: not packed
+    in_one_row: bool = False  # the packed documents of a micro-batch, without a row's padding
     pair_cost: float = 0.0  # of attention between two tokens, in what else a token costs
     waits_each_micro_batch: bool = False  # ranks for each other; else once a step, as under DDP
 

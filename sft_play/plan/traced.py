@@ -40,12 +40,13 @@ class Trace:
     points: tuple[TracedPoint, ...]
     on: tuple[str, ...]  # fused parts
     off: Mapping[str, str]  # why others are not
+    in_one_row: bool = False  # whether packed documents may be one long row
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         """Return a trace from its fields as plain data."""
         points = tuple(TracedPoint(**point) for point in facts["points"])
-        return cls(points, tuple(facts["on"]), facts["off"])
+        return cls(points, tuple(facts["on"]), facts["off"], facts.get("in_one_row", False))
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class TracedStep:
     logits_kept: Growth
     on: tuple[str, ...] = ()  # fused parts
     off: Mapping[str, str] = field(default_factory=dict)  # why others are not
+    in_one_row: bool = False
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
@@ -128,6 +130,7 @@ class TracedStep:
             logits_kept=_growth(plain, "logits_kept"),
             on=trace.on,
             off=trace.off,
+            in_one_row=trace.in_one_row,
         )
 
     @property

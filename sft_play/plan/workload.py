@@ -12,7 +12,7 @@ from sft_play.plan.speed import LABELLED, StepWork, predict
 CHARACTERS_PER_TOKEN = 4
 # What ragged rows cost, by the real sampler on log-normal lengths (median 300, at most 2,048) and
 # steps of 32 rows
-PACKED = 1.07  # tokens computed for each real one
+PACKED = 1.07  # tokens computed for each real one; in one row hardly any
 PADDED = 2.4  # the same, unpacked, is 1 + PADDED x (batch size / rows of a step)
 FULLEST = (
     1.4  # micro-batches of the fullest packed step, which all steps take, over those of the mean
@@ -98,5 +98,6 @@ def _mean_step(plan: RunPlan, counted: Counted) -> StepWork:
         return StepWork(rows, mean_tokens, layout.grad_accum, counted.labelled, padding)
     capacity = layout.batch_size * layout.max_seq_len
     micro_batches = min(math.ceil(FULLEST * rows * mean_tokens / capacity), layout.grad_accum)
-    padding = PACKED if mean_tokens < 0.9 * layout.max_seq_len else 1.0
+    has_rows = mean_tokens < 0.9 * layout.max_seq_len and not layout.in_one_row
+    padding = PACKED if has_rows else 1.0
     return StepWork(rows, mean_tokens, micro_batches, counted.labelled, padding)

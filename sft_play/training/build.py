@@ -15,7 +15,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.install import has_mixers, uses_varlen_attention
+from sft_play.models.fast.install import has_mixers, takes_one_row, uses_varlen_attention
 from sft_play.plan.flops import step_flops
 from sft_play.plan.packing import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
@@ -142,6 +142,7 @@ def build_collator(
         config.model.max_seq_len,
         varlen,
         brings_lengths=has_mixers(model),
+        in_one_row=context.plan.layout.in_one_row and takes_one_row(model),
     )
 
 

@@ -77,20 +77,24 @@ def measure_cross_document(
 ) -> CrossDocumentEffect:
     """Return how much the documents of a batch affect each other, without dropout.
 
-    The batch has two sequences of the same two documents, in either order.
+    The batch has two sequences of the same two documents, in either order, as rows or in one row.
     """
     generator = np.random.default_rng(0)  # the same on all ranks
     first = generator.integers(vocabulary, size=LENGTHS[0])
     other = generator.integers(vocabulary, size=LENGTHS[0])
     second = generator.integers(vocabulary, size=LENGTHS[1])
 
-    def packed(*rows: Sequence[np.ndarray]) -> torch.Tensor:
-        batch = collator([_sequence(documents) for documents in rows])
+    def packed(*sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = collator([_sequence(documents) for documents in sequences])
         del batch["labels"]
         for name, value in batch.items():
             if isinstance(value, torch.Tensor):
                 batch[name] = value.to(device)
-        return model(**batch).logits.float()  # (2, T, V)
+        logits = model(**batch).logits.float()  # (2, T, V), or (1, T, V) in one row
+        rows, width = logits.shape[:2]
+        tokens = sum(LENGTHS)
+        flat = logits.flatten(0, 1)
+        return flat[:tokens], flat[tokens if rows == 1 else width :][:tokens]
 
     def alone(ids: np.ndarray) -> torch.Tensor:
         return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)

@@ -19,7 +19,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
 from sft_play.models.fast.attention import flash4
-from sft_play.models.fast.attention.install import install_attention
+from sft_play.models.fast.attention.install import install_attention, reads_rows
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.install import (
     install_linears,
@@ -47,6 +47,7 @@ class FusedKernels:
     off: dict[str, str]  # part: why it is not fused
     # part: the kernel in force on a GPU, where there is a choice
     kernels: dict[str, str] = field(default_factory=dict)
+    in_one_row: bool = False  # whether packed documents may be one long row: none counts its tokens
 
     def line(self) -> str:
         """Return the log line."""
@@ -87,6 +88,11 @@ def fused_kernels_of(model: nn.Module) -> FusedKernels:
 def uses_varlen_attention(model: nn.Module) -> bool:
     """Return whether packed batches should have document boundaries."""
     return "attention" in fused_kernels_of(model).on or has_mixers(model)
+
+
+def takes_one_row(model: nn.Module) -> bool:
+    """Return whether the documents of a packed batch may be one row, however long."""
+    return fused_kernels_of(model).in_one_row
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -139,7 +145,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
     has_run = setup.on_gpu and not setup.is_traced and not setup.has_packed_parts
     if "attention" in on and has_run:
         chosen["attention"] = flash4.kernel_in_force()
-    return FusedKernels(_in_order(on), _in_order(off), chosen)
+    in_one_row = "attention" in on and not reads_rows(setup.decoder)
+    return FusedKernels(_in_order(on), _in_order(off), chosen, in_one_row)
 
 
 def _explain_attention(setup: TrainingSetup, on: dict[str, int], off: dict[str, str]) -> None:

@@ -19,11 +19,13 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sft_play.data.packing import padded_width
 from sft_play.models.fast.attention.scoring import Scoring
 from sft_play.models.fast.documents import Documents
 
 BLOCK = 128  # tokens
 SHAPES = 64  # that torch compiles before it gives up: few widths, kinds of layers and modes
+MAX_TOKENS = 2**31
 
 # boundaries: (tokens, window): mask. All layers of a step share them.
 _MASKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -39,15 +41,17 @@ def attend_flex(
         return cap * torch.tanh(score / cap)
 
     tokens = len(query)
+    # for fewer tokens than a block torch would take its kernel for decoding, which has no blocks
+    width = max(BLOCK, padded_width(tokens, MAX_TOKENS))
     heads_first = []
     for tensor in (query, key, value):
-        if tokens < BLOCK:  # torch would take its kernel for decoding, which has no such blocks
-            tensor = functional.pad(tensor, (0, 0, 0, 0, 0, BLOCK - tokens))
+        if tokens < width:
+            tensor = functional.pad(tensor, (0, 0, 0, 0, 0, width - tokens))
         heads_first.append(tensor.transpose(0, 1)[None])
     has_sinks = scoring.sinks is not None
     options: dict[str, Any] = {
         "score_mod": None if cap is None else capped,
-        "block_mask": _block_mask(documents, max(tokens, BLOCK), scoring.window),
+        "block_mask": _block_mask(documents, width, scoring.window),
         "scale": scoring.scale,
         "enable_gqa": query.shape[1] != key.shape[1],
     }

@@ -1,15 +1,16 @@
 """The layers of a decoder as CUDA graphs, so that no step waits for the CPU to launch kernels.
 
-The first micro-batches of a shape run as always. Then forward and backward pass of the layers are
-recorded, and later micro-batches of that shape replay them: two launches instead of thousands. The
-output head stays outside, because every micro-batch has another number of labelled tokens.
+The first micro-batch of a shape runs as always, and kernels are chosen and compiled. At the second
+forward and backward pass of the layers are recorded, and later micro-batches of that shape replay
+them: two launches instead of thousands. The output head stays outside, because every micro-batch
+has another number of labelled tokens.
 
 What is recorded reads tensors that stay where they are, `inputs.StaticInputs`, and adds to
-gradients that stay where they are, `inputs.StaticGradients`. Shapes are few: micro-batches have few
-widths (`packing.padded_width`), and documents are padded with empty ones to a power of two.
+gradients that stay where they are, `inputs.StaticGradients`. Shapes are few: rows have few widths
+(`packing.padded_width`), and documents are padded with empty ones to a power of two.
 
-Before it is used a recording proves itself: its output and gradients for a micro-batch that it was
-not recorded with are compared with those of the layers.
+Before it is used a recording proves itself: recorded with the first micro-batch of its shape, its
+output and gradients for the second are compared with those of the layers.
 
 Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
@@ -36,8 +37,7 @@ from sft_play.plan.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2  # micro-batches of a shape that run as always: kernels are chosen and compiled
-MOST_SHAPES = 8  # that are recorded; each takes memory for its inputs and output
+MOST_SHAPES = 16  # that are recorded; each takes memory for its inputs and output
 # Relative difference of a tensor. Backward kernels that add in another order each time differ by
 # 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
 MAX_DIFFERENCE = 2e-2
@@ -81,8 +81,8 @@ class GraphedDecoder:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
         self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
-        self.seen: dict[Shape, int] = {}
-        self.recorded: dict[Shape, RecordedPass] = {}
+        self.first: dict[Shape, DecoderCall] = {}  # micro-batch of each shape
+        self.recorded: dict[Shape, RecordedPass] = {}  # those that have proved themselves
         self.counts = GraphCounts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -96,17 +96,16 @@ class GraphedDecoder:
             self.counts.launched += 1
             return self.forward(*args, **kwargs)
         recorded = self.recorded.get(call.shape)
-        if recorded is not None and recorded.is_proven:
+        if recorded is not None:
             self.counts.replayed += 1
             if recorded.is_first_run:
                 self.free_cache()
             return BaseModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
-        if recorded is None:
-            self._record_what_comes_again(call)
+        self.counts.launched += 1
+        recorded = self._record_what_comes_again(call)
         output = self.forward(*args, **kwargs)
         if recorded is not None:
             self._prove(recorded, call, output.last_hidden_state)
-        self.counts.launched += 1
         return output
 
     @contextlib.contextmanager
@@ -120,21 +119,22 @@ class GraphedDecoder:
         if is_last:
             self.gradients.average(self.ranks)
 
-    def _record_what_comes_again(self, call: DecoderCall) -> None:
-        self.seen[call.shape] = self.seen.get(call.shape, 0) + 1
-        if self.seen[call.shape] <= WARM_UP or len(self.recorded) == MOST_SHAPES:
-            return
+    def _record_what_comes_again(self, call: DecoderCall) -> RecordedPass | None:
+        """Return a recording where the shape of a call was seen before."""
+        first = self.first.setdefault(call.shape, call)
+        if first is call or len(self.recorded) == MOST_SHAPES:
+            return None
         try:
-            recorded = RecordedPass(self.forward, call, self.gradients, self.record)
+            return RecordedPass(self.forward, first, self.gradients, self.record)
         except RuntimeError as error:  # what waits for the GPU cannot be recorded
             self._stop(f"the layers cannot be recorded: {str(error).splitlines()[0]}")
-            return
-        self.recorded[call.shape] = recorded
+            return None
 
     def _prove(self, recorded: RecordedPass, call: DecoderCall, hidden: Tensor) -> None:
         found = recorded.difference(call, hidden)
-        recorded.is_proven = found <= MAX_DIFFERENCE
-        if not recorded.is_proven:  # NaN, too
+        if found <= MAX_DIFFERENCE:
+            self.recorded[call.shape] = recorded
+        else:  # NaN, too
             self._stop(f"a replay of {recorded.inputs.shape} differs by {found:.1e}")
 
     def _stop(self, reason: str) -> None:

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sft_play.data.packing import padded_width
 from sft_play.models.fast.attention.masks import is_unmasked, unmasked
 from sft_play.models.fast.documents import Documents, named_documents
 
-MIN_DOCUMENTS = 16  # the number of documents is padded to this, or a power of two above it
+MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
+MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
+MAX_TOKENS = 2**31
 
 
 class Shape(NamedTuple):
@@ -33,15 +36,22 @@ class DecoderCall(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Return the shape whose recording computes this call."""
+        """Return the shape whose recording computes this call.
+
+        Documents in one row have another number of tokens each time: it is rounded up.
+        """
         rows, tokens = self.input_ids.shape
         if self.documents is None:
             return Shape(rows, tokens, 0, tokens)
         count = len(self.documents.boundaries) - 1
         if count == rows and self.documents.longest == tokens:  # each row is one document
             return Shape(rows, tokens, count, tokens)
-        most = max(MIN_DOCUMENTS, _power_of_two(count))
-        return Shape(rows, tokens, most, min(tokens, _power_of_two(self.documents.longest)))
+        if rows == 1:
+            tokens = padded_width(tokens, MAX_TOKENS)
+        padding = tokens - self.input_ids.shape[1]  # a document of its own
+        most = max(MIN_DOCUMENTS, _power_of_two(count + 1))
+        longest = max(MIN_LONGEST, self.documents.longest, padding)
+        return Shape(rows, tokens, most, min(tokens, _power_of_two(longest)))
 
 
 def _power_of_two(number: int) -> int:
@@ -66,10 +76,11 @@ class StaticInputs:
 
     def __init__(self, call: DecoderCall):
         self.shape = call.shape
-        self.input_ids = torch.empty_like(call.input_ids)
+        size = self.shape.rows, self.shape.tokens
+        self.input_ids = call.input_ids.new_zeros(size)
         self.position_ids = None
         if call.position_ids is not None:
-            self.position_ids = torch.empty_like(call.position_ids)
+            self.position_ids = call.position_ids.new_zeros(size)
         self.boundaries = None
         if call.documents is not None:
             size = self.shape.documents + 1
@@ -77,10 +88,15 @@ class StaticInputs:
         self.fill(call)
 
     def fill(self, call: DecoderCall) -> None:
-        """Copy a call of this shape. Documents that are missing are empty ones at the end."""
-        self.input_ids.copy_(call.input_ids)
+        """Copy a call of this shape.
+
+        What is left of a row is a document of what was there before; documents that are missing are
+        empty ones at the end.
+        """
+        tokens = call.input_ids.shape[1]
+        self.input_ids[:, :tokens] = call.input_ids
         if self.position_ids is not None:
-            self.position_ids.copy_(call.position_ids)
+            self.position_ids[:, :tokens] = call.position_ids
         if self.boundaries is not None:
             boundaries = call.documents.boundaries
             self.boundaries[: len(boundaries)] = boundaries

@@ -34,8 +34,8 @@ class RecordedPass:
         self.hidden: Tensor  # (B, T, H), of the last replay
         self.replay_forward = record(self._forward)
         self.grad_hidden = torch.zeros_like(self.hidden)
+        self.tokens = call.input_ids.shape[1]  # of a row of the last call, at most T
         self.replay_backward = record(self._backward)
-        self.is_proven = False
         self.is_first_run = True
 
     def _forward(self) -> None:
@@ -48,10 +48,24 @@ class RecordedPass:
         found = torch.autograd.grad(self.hidden, parameters, self.grad_hidden, allow_unused=True)
         self.gradients.add(found)
 
+    @property
+    def computed(self) -> Tensor:
+        """The hidden states (B, T, H) of the last call, without those of the padding."""
+        return self.hidden.detach()[:, : self.tokens]
+
+    def fill_gradient(self, grad: Tensor) -> None:
+        """Copy the gradient of `computed`; that of the padding is zero."""
+        self.grad_hidden[:, : self.tokens] = grad
+        self.grad_hidden[:, self.tokens :] = 0
+
+    def _fill(self, call: DecoderCall) -> None:
+        self.inputs.fill(call)
+        self.tokens = call.input_ids.shape[1]
+
     def run(self, call: DecoderCall, anchor: Tensor) -> Tensor:
         """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
         self.is_first_run = False
-        self.inputs.fill(call)
+        self._fill(call)
         self.gradients.take_over()
         return _Replayed.apply(anchor, self)
 
@@ -74,11 +88,11 @@ class RecordedPass:
         )
         kept = [buffer.clone() for buffer in self.gradients.buffers]
         torch._foreach_zero_(self.gradients.buffers)
-        self.inputs.fill(call)
+        self._fill(call)
         self.replay_forward()
-        self.grad_hidden.copy_(grad)
+        self.fill_gradient(grad)
         self.replay_backward()
-        pairs = [(self.hidden.detach(), hidden.detach())]
+        pairs = [(self.computed, hidden.detach())]
         for buffer, gradient in zip(self.gradients.buffers, expected, strict=True):
             pairs.append((buffer, torch.zeros_like(buffer) if gradient is None else gradient))
         largest = max(float(_relative_difference(*pair)) for pair in pairs)
@@ -110,13 +124,13 @@ class _Replayed(torch.autograd.Function):
         ctx.recorded = recorded
         with torch.enable_grad():
             recorded.replay_forward()
-        return recorded.hidden.detach()
+        return recorded.computed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[None, None]:
         """Add to the gradients of the parameters."""
-        ctx.recorded.grad_hidden.copy_(grad_hidden)
+        ctx.recorded.fill_gradient(grad_hidden)
         ctx.recorded.replay_backward()
         return None, None
 
