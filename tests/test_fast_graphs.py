@@ -20,6 +20,7 @@ from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.graphs.decoder import GraphCounts, GraphedDecoder, graph_setup
 from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, StaticInputs
+from sft_play.models.fast.graphs.waiting import ENOUGH, HostWatch
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.plan.graphs import why_not_recorded
 from sft_play.training.trainer import LOSS_POSITIONS, LOSS_TARGETS, collate_for_step
@@ -160,6 +161,21 @@ def test_a_recording_that_reads_other_memory_is_found_and_not_used(
         torch.testing.assert_close(gradients, expected_gradients)
 
 
+def test_a_recording_that_joins_two_documents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+    fill = StaticInputs.fill
+
+    def joins(self: StaticInputs, call: DecoderCall) -> None:
+        fill(self, call)
+        self.boundaries[1] = self.boundaries[2]
+
+    monkeypatch.setattr(StaticInputs, "fill", joins)
+    trained(model, list(micro_batches(24, True, in_one_row=True)))
+    assert "differs by" in decoder.counts.stopped and decoder.counts.replayed == 0
+
+
 class Overwrites(torch.autograd.Function):
     """A last norm whose kernel writes the gradient of its input over that of its output."""
 
@@ -259,3 +275,35 @@ def test_why_layers_are_not_recorded_is_said(change: dict[str, Any], reason: str
     assert why_not_recorded(graph_setup(model, config, gpu)) == reason
     why_not = why_not_recorded(graph_setup(model, config, cpu))
     assert why_not == "the model is not on a GPU"
+
+
+class FakeEvent:
+    """A GPU that has computed what was launched by an event, or has not."""
+
+    has_come = True
+
+    def record(self) -> None:
+        self.was_recorded = True
+
+    def query(self) -> bool:
+        return self.has_come and self.was_recorded
+
+
+@pytest.mark.parametrize(
+    ("has_come", "words"), [(True, "in 24 of 24 micro-batches"), (False, None)]
+)
+def test_a_gpu_that_waits_for_its_cpu_is_told(has_come: bool, words: str | None) -> None:
+    model = plain_model("llama")
+    make(model)
+    watch = HostWatch(model, FakeEvent)
+    watch.event.has_come = has_come
+    batches = list(micro_batches(24, True))
+    trained(model, batches[:ENOUGH])
+    assert watch.line() is None or has_come, "too few micro-batches to say something"
+    trained(model, batches[ENOUGH:])
+    evaluated = {name: batches[0][name] for name in INPUTS if name in batches[0]}
+    with torch.no_grad():
+        model.eval()(**evaluated)
+    assert watch.seen == 24, "evaluations do not count"
+    line = watch.line()
+    assert line is None if words is None else words in line and "TRAIN_CUDA_GRAPHS=true" in line

@@ -21,8 +21,8 @@ from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.attention.install import reads_rows
 from sft_play.models.fast.attention.masks import UNMASKED
+from sft_play.models.fast.attention.rows import reads_rows
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,

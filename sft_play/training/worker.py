@@ -7,8 +7,6 @@ import dataclasses
 import logging
 from pathlib import Path
 
-import psutil
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -20,12 +18,11 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.graphs.decoder import graph_layers
+from sft_play.models.fast.graphs.waiting import watch_host
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.linears.beside import copy_adapters_at_once
 from sft_play.models.load import load_model
-from sft_play.models.parameters import count_parameters
 from sft_play.models.vocabulary import check_vocabulary
-from sft_play.plan.devices import GIB
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
@@ -56,14 +53,13 @@ from sft_play.training.reopen import note_reference
 from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
 from sft_play.training.saved_weights import save_weights
 from sft_play.training.sealed_save import save_now
+from sft_play.training.start_log import held_memory, log_data, log_large_weights, log_model
 from sft_play.training.stop import StopAfter, StopOnSignal, reason_of_stop
 from sft_play.training.summary import summary_lines
 from sft_play.training.trackers import open_trackers
 from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
-
-LARGE_WEIGHTS_BYTES = 1e9  # some seconds from a disk
 
 
 def run(
@@ -222,6 +218,7 @@ def before_first_step(
     if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)
     trainer.graphs = graph_layers(trainer.model, context.config, context.plan.ranks)
+    trainer.host_watch = watch_host(trainer.model, context.config, context.plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 
@@ -320,6 +317,8 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
     )
     if trainer.graphs is not None:
         logger.info("%s", trainer.graphs.counts.line())
+    if trainer.host_watch is not None and (told := trainer.host_watch.line()) is not None:
+        logger.info("%s", told)
     if stopped is not None:
         folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
         cause = f"stopped {stopped} at step {step}; go on with TRAIN_RESUME_FROM={folder}"
@@ -333,67 +332,3 @@ def log_transformers_with_ours() -> None:
     hf_logging.disable_default_handler()
     hf_logging.enable_propagation()
     hf_logging.disable_progress_bar()
-
-
-def log_data(data: RunData) -> None:
-    """Log a line for each split: rows, dropped rows by reason, tokens."""
-    for name, split in data.ledger.splits.items():
-        dropped = [f"{reason}={count}" for reason, count in split.dropped.items()]
-        logger.info(
-            "data %s rows=%d used=%d %s tokens=%d trained=%d",
-            name,
-            split.rows_in,
-            split.rows_used,
-            " ".join(dropped) or "dropped=0",
-            split.tokens,
-            split.trained_tokens,
-        )
-    for note in data.ledger.notes:
-        logger.info("data %s", note)
-
-
-def log_large_weights(context: RunContext) -> None:
-    """Log what is read and where it goes, for weights whose reading takes a while."""
-    model = context.config.model
-    files = sorted(Path(model.name).glob("*.safetensors"))
-    size = sum(file.stat().st_size for file in files)
-    if files and size < LARGE_WEIGHTS_BYTES:
-        return
-    found = "from the hub or its cache"
-    if files:
-        found = f"{size / 1e9:.1f} GB in {len(files)} files"
-    quantised = ", quantised to 4 bits" if context.config.tuning.mode == "qlora" else ""
-    if context.config.tuning.has_float8_base:
-        quantised = ", quantised to float8"
-    logger.info("loading %s: %s to %s%s", model.name, found, context.process.device, quantised)
-
-
-def held_memory(process: Process) -> str:
-    """Return the memory that this process holds, in words."""
-    if process.device.type == "cuda":
-        held = sum(map(torch.cuda.memory_allocated, process.devices))
-        return f"{held / GIB:.1f} GiB on {', '.join(map(str, process.devices))}"
-    return f"{psutil.Process().memory_info().rss / GIB:.1f} GiB of host memory"
-
-
-def log_model(model: torch.nn.Module, context: RunContext) -> None:
-    """Log the model with its parameters, and the ranks with their device."""
-    config = context.config
-    process = context.process
-    trainable, total = count_parameters(model)
-    logger.info(
-        "model %s mode=%s backend=%s parameters=%.2fM trainable=%.2fM (%.2f%%)",
-        config.model.name,
-        config.tuning.mode,
-        config.tuning.backend,
-        total / 1e6,
-        trainable / 1e6,
-        100 * trainable / total,
-    )
-    logger.info(
-        "ranks world=%d strategy=%s device=%s compute=%s",
-        process.world_size,
-        context.plan.ranks.strategy,
-        process.device.type,
-        str(process.compute_dtype).removeprefix("torch."),
-    )

@@ -19,7 +19,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
 from sft_play.models.fast.attention import flash4
-from sft_play.models.fast.attention.install import install_attention, reads_rows
+from sft_play.models.fast.attention.install import install_attention
+from sft_play.models.fast.attention.rows import reads_rows
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.install import (
     install_linears,

@@ -272,27 +272,6 @@ def calls_attention_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def counts_tokens(module: nn.Module) -> bool:
-    """Return whether the code of a module's class makes numbers for the tokens of a row.
-
-    Functions of its file that this code calls count as its code.
-    """
-    methods = [method for method in vars(type(module)).values() if inspect.isfunction(method)]
-    waiting = [inspect.unwrap(method) for method in methods]
-    seen: set[Any] = set()
-    while waiting:
-        function = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        names = function.__code__.co_names
-        if {"arange", "cumsum"} & set(names):
-            return True
-        called = [function.__globals__.get(name) for name in names]
-        waiting += [inspect.unwrap(found) for found in called if inspect.isfunction(found)]
-    return False
-
-
 @dataclass(frozen=True)
 class AttentionKind:
     """How attention like Llama's treats queries and keys."""

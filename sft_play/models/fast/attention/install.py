@@ -17,7 +17,6 @@ from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
     attention_kind_of,
     calls_attention_interface,
-    counts_tokens,
     is_linear,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
@@ -75,15 +74,6 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
         except (RuntimeError, ValueError, IndexError):
             return f"{type(decoder).__name__} reads the mask itself"
     return None
-
-
-def reads_rows(decoder: nn.Module) -> bool:
-    """Return whether an attention module may count tokens from the begin of a row.
-
-    Llama 4 scales queries by that count, from 8,192 on.
-    """
-    modules = (module for module in decoder.modules() if calls_attention_interface(module))
-    return any(counts_tokens(module) for module in modules)
 
 
 def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.Module]:

@@ -1,0 +1,79 @@
+"""Whether a GPU waits for its CPU to launch kernels, seen without making either wait."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sft_play.config.schema import Config
+from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.fast.graphs.decoder import graph_setup
+from sft_play.models.fast.setup import base_model_of, is_training
+from sft_play.plan.graphs import why_not_recorded
+from sft_play.plan.ranks import Ranks
+
+ENOUGH = 20  # micro-batches, before anything is said
+MOST_WAITING = 0.5  # of them
+
+
+class Event(Protocol):
+    """A point in what a GPU was given to do."""
+
+    def record(self) -> None:
+        """Be behind all that was launched so far."""
+
+    def query(self) -> bool:
+        """Return whether the GPU has come to this point."""
+
+
+class HostWatch:
+    """Counts micro-batches in whose forward pass the GPU keeps up with the CPU.
+
+    At the end of a forward pass a GPU that sets the pace is layers behind what was launched. One
+    that has computed three quarters of the layers by then waits for most of them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        new_event: Callable[[], Event] = torch.cuda.Event,
+    ):
+        self.event = new_event()
+        self.was_recorded = False
+        self.waited = 0
+        self.seen = 0
+        base = base_model_of(model)
+        layers = decoder_layers(base)
+        layers[len(layers) * 3 // 4].register_forward_pre_hook(self.note_layer)
+        base.get_decoder().register_forward_hook(self.note_end)
+
+    def note_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the layer behind three quarters of all."""
+        self.was_recorded = is_training(layer)
+        if self.was_recorded:
+            self.event.record()
+
+    def note_end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the decoder."""
+        if self.was_recorded:
+            self.was_recorded = False
+            self.seen += 1
+            self.waited += self.event.query()
+
+    def line(self) -> str | None:
+        """Return what to say of it, None where the GPU had enough to do."""
+        if self.seen < ENOUGH or self.waited <= MOST_WAITING * self.seen:
+            return None
+        return (
+            f"the GPU waited for the CPU in {self.waited} of {self.seen} micro-batches: where the "
+            "plan says that there is memory for it, TRAIN_CUDA_GRAPHS=true may be faster"
+        )
+
+
+def watch_host(model: PreTrainedModel, config: Config, ranks: Ranks) -> HostWatch | None:
+    """Watch a run that could record its layers as CUDA graphs and was not asked to."""
+    if config.train.cuda_graphs or why_not_recorded(graph_setup(model, config, ranks)) is not None:
+        return None
+    return HostWatch(model)
