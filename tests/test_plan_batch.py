@@ -9,7 +9,14 @@ import pytest
 from plan_examples import REQUEST
 
 from sft_play.errors import ConfigError
-from sft_play.plan.batch import HOST_MARGIN, automatic, choose, smallest
+from sft_play.plan.batch import (
+    HOST_MARGIN,
+    SATURATED_TOKENS,
+    automatic,
+    choose,
+    merged,
+    smallest,
+)
 from sft_play.plan.layout import Layout
 
 LAYERS = REQUEST.layers
@@ -219,3 +226,35 @@ def test_a_micro_batch_is_as_large_as_keeps_the_gpu_busy() -> None:
     assert larger.tokens == 2 * enough.tokens
     largest = choice(host_tokens=1000 * enough.tokens)
     assert (largest.batch_size, largest.grad_accum) == (largest.rows_per_step, 1)
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "rows_that_fit", "expected"),
+    [
+        (12_600, 1000, (8, 4, 1)),  # 6,300 in each of two
+        (2 * SATURATED_TOKENS, 1000, (4, 8, 2)),  # two have enough
+        (12_600, 7, (4, 8, 2)),  # memory for no more
+        (1_000, 1000, (8, 4, 1)),
+    ],
+)
+def test_packed_micro_batches_have_enough_tokens_of_a_usual_step(
+    step_tokens: int, rows_that_fit: int, expected: tuple[int, int, int]
+) -> None:
+    request = replace(REQUEST, effective_batch=32, max_seq_len=2048, fullest_step=8)
+    packed = Layout(4, 8, 1, 2048).packed(8)
+    found = merged(
+        request, packed, step_tokens, bytes_where_so_many_fit(rows_that_fit), BUDGET_BYTES
+    )
+    assert (found.batch_size, found.grad_accum, found.micro_batches) == expected
+    assert found.rows_per_step == packed.rows_per_step and found.fullest_step == 8
+    mine = replace(request, batch_size=4)
+    assert merged(mine, packed, step_tokens, lambda _: 0, BUDGET_BYTES) == packed
+
+
+def test_ranks_share_the_tokens_of_a_step() -> None:
+    request = replace(REQUEST, effective_batch=32, world_size=4)
+    packed = Layout(2, 4, 4, 2048).packed(16)  # 2 micro-batches of 2 sequences on each rank
+    enough = 4 * 2 * SATURATED_TOKENS
+    for tokens, micro_batches in ((enough, 2), (enough - 1, 1)):
+        found = merged(request, packed, tokens, lambda _: 0, BUDGET_BYTES)
+        assert found.micro_batches == micro_batches

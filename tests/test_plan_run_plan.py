@@ -221,6 +221,30 @@ def test_the_batch_of_a_packed_deepspeed_json_is_the_product_of_its_numbers() ->
     assert settings["train_batch_size"] == micro_batch * 2
 
 
+@pytest.mark.parametrize("use_deepspeed", [False, True])
+def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) -> None:
+    planned = plan_for("2xH200", LLAMA_8B, use_deepspeed=use_deepspeed)
+    before = planned.plan.packed(fullest_step=16)
+    assert (before.layout.batch_size, before.layout.micro_batches) == (4, 2)
+    packed = planned.packed(fullest_step=16, step_tokens=25_200)
+    layout = packed.plan.layout
+    assert (layout.batch_size, layout.micro_batches, layout.sequences) == (8, 1, 8)
+    assert layout.rows_per_step == before.layout.rows_per_step == 32
+    train = packed.config.train
+    assert (train.batch_size, train.grad_accum, train.effective_batch_size) == (8, 2, 32)
+    assert packed.plan.memory.predicted_peak > before.memory.predicted_peak
+    if use_deepspeed:
+        settings = packed.plan.deepspeed.settings
+        assert settings["train_micro_batch_size_per_gpu"] == 8
+        assert settings["train_batch_size"] == 8 * 2
+
+
+def test_what_was_asked_for_is_kept_packed() -> None:
+    planned = plan_for("1xH200", LLAMA_8B, "train.batch_size=2")
+    packed = planned.packed(fullest_step=9, step_tokens=12_600)
+    assert packed == replace(planned, plan=planned.plan.packed(9))
+
+
 def test_a_plan_knows_its_gpu_and_what_others_hold_of_it() -> None:
     plan = plan_for("2xH200").plan
     assert plan.gpu == "NVIDIA H200"

@@ -157,11 +157,12 @@ def with_rows(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     """Tokenise the rows of a run, and write into its folder what its ranks read."""
     from sft_play.data.pipeline import tokenize_run
 
+    unpacked = planned.plan.layout.micro_batches
     planned = tokenize_run(folder, planned)
     check_resumed_rows(folder, planned)
     planned.write(folder)  # known now: micro-batches of a packed step, the longest answer
     if planned.plan.packing:
-        print(report.packing_line(planned.plan))
+        print(report.packing_line(planned.plan, unpacked))
     write_launcher_files(folder, planned)
     return planned
 

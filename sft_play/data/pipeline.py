@@ -6,6 +6,7 @@ after the rows are found.
 """
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from sft_play.data.row_counts import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
+from sft_play.plan.layout import Layout
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -61,7 +63,13 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     planned = with_answer_limit(planned, data)
     if not planned.plan.packing:
         return planned
-    return replace(planned, plan=planned.plan.packed(fullest))
+    return planned.packed(fullest, mean_step_tokens(planned.plan.layout, data))
+
+
+def mean_step_tokens(layout: Layout, data: RunData) -> float:
+    """Return the tokens of an optimizer step on average."""
+    steps = math.ceil(len(data.train) / layout.rows_per_step)
+    return sum(data.train.lengths) / steps
 
 
 def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:

@@ -120,6 +120,35 @@ def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> L
     return smallest(request) if request.batch_size != "auto" else None
 
 
+def merged(
+    request: BatchRequest,
+    layout: Layout,
+    step_tokens: float,
+    peak_bytes: PeakBytes,
+    budget_bytes: int,
+) -> Layout:
+    """Return a packed layout whose micro-batches have enough of a step's tokens to be fast.
+
+    `choose` counts full sequences. The number of micro-batches is that of the fullest step, so in
+    others they hold less: 6,300 tokens in place of 8,192 in a run of an 8B, which trained 2.5 %
+    faster in one micro-batch. `step_tokens` are those of a step on average. A micro-batch grows as
+    far as memory allows it, with no other layers recomputed.
+    """
+    if request.batch_size != "auto" or request.grad_accum != "auto":
+        return layout
+    rows_of_rank = layout.rows_per_step // layout.world_size
+    found = layout
+    for size in range(layout.batch_size, rows_of_rank + 1):
+        if step_tokens >= SATURATED_TOKENS * found.micro_batches * layout.world_size:
+            break
+        larger = replace(layout, batch_size=size, grad_accum=rows_of_rank // size)
+        if rows_of_rank % size == 0 and larger.micro_batches < found.micro_batches:
+            if peak_bytes(larger) > budget_bytes:
+                break
+            found = larger
+    return found
+
+
 def smallest(request: BatchRequest) -> Layout:
     """Return the layout that needs least memory of all that `request` allows."""
     return request.layout(_batch_sizes(request)[-1][-1], _layer_counts(request)[-1])

@@ -13,7 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards, speed
 from sft_play.plan.advice import Change
-from sft_play.plan.batch import BatchRequest
+from sft_play.plan.batch import BatchRequest, merged
 from sft_play.plan.fast import FastPlan, FastSetup, has_liger, plan_kernels
 from sft_play.plan.launch import Launch
 from sft_play.plan.layout import Layout
@@ -42,6 +42,7 @@ class DeepSpeedPlan:
         """Return the plan with the micro-batches of a layout."""
         rows = layout.batch_size * layout.micro_batches * layout.world_size
         numbers = {
+            "train_micro_batch_size_per_gpu": layout.batch_size,
             "gradient_accumulation_steps": layout.micro_batches,
             "train_batch_size": rows,
         }
@@ -173,6 +174,27 @@ class PlannedRun:
         """Write config.yaml and plan.json."""
         folder.write_config(self.config)
         write_text(folder.path / "plan.json", self.plan.to_json())
+
+    def packed(self, fullest_step: int, step_tokens: float) -> Self:
+        """Return the run once the rows are counted: fewer micro-batches.
+
+        `step_tokens` are those of a step on average, of all ranks.
+        """
+        planned = replace(self, plan=self.plan.packed(fullest_step))
+        plan = planned.plan
+        if not plan.step.is_gpu:
+            return planned
+
+        def peak_bytes(layout: Layout) -> int:
+            return step_bytes(plan.step, layout).predicted_peak
+
+        layout = merged(plan.request, plan.layout, step_tokens, peak_bytes, plan.budget_bytes)
+        if layout == plan.layout:
+            return planned
+        if plan.deepspeed is not None:
+            settings = plan.deepspeed.with_layout(layout)
+            planned = replace(planned, plan=replace(plan, deepspeed=settings))
+        return planned.with_layout(layout, step_bytes(plan.step, layout))
 
     def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
         """Return the same run with another layout, before its first step."""
