@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SETTING_PREFIXES = ("MODEL_", "TUNING_", "TRAIN_", "DATA_")
@@ -32,6 +34,19 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if not name.startswith(SETTING_PREFIXES) and name not in MAKE_VARIABLES:
             kept[name] = value
     return kept
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Keep every core that this process may use busy with a process of its own."""
+    count = len(os.sched_getaffinity(0))
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def run_limited(

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import smaller_gpus
 from benchmarks.inputs import TINY, alpaca_rows, fixed_rows, ragged_rows
 from benchmarks.machine import ROOT, Machine
-from benchmarks.processes import clean_environment, run_limited
+from benchmarks.processes import busy_cores, clean_environment, run_limited
 from benchmarks.speed import ours
 from benchmarks.speed.report import markdown
 from benchmarks.speed.results import (
@@ -407,3 +407,11 @@ def test_smaller_gpus_ask_for_a_command_and_some_memory_before_they_hold_any(
     with pytest.raises(SystemExit):
         smaller_gpus.arguments(words)
     assert sentence in capsys.readouterr().err
+
+
+def test_cores_are_kept_busy_by_processes_that_end_with_the_benchmark() -> None:
+    before = set(psutil.Process().children())
+    with busy_cores():
+        loops = set(psutil.Process().children()) - before
+        assert len(loops) == len(os.sched_getaffinity(0))
+    assert not any(loop.is_running() for loop in loops)

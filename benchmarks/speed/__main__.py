@@ -16,10 +16,12 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.machine import ROOT
+from benchmarks.processes import busy_cores
 from benchmarks.speed.report import draw, markdown
 from benchmarks.speed.results import SpeedResults
 from benchmarks.speed.runner import Benchmark, Options, number_of_steps
@@ -59,6 +61,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--unjudged",
         action="store_true",
         help="train no reference: without one that is there already, no speed counts",
+    )
+    add(
+        "--busy",
+        action="store_true",
+        help="keep every core busy with other processes, to see what the host is worth; results "
+        "go to speed-busy-CARD.json",
     )
     add("--keep", action="store_true", help="leave out arms that have a result that counts")
     add("--list", action="store_true", help="list workloads and arms")
@@ -126,7 +134,8 @@ def main() -> None:
         return
     # an exit kills the arm that runs; it would hold the GPU
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    results = SpeedResults.on_this_machine(args.results, on_cpu=args.toy)
+    name = "speed-busy" if args.busy else "speed"
+    results = SpeedResults.on_this_machine(args.results, args.toy, name)
     options = Options(
         seconds=args.seconds,
         on_cpu=args.toy,
@@ -135,8 +144,9 @@ def main() -> None:
         train_reference=not args.unjudged,
     )
     benchmark = Benchmark(results, args.folder.resolve(), options)
-    for workload in choose_workloads(args):
-        benchmark.run(workload, choose_arms(args, workload))
+    with busy_cores() if args.busy else nullcontext():
+        for workload in choose_workloads(args):
+            benchmark.run(workload, choose_arms(args, workload))
     write_report(results, args.docs)
 
 
