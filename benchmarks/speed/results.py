@@ -193,9 +193,7 @@ class SpeedResults:
         return cls(path, Machine(**entry), workloads)
 
     @classmethod
-    def on_this_machine(
-        cls, path: Path | None, on_cpu: bool, name: str = "speed"
-    ) -> SpeedResults:
+    def on_this_machine(cls, path: Path | None, on_cpu: bool, name: str = "speed") -> SpeedResults:
         """Return results to add to: those of the file, by default the card's own, if it exists."""
         machine = Machine.here(on_cpu)
         path = path or machine.results_path(name)
