@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.data.collate import PackCollator
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.experts import packed_weight
 from sft_play.models.fast.install import base_model_of, fused_kernels_of, uses_varlen_attention
@@ -83,11 +83,18 @@ def test_a_model_type_trains_packs_and_reloads_or_is_refused_in_words(
 ):
     row = Row(model_type)
     workshop = Workshop(base_of, plan_run, build_trainer, plain_loader, tmp_path)
+    unable = None  # this machine, as CPUs are that unpack 4 bits wrongly
     for mode in MODES:
-        row.trains[mode] = outcome(lambda mode=mode: try_to_train(workshop, row, mode))
+        try:
+            row.trains[mode] = outcome(lambda mode=mode: try_to_train(workshop, row, mode))
+        except EnvironmentFault as fault:
+            unable = f"{mode}: {fault}"
     row.packed = outcome(lambda: try_to_pack(row))
-    request.node.user_properties.append(recorded(row))
+    if not unable:
+        request.node.user_properties.append(recorded(row))
     assert row.failures() == []
+    if unable:
+        pytest.skip(f"all but {unable}")
 
 
 def outcome(attempt: Callable[[], str]) -> str:
@@ -96,6 +103,8 @@ def outcome(attempt: Callable[[], str]) -> str:
         return attempt()
     except ConfigError as error:
         return f"{REFUSED}{error}"
+    except EnvironmentFault:
+        raise
     except AssertionError as error:
         return f"{FAILS}{first_words(error)}"
     except Exception as error:  # noqa: BLE001 (a row of the table says what it was)
