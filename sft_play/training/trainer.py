@@ -21,7 +21,6 @@ from sft_play.data.collate import Batch, TokenSequence, labelled
 from sft_play.data.order import StepSampler
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
-from sft_play.models.fast.graphs.waiting import HostWatch
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
 from sft_play.models.losses import summed_nll
 from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
@@ -118,7 +117,6 @@ class SftTrainer(Trainer):
         self.end_diverged: EndDiverged | None = None  # where the best weights are published then
         self.expert_use: ExpertUse | None = None  # counts from the first step on
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
-        self.host_watch: HostWatch | None = None  # where they could be replayed
         self.best_metric = "eval_loss"  # of the checkpoint that is never removed
         self.note_saved: Callable[[Path], None] | None = None  # called with each checkpoint
         # called on the main rank with the rows' name, some answers to them, and the step

@@ -218,7 +218,7 @@ def before_first_step(
     if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)
     trainer.graphs = graph_layers(trainer.model, context.config, context.plan.ranks)
-    trainer.host_watch = watch_host(trainer.model, context.config, context.plan.ranks)
+    watch_host(trainer.model, context.config, context.plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 
@@ -317,8 +317,6 @@ def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> N
     )
     if trainer.graphs is not None:
         logger.info("%s", trainer.graphs.counts.line())
-    if trainer.host_watch is not None and (told := trainer.host_watch.line()) is not None:
-        logger.info("%s", told)
     if stopped is not None:
         folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
         cause = f"stopped {stopped} at step {step}; go on with TRAIN_RESUME_FROM={folder}"

@@ -1,5 +1,6 @@
 """Whether a GPU waits for its CPU to launch kernels, seen without making either wait."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,7 +15,9 @@ from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.graphs import why_not_recorded
 from sft_play.plan.ranks import Ranks
 
-ENOUGH = 20  # micro-batches, before anything is said
+logger = logging.getLogger(__name__)
+
+LOOKED_AT = 50  # micro-batches
 MOST_WAITING = 0.5  # of them
 
 
@@ -29,7 +32,7 @@ class Event(Protocol):
 
 
 class HostWatch:
-    """Counts micro-batches in whose forward pass the GPU keeps up with the CPU.
+    """Counts early micro-batches in whose forward pass the GPU keeps up with the CPU.
 
     At the end of a forward pass a GPU that sets the pace is layers behind what was launched. One
     that has computed three quarters of the layers by then waits for most of them.
@@ -46,8 +49,11 @@ class HostWatch:
         self.seen = 0
         base = base_model_of(model)
         layers = decoder_layers(base)
-        layers[len(layers) * 3 // 4].register_forward_pre_hook(self.note_layer)
-        base.get_decoder().register_forward_hook(self.note_end)
+        late = layers[len(layers) * 3 // 4]
+        self.hooks = [
+            late.register_forward_pre_hook(self.note_layer),
+            base.get_decoder().register_forward_hook(self.note_end),
+        ]
 
     def note_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the layer behind three quarters of all."""
@@ -61,19 +67,24 @@ class HostWatch:
             self.was_recorded = False
             self.seen += 1
             self.waited += self.event.query()
+            if self.seen == LOOKED_AT:
+                self.conclude()
 
-    def line(self) -> str | None:
-        """Return what to say of it, None where the GPU had enough to do."""
-        if self.seen < ENOUGH or self.waited <= MOST_WAITING * self.seen:
-            return None
-        return (
-            f"the GPU waited for the CPU in {self.waited} of {self.seen} micro-batches: where the "
-            "plan says that there is memory for it, TRAIN_CUDA_GRAPHS=true may be faster"
-        )
+    def conclude(self) -> None:
+        """Look no further, and say where the GPU has too little to do."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.waited > MOST_WAITING * self.seen:
+            logger.info(
+                "the GPU waited for the CPU in %d of %d micro-batches: where make plan finds "
+                "memory for it, TRAIN_CUDA_GRAPHS=true may be faster",
+                self.waited,
+                self.seen,
+            )
 
 
-def watch_host(model: PreTrainedModel, config: Config, ranks: Ranks) -> HostWatch | None:
+def watch_host(model: PreTrainedModel, config: Config, ranks: Ranks) -> None:
     """Watch a run that could record its layers as CUDA graphs and was not asked to."""
-    if config.train.cuda_graphs or why_not_recorded(graph_setup(model, config, ranks)) is not None:
-        return None
-    return HostWatch(model)
+    is_possible = why_not_recorded(graph_setup(model, config, ranks)) is None
+    if is_possible and not config.train.cuda_graphs:
+        HostWatch(model)
