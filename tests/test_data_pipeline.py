@@ -1,12 +1,14 @@
 """From files to splits: every row is used or named, none is on both sides, the cache is used."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from plan_examples import plan_for
 
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
@@ -14,7 +16,8 @@ from sft_play.data.assemble import RunData, assemble
 from sft_play.data.chunk_tokenizer import TokenizePolicy
 from sft_play.data.data_facts import DataFacts
 from sft_play.data.ledger import LengthPercentiles, PaddedTokens
-from sft_play.data.pipeline import build_run_data
+from sft_play.data.order import StepSampler
+from sft_play.data.pipeline import build_run_data, count_padding, packed_run
 from sft_play.data.sources import find_sources
 from sft_play.data.store import Store
 from sft_play.data.tally import Tally
@@ -477,6 +480,21 @@ def test_several_processes_make_the_same_store_as_one(
 def test_percentiles_are_lengths_of_samples() -> None:
     assert LengthPercentiles.of(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
     assert LengthPercentiles.of(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
+
+
+def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokenizer) -> None:
+    rows = [qa(f"{n}?", "yes " * (200 + 30 * n)) for n in range(16)]
+    data = build_run_data(config_of(rows, max_seq_len=2048, val_size=0.1), tokenizer)
+    planned = plan_for(
+        "1xH200", "model.name=meta-llama/Llama-3.1-8B-Instruct", "train.effective_batch_size=16"
+    )
+    packed = packed_run(planned, data)
+    layout = packed.plan.layout
+    assert (planned.plan.layout.batch_size, layout.batch_size, layout.micro_batches) == (4, 8, 1)
+    padded = count_padding(planned, packed, data)
+    samplers = [StepSampler(data.train.lengths, one, 0) for one in (planned.plan.layout, layout)]
+    computed = [sum(math.prod(one.shape(batch)) for batch in one) for one in samplers]
+    assert [padded.unpacked, padded.packed] == computed
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="real rows are not part of the project")

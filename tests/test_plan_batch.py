@@ -240,15 +240,17 @@ def test_a_micro_batch_is_as_large_as_keeps_the_gpu_busy() -> None:
 def test_packed_micro_batches_have_enough_tokens_of_a_usual_step(
     step_tokens: int, rows_that_fit: int, expected: tuple[int, int, int]
 ) -> None:
-    request = replace(REQUEST, effective_batch=32, max_seq_len=2048, fullest_step=8)
-    packed = Layout(4, 8, 1, 2048).packed(8)
-    found = merged(
-        request, packed, step_tokens, bytes_where_so_many_fit(rows_that_fit), BUDGET_BYTES
+    request = replace(
+        REQUEST, effective_batch=32, max_seq_len=2048, fullest_step=8, step_tokens=step_tokens
     )
+    packed = Layout(4, 8, 1, 2048).packed(8)
+    peak_bytes = bytes_where_so_many_fit(rows_that_fit)
+    found = merged(request, packed, peak_bytes, BUDGET_BYTES)
     assert (found.batch_size, found.grad_accum, found.micro_batches) == expected
     assert found.rows_per_step == packed.rows_per_step and found.fullest_step == 8
-    mine = replace(request, batch_size=4)
-    assert merged(mine, packed, step_tokens, lambda _: 0, BUDGET_BYTES) == packed
+    assert choose(request, peak_bytes, BUDGET_BYTES) == found, "a probe chooses the same"
+    for mine in ({"batch_size": 4}, {"grad_accum": 8}, {"step_tokens": None}):
+        assert merged(replace(request, **mine), packed, lambda _: 0, BUDGET_BYTES) == packed
 
 
 def test_ranks_share_the_tokens_of_a_step() -> None:
@@ -256,5 +258,5 @@ def test_ranks_share_the_tokens_of_a_step() -> None:
     packed = Layout(2, 4, 4, 2048).packed(16)  # 2 micro-batches of 2 sequences on each rank
     enough = 4 * 2 * SATURATED_TOKENS
     for tokens, micro_batches in ((enough, 2), (enough - 1, 1)):
-        found = merged(request, packed, tokens, lambda _: 0, BUDGET_BYTES)
+        found = merged(replace(request, step_tokens=tokens), packed, lambda _: 0, BUDGET_BYTES)
         assert found.micro_batches == micro_batches

@@ -10,9 +10,11 @@ from plan_examples import CPU, plan_for
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import EnvironmentFault
+from sft_play.plan.batch import choose
 from sft_play.plan.launch import Launch
+from sft_play.plan.layout import Layout
 from sft_play.plan.memory import evaluation_rows, step_bytes
-from sft_play.plan.probe_fit import Point, ProbeReport
+from sft_play.plan.probe_fit import Point, ProbeReport, request_of_started_run
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs.folder import RunFolder
 
@@ -240,9 +242,33 @@ def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) ->
 
 
 def test_what_was_asked_for_is_kept_packed() -> None:
-    planned = plan_for("1xH200", LLAMA_8B, "train.batch_size=2")
+    for asked in ("train.batch_size=2", "train.grad_accum=4"):
+        planned = plan_for("1xH200", LLAMA_8B, asked)
+        packed = planned.packed(fullest_step=9, step_tokens=12_600)
+        assert packed.config == planned.config
+        assert packed.plan.layout == planned.plan.layout.packed(9)
+
+
+def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches() -> None:
+    plan = plan_for("1xH200", LLAMA_8B).packed(fullest_step=9, step_tokens=12_600).plan
+    assert plan.layout.micro_batches == 1
+    request = request_of_started_run(plan.request, plan.layout)
+
+    def peak_bytes(layout: Layout) -> int:
+        return step_bytes(plan.step, layout).predicted_peak
+
+    assert choose(request, peak_bytes, plan.budget_bytes) == plan.layout
+    tight = peak_bytes(plan.layout) - 1
+    assert choose(request, peak_bytes, tight).micro_batches == 2, "where it finds less memory"
+
+
+def test_micro_batches_whose_activations_wait_on_the_host_stay_as_small() -> None:
+    settings = (LLAMA_8B, "train.activation_offloading=true", "train.gradient_checkpointing=true")
+    planned = plan_for("1xH200", *settings)
     packed = planned.packed(fullest_step=9, step_tokens=12_600)
-    assert packed == replace(planned, plan=planned.plan.packed(9))
+    assert packed.plan.layout == planned.plan.layout.packed(9)
+    without = plan_for("1xH200", LLAMA_8B, settings[-1]).packed(9, 12_600)
+    assert without.plan.layout.micro_batches < packed.plan.layout.micro_batches
 
 
 def test_a_plan_knows_its_gpu_and_what_others_hold_of_it() -> None:

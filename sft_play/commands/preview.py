@@ -15,7 +15,7 @@ def preview(
     `source` is the config file; the `first` samples are among those shown.
     Raises: EnvironmentFault when the page cannot be written.
     """
-    from sft_play.data.pipeline import fullest_step, prepare_run_data
+    from sft_play.data.pipeline import packed_run, prepare_run_data
     from sft_play.data.preview import first_packed_sequence, preview_sequences
     from sft_play.data.preview_page import render_page
     from sft_play.data.preview_text import print_sequences
@@ -25,7 +25,7 @@ def preview(
     data = prepare_run_data(config)
     packed: list[int] = []
     if planned.plan.packing:
-        layout = planned.plan.layout.packed(fullest_step(planned, data))
+        layout = packed_run(planned, data).plan.layout
         packed = first_packed_sequence(data.train.lengths, layout, config.train.order_seed)
     tokenizer = load_tokenizer(config)
     sequences = preview_sequences(data, tokenizer, first, config.data.too_long, packed)

@@ -20,7 +20,6 @@ from sft_play.data.row_counts import record_counts
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
-from sft_play.plan.layout import Layout
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -57,19 +56,17 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     """
     data = prepare_run_data(planned.config)
     write_quarantine(folder, data.sources)
-    fullest = fullest_step(planned, data)
-    padding = count_padding(planned, data, fullest)
+    packed = packed_run(planned, data)
+    padding = count_padding(planned, packed, data)
     folder.write_data(DataFacts(data.sources, padding).to_json())
-    planned = with_answer_limit(planned, data)
-    if not planned.plan.packing:
-        return planned
-    return planned.packed(fullest, mean_step_tokens(planned.plan.layout, data))
+    return with_answer_limit(packed if planned.plan.packing else planned, data)
 
 
-def mean_step_tokens(layout: Layout, data: RunData) -> float:
-    """Return the tokens of an optimizer step on average."""
+def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
+    """Return the run as it packs these rows, or would if it is not packed."""
+    layout = planned.plan.layout
     steps = math.ceil(len(data.train) / layout.rows_per_step)
-    return sum(data.train.lengths) / steps
+    return planned.packed(fullest_step(planned, data), sum(data.train.lengths) / steps)
 
 
 def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
@@ -95,7 +92,7 @@ def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Led
     What was read is entered in the account.
     """
     data = prepare_run_data(planned.config, account)
-    padding = count_padding(planned, data, fullest_step(planned, data))
+    padding = count_padding(planned, packed_run(planned, data), data)
     return replace(data.ledger, padding=padding)
 
 
@@ -120,10 +117,9 @@ def fullest_step(planned: PlannedRun, data: RunData) -> int:
     return order.fullest_step(data.train.lengths, planned.plan.layout, train.order_seed, epochs)
 
 
-def count_padding(planned: PlannedRun, data: RunData, fullest: int) -> PaddedTokens:
+def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> PaddedTokens:
     """Return the tokens of an epoch, and those computed with their padding, packed and not."""
     from sft_play.data import order
 
-    layout = planned.plan.layout
     seed = planned.config.train.order_seed
-    return order.padding(data.train.lengths, layout, layout.packed(fullest), seed)
+    return order.padding(data.train.lengths, planned.plan.layout, packed.plan.layout, seed)

@@ -126,13 +126,13 @@ class RunPlan:
     def packed(self, fullest_step: int) -> Self:
         """Return the plan once the rows are counted: fewer and smaller micro-batches."""
         layout = self.layout.packed(fullest_step)
-        return replace(
-            self,
-            request=replace(self.request, fullest_step=fullest_step),
-            layout=layout,
-            memory=step_bytes(self.step, layout),
-            deepspeed=self.deepspeed.with_layout(layout) if self.deepspeed else None,
-        )
+        request = replace(self.request, fullest_step=fullest_step)
+        return replace(self, request=request).with_layout(layout, step_bytes(self.step, layout))
+
+    def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
+        """Return the plan with another layout of the same step."""
+        deepspeed = self.deepspeed.with_layout(layout) if self.deepspeed else None
+        return replace(self, layout=layout, memory=memory, deepspeed=deepspeed)
 
     def to_json(self) -> str:
         """Return the text of a plan.json."""
@@ -178,22 +178,20 @@ class PlannedRun:
     def packed(self, fullest_step: int, step_tokens: float) -> Self:
         """Return the run once the rows are counted: fewer micro-batches.
 
-        `step_tokens` are those of a step on average, of all ranks.
+        `step_tokens` are those of a step on average, of all ranks. They count on GPUs alone, and
+        not where a larger micro-batch might find no room in host memory, which no budget bounds.
         """
-        planned = replace(self, plan=self.plan.packed(fullest_step))
-        plan = planned.plan
-        if not plan.step.is_gpu:
-            return planned
+        plan = self.plan.packed(fullest_step)
+        if plan.step.is_gpu and not plan.step.offload_activations:
+            plan = replace(plan, request=replace(plan.request, step_tokens=step_tokens))
 
         def peak_bytes(layout: Layout) -> int:
             return step_bytes(plan.step, layout).predicted_peak
 
-        layout = merged(plan.request, plan.layout, step_tokens, peak_bytes, plan.budget_bytes)
+        planned = replace(self, plan=plan)
+        layout = merged(plan.request, plan.layout, peak_bytes, plan.budget_bytes)
         if layout == plan.layout:
             return planned
-        if plan.deepspeed is not None:
-            settings = plan.deepspeed.with_layout(layout)
-            planned = replace(planned, plan=replace(plan, deepspeed=settings))
         return planned.with_layout(layout, step_bytes(plan.step, layout))
 
     def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
@@ -207,7 +205,7 @@ class PlannedRun:
         }
         train = self.config.train.model_copy(update=settings)
         config = self.config.model_copy(update={"train": train})
-        return replace(self, config=config, plan=replace(self.plan, layout=layout, memory=memory))
+        return replace(self, config=config, plan=self.plan.with_layout(layout, memory))
 
 
 def read_plan(folder: RunFolder) -> RunPlan:
