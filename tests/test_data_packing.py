@@ -9,7 +9,7 @@ import torch
 
 from sft_play.data import collate, packing
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
-from sft_play.data.packing import pack, padded_width
+from sft_play.data.packing import batch_shape, pack, padded_width
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 
@@ -198,6 +198,14 @@ def test_rows_of_one_document_stay_rows_where_little_of_them_is_padding() -> Non
     assert shape_of(512, 512, 512) == (3, 512)
     assert shape_of(512, 500, 505) == (3, 512), "their attention has faster kernels"
     assert shape_of(512, 300, 505) == (1, 1344)
+
+
+def test_documents_alone_in_a_micro_batch_have_few_widths() -> None:
+    """cuDNN plans its kernels for each width of a row of one document, which takes a second."""
+    lengths = range(1, 32769, 7)
+    shapes = {batch_shape([[length]], 32768, in_one_row=True) for length in lengths}
+    assert shapes == {batch_shape([[length]], 32768) for length in lengths}
+    assert len(shapes) < 100
 
 
 def test_a_filler_is_its_sample_without_loss_and_is_not_counted() -> None:

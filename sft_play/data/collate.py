@@ -117,7 +117,8 @@ class PackCollator:
     """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
     With `in_one_row` all documents of the batch are one row, padded to a multiple of 64 tokens;
-    but rows of one document each stay rows where they need no padding to speak of.
+    but rows of one document each stay rows where they need no padding to speak of, and one alone
+    in any case.
 
     position_ids begin at 0 in every document, and the padding on the right counts as a document.
     transformers tells documents apart by them, if there is no attention_mask and no key-value

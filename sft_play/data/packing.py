@@ -10,7 +10,8 @@ from sft_play.errors import ConfigError
 
 ROW_STEP = 64  # a row of all documents of a micro-batch is padded to a multiple of so many tokens
 # Rows of one document each stay rows where no more of their tokens are padding: there are faster
-# kernels for whole rows than for documents.
+# kernels for whole rows than for documents. A document alone always does, of one of few widths:
+# for each new one cuDNN plans its kernels, which takes a second.
 MOST_ROW_PADDING = 1 / 32
 
 
@@ -82,7 +83,8 @@ def batch_shape(
 ) -> BatchShape:
     """Return the shape of a micro-batch of sequences, given as the lengths of their documents.
 
-    With `in_one_row` the documents of all sequences are one row, which needs hardly any padding.
+    With `in_one_row` the documents of all sequences are one row, which needs hardly any padding;
+    a document alone, and several that are about as long, stay rows.
 
     >>> batch_shape([[500, 300], [700]], max_seq_len=1024)
     BatchShape(rows=2, width=832)
@@ -90,12 +92,15 @@ def batch_shape(
     BatchShape(rows=1, width=1536)
     >>> batch_shape([[1000], [1024]], max_seq_len=1024, in_one_row=True)
     BatchShape(rows=2, width=1024)
+    >>> batch_shape([[1200]], max_seq_len=2048, in_one_row=True)
+    BatchShape(rows=1, width=1280)
     """
     tokens = [sum(documents) for documents in sequences]
     width = padded_width(max(tokens), max_seq_len)
     rows = len(sequences)
     are_rows = all(len(documents) == 1 for documents in sequences)
     padding = rows * width - sum(tokens)
-    if not in_one_row or (are_rows and padding <= MOST_ROW_PADDING * rows * width):
+    stay_rows = are_rows and (rows == 1 or padding <= MOST_ROW_PADDING * rows * width)
+    if not in_one_row or stay_rows:
         return BatchShape(rows, width)
     return BatchShape(1, -(-sum(tokens) // ROW_STEP) * ROW_STEP)
