@@ -25,6 +25,12 @@ MAKE_VARIABLES = (
     "CONFIG",
     "RUN",
 )
+# ends with the process that it is told, however that one ends
+BUSY_LOOP = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    sum(range(100_000))
+"""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -39,9 +45,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
     """Keep every core that this process may use busy with a process of its own."""
-    count = len(os.sched_getaffinity(0))
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    command = [sys.executable, "-c", BUSY_LOOP, str(os.getpid())]
+    loops = []
     try:
+        for _ in os.sched_getaffinity(0):
+            loops.append(subprocess.Popen(command, start_new_session=True))  # no Ctrl-C of ours
         yield
     finally:
         for loop in loops:

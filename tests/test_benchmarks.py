@@ -415,3 +415,16 @@ def test_cores_are_kept_busy_by_processes_that_end_with_the_benchmark() -> None:
         loops = set(psutil.Process().children()) - before
         assert len(loops) == len(os.sched_getaffinity(0))
     assert not any(loop.is_running() for loop in loops)
+
+
+def test_no_busy_core_outlives_a_benchmark_that_is_killed() -> None:
+    code = (
+        "import time; from benchmarks.processes import busy_cores\n"
+        "with busy_cores(): print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as one:
+        one.stdout.readline()
+        loops = psutil.Process(one.pid).children()
+        one.kill()
+    assert len(loops) == len(os.sched_getaffinity(0))
+    assert not psutil.wait_procs(loops, timeout=10)[1]
