@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import plan_examples
 import pytest
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -32,6 +33,7 @@ from sft_play.models.fast.install import (
 )
 from sft_play.models.losses import summed_nll
 from sft_play.plan.fast import ZERO_3
+from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.process import Process
 from sft_play.training.cross_document import measure_cross_document
 
@@ -210,6 +212,27 @@ def test_documents_in_one_row_train_the_same(name: str) -> None:
     assert gap(plain, step(model, True, names_boundaries=True, in_one_row=True)) <= SAME
     (batch, *_) = batches(True, True, in_one_row=True)
     assert len(batch["input_ids"]) == 1 and batch["input_ids"].shape[1] > 2 * MAX_SEQ_LEN
+
+
+@pytest.mark.parametrize("fast_path", ["auto", "false"])
+@pytest.mark.parametrize("model_type", sorted(LLAMA_LIKE - {"gemma3"}))  # its text: gemma3_text
+def test_a_plan_knows_which_models_take_one_row(
+    model_type: str, fast_path: str, tmp_path: Path
+) -> None:
+    model = plain_model(model_type.removesuffix("_text"))
+    make(model, fast_path=False if fast_path == "false" else "auto")
+    model.config.save_pretrained(tmp_path)
+    planned = plan_examples.plan_for(
+        plan_examples.CPU, f"model.name={tmp_path}", f"train.fast_path={fast_path}"
+    )
+    assert planned.plan.step.model.model_type == model_type
+    assert planned.plan.request.in_one_row == takes_one_row(model) == (fast_path == "auto")
+
+
+def test_a_gpu_without_fused_attention_keeps_rows() -> None:
+    model = "model.name=meta-llama/Llama-3.2-1B-Instruct"
+    assert plan_examples.plan_for("1xA100-80", model).plan.request.in_one_row
+    assert not plan_examples.plan_for("1xT4", model).plan.request.in_one_row
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -92,6 +92,7 @@ class PlanInputs:
             is_half=self.is_half,
             zero_stage=self.zero_stage,
             has_liger=has_liger(),
+            capability=self.card.capability if self.card else None,
         )
 
     @cached_property
