@@ -46,7 +46,9 @@ def point(rows: int, tokens: int, is_checkpointed: bool, kept: int) -> dict[str,
 def traced_step(kept: int = 1000) -> TracedStep:
     points = [point(*size, False, kept) for size in SIZES]
     points += [point(*size, True, kept // 10) for size in SIZES]
-    return TracedStep.of(Trace.from_json({"points": points, "on": [], "off": {}}))
+    return TracedStep.of(
+        Trace.from_json({"points": points, "on": [], "off": {}, "in_one_row": True})
+    )
 
 
 # By hand
@@ -191,7 +193,14 @@ def answers(monkeypatch) -> list[dict[str, Any]]:
         points = [point(*size, False, 10**6) for size in SIZES]
         points += [point(*size, True, 10**5) for size in SIZES]
         on = ["attention", "mlp", "norms", "loss"]
-        return {"answer": {"points": points, "on": on, "off": {"linears": "a reason"}}}
+        return {
+            "answer": {
+                "points": points,
+                "on": on,
+                "off": {"linears": "a reason"},
+                "in_one_row": True,
+            }
+        }
 
     monkeypatch.setattr(counting, "_ask", ask)
     return requests

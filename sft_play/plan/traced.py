@@ -46,7 +46,7 @@ class Trace:
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         """Return a trace from its fields as plain data."""
         points = tuple(TracedPoint(**point) for point in facts["points"])
-        return cls(points, tuple(facts["on"]), facts["off"], facts.get("in_one_row", False))
+        return cls(points, tuple(facts["on"]), facts["off"], facts["in_one_row"])
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class TrainSection(Section):
     batch_size: Rows | Auto = Field(
         "auto",
         description="Rows of one micro-batch on each device, or sequences where rows are packed; "
-        "auto is chosen from the memory estimate, and again by train.probe.",
+        "auto is chosen by estimated memory, again once packed rows are counted, and by "
+        "train.probe.",
     )
     grad_accum: Rows | Auto = Field(
         "auto",
