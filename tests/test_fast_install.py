@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig, Ministral3Config
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
@@ -475,3 +475,19 @@ def test_attention_that_counts_the_tokens_of_a_row_keeps_its_rows() -> None:
     assert reads_rows(Llama4TextAttention(config, layer_idx=3))
     other = Ministral3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
     assert not reads_rows(Ministral3Attention(other, layer_idx=0))
+
+
+def test_attention_that_is_not_fused_stays_the_models_own() -> None:
+    """DeepSeek V3.2 leaves out the tokens that it does not choose in sdpa and eager alone."""
+    fields = tiny_config("deepseek_v3").to_dict()
+    del fields["model_type"]
+    choice = {"index_topk": 4, "index_n_heads": 8, "index_head_dim": 16}
+    config = AutoConfig.for_model("deepseek_v32", **{**fields, **choice})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    spread(model)
+    ids = torch.arange(2, 34)[None]
+    own = model(input_ids=ids, use_cache=False).logits
+    kernels = make(model, mode="full")
+    assert "attention" in kernels.off and config._attn_implementation == "sdpa"
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, own)

@@ -9,7 +9,7 @@ from torch import nn
 
 from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.forward import attention_forward
-from sft_play.models.fast.attention.interface import use_interface
+from sft_play.models.fast.attention.interface import implementations, use_interface
 from sft_play.models.fast.attention.masks import remove_mask, unmasked
 from sft_play.models.fast.by_document import first_tensor
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
@@ -29,6 +29,18 @@ def install_attention(setup: TrainingSetup) -> int:
     Other modules keep their own code around the attention function. A module that needs a mask
     would not get one, so either all modules are fused or none.
     """
+    before = implementations(setup.decoder)
+    try:
+        return _install(setup)
+    except Unsupported:
+        # DeepSeek V3.2 would leave its choice of tokens to a kernel of another name than sdpa
+        for config, own in before:
+            config._attn_implementation = own
+        raise
+
+
+def _install(setup: TrainingSetup) -> int:
+    """Install attention, or raise Unsupported."""
     _choose_kernels(setup)
     _check_attention_kernels(setup)
     modules = [module for module in setup.decoder.modules() if calls_attention_interface(module)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -33,18 +33,22 @@ IMPLEMENTATIONS = ("sdpa", "eager")  # that ours may replace
 FOREIGN = ("position_bias", "indices", "block_indices", "head_mask", "encoder_hidden_states")
 
 
-def use_interface(decoder: nn.Module) -> None:
-    """Let the attention modules of a decoder call ours where they get UNMASKED.
-
-    Raises: ValueError if they have an attention that ours does not replace.
-    """
+def implementations(decoder: nn.Module) -> list[tuple[PretrainedConfig, str | None]]:
+    """Return the configs that the modules of a decoder read, and the attention that each names."""
     configs = {}
     for module in decoder.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config
-    for config in configs.values():
-        own = config._attn_implementation
+    return [(config, config._attn_implementation) for config in configs.values()]
+
+
+def use_interface(decoder: nn.Module) -> None:
+    """Let the attention modules of a decoder call ours where they get UNMASKED.
+
+    Raises: ValueError if they have an attention that ours does not replace.
+    """
+    for config, own in implementations(decoder):
         if own is None or own.startswith(PREFIX):
             continue
         if own not in IMPLEMENTATIONS:
