@@ -290,6 +290,14 @@ def test_settings_that_train_the_same_may_change_and_are_named(whole, capsys):
     assert "resume train.logging_steps was 1 and is 5" in capsys.readouterr().out
 
 
+def test_numbers_that_the_plan_is_to_find_are_not_said_to_have_changed(whole, capsys):
+    batch = "resume train.batch_size"
+    typed(whole.path, TRAIN_BATCH_SIZE="4", TRAIN_GRAD_ACCUM="1")
+    assert batch in capsys.readouterr().out
+    typed(whole.path, TRAIN_BATCH_SIZE="auto", TRAIN_GRAD_ACCUM="auto")
+    assert batch not in capsys.readouterr().out
+
+
 def test_a_longer_run_is_one_of_its_own_on_a_schedule_of_its_length(plan_run, run_worker):
     """The rates from step 3 on are those of a run that was asked for four steps."""
     cosine = {"train.lr_scheduler_type": "cosine", "train.predict_with_generate": False}

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -291,6 +292,8 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
             "trained once, as before; sums round otherwise, and dropout draws other numbers"
         )
     for change in resumed.changes(planned.config):
+        if attrgetter(change.path)(loaded.config) == "auto":
+            continue  # its number may follow from the rows, and from a probe
         print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
 
 
