@@ -497,6 +497,19 @@ def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokeniz
     assert [padded.unpacked, padded.packed] == computed
 
 
+def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(config_of, tokenizer) -> None:
+    data = build_run_data(config_of(numbered(12), val=numbered(2, begin=20)), tokenizer)
+    tokens = sum(data.train.lengths)
+    for rows, share in ((8, 8 / 12), (32, 1)):
+        planned = plan_for(
+            "1xH200",
+            "model.name=meta-llama/Llama-3.1-8B-Instruct",
+            f"train.effective_batch_size={rows}",
+        )
+        step_tokens = packed_run(planned, data).plan.request.step_tokens
+        assert step_tokens == pytest.approx(share * tokens)
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="real rows are not part of the project")
 def test_the_ledger_of_real_rows_adds_up(config_of, tokenizer) -> None:
     files = {

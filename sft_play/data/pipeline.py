@@ -6,7 +6,6 @@ after the rows are found.
 """
 
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -64,9 +63,9 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
 
 def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     """Return the run as it packs these rows, or would if it is not packed."""
-    layout = planned.plan.layout
-    steps = math.ceil(len(data.train) / layout.rows_per_step)
-    return planned.packed(fullest_step(planned, data), sum(data.train.lengths) / steps)
+    rows_per_step = min(planned.plan.layout.rows_per_step, len(data.train))
+    mean_tokens = sum(data.train.lengths) / len(data.train)  # of a row
+    return planned.packed(fullest_step(planned, data), rows_per_step * mean_tokens)
 
 
 def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:

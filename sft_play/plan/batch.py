@@ -37,7 +37,7 @@ class BatchRequest:
     pair_cost: float = 0.0
     waits_each_micro_batch: bool = False
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
-    step_tokens: float | None = None  # of a packed step on average; None: do not go by them
+    step_tokens: float | None = None  # of a usual packed step; None: do not go by them
 
     @property
     def rows_per_step(self) -> int:

@@ -178,7 +178,7 @@ class PlannedRun:
     def packed(self, fullest_step: int, step_tokens: float) -> Self:
         """Return the run once the rows are counted: fewer micro-batches.
 
-        `step_tokens` are those of a step on average, of all ranks. They count on GPUs alone, and
+        `step_tokens` are those of a usual step, of all ranks. They count on GPUs alone, and
         not where a larger micro-batch might find no room in host memory, which no budget bounds.
         """
         plan = self.plan.packed(fullest_step)
