@@ -179,13 +179,13 @@ def test_boundaries_are_those_of_the_flattened_batch_with_padding_at_the_end_of_
 def test_documents_in_one_row_are_those_of_all_sequences() -> None:
     collate = PackCollator(9, max_seq_len=8, varlen=True, in_one_row=True)
     batch = collate([ROWS[0, 1], ROWS[2, 0]])
-    padding = 64 - 12
+    padding = 16 - 12
     assert tensors({name: batch[name] for name in ("input_ids", "labels", "position_ids")}) == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3] + [9] * padding],
         "labels": [[-100, 2, 3, -100, 5, -100, -100, -100, 9, -100, 2, 3] + [-100] * padding],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 1, 2, *range(padding)]],
     }
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9, 64] and batch["max_length_q"] == 55
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9, 16] and batch["max_length_q"] == 7
 
 
 def test_rows_of_one_document_stay_rows_where_little_of_them_is_padding() -> None:
@@ -198,6 +198,12 @@ def test_rows_of_one_document_stay_rows_where_little_of_them_is_padding() -> Non
     assert shape_of(512, 512, 512) == (3, 512)
     assert shape_of(512, 500, 505) == (3, 512), "their attention has faster kernels"
     assert shape_of(512, 300, 505) == (1, 1344)
+
+
+def test_one_row_needs_little_padding_where_tokens_are_few() -> None:
+    for tokens in range(2, 4096):
+        rows, width = batch_shape([[1, tokens - 1]], 4096, in_one_row=True)
+        assert rows == 1 and 0 <= width - tokens < max(8, min(64, tokens / 8))
 
 
 def test_documents_alone_in_a_micro_batch_have_few_widths() -> None:

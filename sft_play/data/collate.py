@@ -116,7 +116,7 @@ class PadCollator:
 class PackCollator:
     """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
-    With `in_one_row` all documents of the batch are one row, padded to a multiple of 64 tokens;
+    With `in_one_row` all documents of the batch are one row, with less than 64 tokens of padding;
     but rows of one document each stay rows where they need no padding to speak of, and one alone
     in any case.
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from sft_play.errors import ConfigError
 
-ROW_STEP = 64  # a row of all documents of a micro-batch is padded to a multiple of so many tokens
+# A row of all documents of a micro-batch is padded to a multiple of so many tokens; one of less
+# than 1,024 to a width of `padded_width`.
+ROW_STEP = 64
 # Rows of one document each stay rows where no more of their tokens are padding: there are faster
 # kernels for whole rows than for documents. A document alone always does, of one of few widths:
 # for each new one cuDNN plans its kernels, which takes a second.
@@ -90,6 +92,8 @@ def batch_shape(
     BatchShape(rows=2, width=832)
     >>> batch_shape([[500, 300], [700]], max_seq_len=1024, in_one_row=True)
     BatchShape(rows=1, width=1536)
+    >>> batch_shape([[60, 40], [90]], max_seq_len=128, in_one_row=True)
+    BatchShape(rows=1, width=192)
     >>> batch_shape([[1000], [1024]], max_seq_len=1024, in_one_row=True)
     BatchShape(rows=2, width=1024)
     >>> batch_shape([[1200]], max_seq_len=2048, in_one_row=True)
@@ -103,4 +107,5 @@ def batch_shape(
     stay_rows = are_rows and (rows == 1 or padding <= MOST_ROW_PADDING * rows * width)
     if not in_one_row or stay_rows:
         return BatchShape(rows, width)
-    return BatchShape(1, -(-sum(tokens) // ROW_STEP) * ROW_STEP)
+    filled = -(-sum(tokens) // ROW_STEP) * ROW_STEP
+    return BatchShape(1, padded_width(sum(tokens), filled))  # less padding where tokens are few
