@@ -23,7 +23,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.masks import UNMASKED
-from sft_play.models.fast.attention.rows import reads_rows
+from sft_play.models.fast.attention.rows import counts_tokens, reads_rows
 from sft_play.models.fast.install import (
     FusedKernels,
     fused_kernels_of,
@@ -475,6 +475,13 @@ def test_attention_that_counts_the_tokens_of_a_row_keeps_its_rows() -> None:
     assert reads_rows(Llama4TextAttention(config, layer_idx=3))
     other = Ministral3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
     assert not reads_rows(Ministral3Attention(other, layer_idx=0))
+
+    class OfRemoteCode(Ministral3Attention):
+        @staticmethod
+        def scales(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(torch.arange(len(row)) for row in states)
+
+    assert counts_tokens(OfRemoteCode(other, layer_idx=0)), "in a function inside of a method"
 
 
 def test_attention_that_is_not_fused_stays_the_models_own() -> None:

@@ -4,6 +4,7 @@ Packed documents may lie in one long row where no module counts the tokens befor
 """
 
 import inspect
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -29,16 +30,23 @@ def counts_tokens(module: nn.Module) -> bool:
     """
     classes = [one for one in type(module).__mro__ if one not in nn.Module.__mro__]
     members = [member for one in classes for member in vars(one).values()]
-    waiting = [inspect.unwrap(member) for member in members if inspect.isfunction(member)]
+    methods = [getattr(member, "__func__", member) for member in members]  # static ones, too
+    waiting = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
     seen: set[Any] = set()
     while waiting:
         function = waiting.pop()
         if function in seen:
             continue
         seen.add(function)
-        names = function.__code__.co_names
-        if COUNTING & set(names):
+        names = _names_in(function.__code__)
+        if COUNTING & names:
             return True
         called = [function.__globals__.get(name) for name in names]
         waiting += [inspect.unwrap(found) for found in called if inspect.isfunction(found)]
     return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that code reads, with those of functions that are written inside it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
