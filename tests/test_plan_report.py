@@ -223,6 +223,13 @@ def test_what_is_computed_again_is_told() -> None:
     assert line(some, "checkpointing") == expected
 
 
+def test_packing_says_where_micro_batches_may_need_more_memory_than_planned() -> None:
+    for settings, grows in (((), True), (("train.batch_size=4",), False)):
+        planned = plan_for("1xH200", LLAMA_8B, *settings)
+        assert line(planned, "packing").endswith("ones that need more memory") == grows
+    assert line(plan_for(CPU), "packing").endswith("fewer micro-batches")
+
+
 def test_packing_that_is_off_is_told_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line(plan_for("1xH200", "train.packing=false"), "packing") == "off"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Unsloth is installed

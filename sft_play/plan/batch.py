@@ -37,7 +37,7 @@ class BatchRequest:
     pair_cost: float = 0.0
     waits_each_micro_batch: bool = False
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
-    step_tokens: float | None = None  # of a usual packed step; None: do not go by them
+    step_tokens: float | None = None  # of a usual packed step, where micro-batches may grow by it
 
     @property
     def rows_per_step(self) -> int:
@@ -130,10 +130,10 @@ def merged(
     `_batch_sizes` counts full sequences, and as many micro-batches as the fullest step has. In
     usual steps they hold less: 6,300 tokens in place of 8,192 in a run of an 8B, which trained
     2.5 % faster in one micro-batch. A micro-batch grows as far as memory allows, with no other
-    layers recomputed. It stays where `step_tokens` is None, or where the user set a number.
+    layers recomputed. It stays as it is where `step_tokens` is None.
     """
     step_tokens = request.step_tokens
-    if step_tokens is None or request.batch_size != "auto" or request.grad_accum != "auto":
+    if step_tokens is None:
         return layout
     rows_of_rank = layout.rows_per_step // layout.world_size
     found = layout

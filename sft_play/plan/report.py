@@ -339,7 +339,11 @@ def _checkpointing(plan: RunPlan) -> str:
 
 def _packing(plan: RunPlan) -> str:
     if plan.packing:
-        return "on: rows share sequences up to the longest, so a step may take fewer micro-batches"
+        larger = ", and larger ones that need more memory" if plan.may_grow else ""
+        return (
+            "on: rows share sequences up to the longest, so a step may take fewer micro-batches"
+            f"{larger}"
+        )
     return f"off: {plan.unpacked_because}" if plan.unpacked_because else "off"
 
 

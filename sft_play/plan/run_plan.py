@@ -82,6 +82,16 @@ class RunPlan:
         return self.request.batch_size != "auto"
 
     @property
+    def may_grow(self) -> bool:
+        """Whether micro-batches may become larger once packed rows are counted.
+
+        Not where the user set a number, nor where a larger one might find no room in host memory,
+        which no budget bounds.
+        """
+        is_auto = self.request.batch_size == self.request.grad_accum == "auto"
+        return is_auto and self.step.is_gpu and not self.step.offload_activations
+
+    @property
     def zero_stage(self) -> int:
         return self.deepspeed.zero_stage if self.deepspeed else 0
 
@@ -178,11 +188,10 @@ class PlannedRun:
     def packed(self, fullest_step: int, step_tokens: float) -> Self:
         """Return the run once the rows are counted: fewer micro-batches.
 
-        `step_tokens` are those of a usual step, of all ranks. They count on GPUs alone, and
-        not where a larger micro-batch might find no room in host memory, which no budget bounds.
+        `step_tokens` are those of a usual step, of all ranks.
         """
         plan = self.plan.packed(fullest_step)
-        if plan.step.is_gpu and not plan.step.offload_activations:
+        if plan.may_grow:
             plan = replace(plan, request=replace(plan.request, step_tokens=step_tokens))
 
         def peak_bytes(layout: Layout) -> int:
