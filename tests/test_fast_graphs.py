@@ -70,9 +70,9 @@ def trained(model: Any, batches: list[Batch]) -> list[tuple[float, list[torch.Te
     return steps
 
 
-def graphed(model: Any) -> GraphedDecoder:
+def graphed(model: Any, **options: int) -> GraphedDecoder:
     base = model.get_base_model().get_decoder()
-    base.forward = GraphedDecoder(model, again)
+    base.forward = GraphedDecoder(model, again, **options)
     return base.forward
 
 
@@ -223,19 +223,34 @@ def test_layers_that_cannot_be_recorded_run_as_always(caplog: pytest.LogCaptureF
 
 
 def test_documents_are_padded_to_few_shapes() -> None:
-    def shape_of(lengths: list[int], rows: int = 2) -> Shape:
+    def shape_of(lengths: list[int], rows: int = 2, most_tokens: int = 2**31) -> Shape:
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
         ids = torch.zeros(rows, sum(lengths) // rows, dtype=torch.int64)
-        return DecoderCall(ids, ids, Documents(boundaries, max(lengths))).shape
+        return DecoderCall(ids, ids, Documents(boundaries, max(lengths)), most_tokens).shape
 
     assert shape_of([64, 64]) == Shape(2, 64, 2, 64), "a row is a document"
     assert shape_of([40, 24, 64]) == shape_of([20, 20, 24, 30, 34]) == Shape(2, 64, 64, 64)
     assert shape_of([8] * 16) == shape_of([4] * 32) == Shape(2, 64, 64, 64)
     assert shape_of([4] * 64) == Shape(2, 128, 128, 128)
     assert shape_of([500] * 11, rows=1) == Shape(1, 5632, 64, 2048)
+    assert shape_of([2000, 2000, 2300], rows=1, most_tokens=6400).tokens == 6400, "not 6656"
+    assert shape_of([2000, 2000, 2000], rows=1, most_tokens=6400).tokens == 6144
     assert shape_of([3000, 2500], rows=1) == Shape(1, 5632, 64, 4096)
     assert shape_of([512] * 63, rows=1) == Shape(1, 32768, 64, 2048)
     assert shape_of([512] * 64, rows=1) == Shape(1, 32768, 128, 2048), "one more for the padding"
+
+
+def test_no_recording_is_larger_than_a_micro_batch_of_the_run() -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model, most_tokens=1100)
+    rows = TrainRows(documents(40))
+    chosen: list[int] = []
+    while sum(len(rows.samples[index].ids) for index in chosen) <= 1024:
+        chosen.append(len(chosen) % 40)
+    batch = collate_for_step(PackCollator(0, 2048, True, in_one_row=True), [rows[chosen]])
+    trained(model, [batch])
+    assert [shape.tokens for shape in decoder.first] == [1100], "not 1,152"
 
 
 def test_gradients_stay_where_they_are() -> None:

@@ -28,7 +28,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.config.schema import Config
 from sft_play.models.checkpointing import decoder_layers
-from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, readable_call
+from sft_play.models.fast.graphs.inputs import (
+    MAX_TOKENS,
+    DecoderCall,
+    Shape,
+    StaticGradients,
+    readable_call,
+)
 from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
@@ -75,11 +81,13 @@ class GraphedDecoder:
         record: Record,
         free_cache: Callable[[], None] = lambda: None,
         ranks: int = 1,
+        most_tokens: int = MAX_TOKENS,
     ):
         self.decoder = decoder = base_model_of(model).get_decoder()
         self.record = record
         self.free_cache = free_cache  # of memory that the layers themselves no longer need
         self.ranks = ranks
+        self.most_tokens = most_tokens  # of a micro-batch: the plan has no memory for more
         self.forward = decoder.forward
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
@@ -94,7 +102,7 @@ class GraphedDecoder:
             return self.forward(*args, **kwargs)
         if self.ranks > 1:
             self.gradients.take_over()
-        call = readable_call(args, kwargs)
+        call = readable_call(args, kwargs, self.most_tokens)
         if call is None or self.counts.stopped:
             self.counts.launched += 1
             return self.forward(*args, **kwargs)
@@ -147,11 +155,13 @@ class GraphedDecoder:
         logger.warning("cuda graphs: %s; training goes on without them", reason)
 
 
-def graph_layers(model: PreTrainedModel, config: Config, ranks: Ranks) -> GraphedDecoder | None:
+def graph_layers(
+    model: PreTrainedModel, config: Config, ranks: Ranks, most_tokens: int
+) -> GraphedDecoder | None:
     """Record the layers of a model from here on where train.cuda_graphs asks for it.
 
-    Call it before the first step, when the micro-batches are those of the run. Where layers cannot
-    be recorded a warning says why.
+    Call it before the first step, when the micro-batches are those of the run, of `most_tokens` at
+    most. Where layers cannot be recorded a warning says why.
     """
     if not config.train.cuda_graphs:
         return None
@@ -159,7 +169,9 @@ def graph_layers(model: PreTrainedModel, config: Config, ranks: Ranks) -> Graphe
     if sentence is not None:
         logger.warning("warning: %s", sentence)
         return None
-    graphed = GraphedDecoder(model, record_on_gpu(), torch.cuda.empty_cache, ranks.world_size)
+    graphed = GraphedDecoder(
+        model, record_on_gpu(), torch.cuda.empty_cache, ranks.world_size, most_tokens
+    )
     graphed.decoder.forward = graphed
     return graphed
 

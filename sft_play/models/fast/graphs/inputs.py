@@ -15,7 +15,7 @@ from sft_play.models.fast.documents import Documents, named_documents
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
-MAX_TOKENS = 2**31
+MAX_TOKENS = 2**31  # of a micro-batch, where nothing is known of its run
 
 
 class Shape(NamedTuple):
@@ -33,12 +33,14 @@ class DecoderCall(NamedTuple):
     input_ids: Tensor  # (B, T)
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
+    most_tokens: int = MAX_TOKENS  # that a micro-batch of the run has
 
     @property
     def shape(self) -> Shape:
         """Return the shape whose recording computes this call.
 
-        Documents in one row have another number of tokens each time: it is rounded up.
+        Documents in one row have another number of tokens each time: it is rounded up, but not
+        beyond what a micro-batch of the run has at most.
         """
         rows, tokens = self.input_ids.shape
         if self.documents is None:
@@ -47,7 +49,7 @@ class DecoderCall(NamedTuple):
         if count == rows and self.documents.longest == tokens:  # each row is one document
             return Shape(rows, tokens, count, tokens)
         if rows == 1:
-            tokens = padded_width(tokens, MAX_TOKENS)
+            tokens = padded_width(tokens, self.most_tokens)
         padding = tokens - self.input_ids.shape[1]  # a document of its own
         most = max(MIN_DOCUMENTS, _power_of_two(count + 1))
         longest = max(MIN_LONGEST, self.documents.longest, padding)
@@ -59,7 +61,9 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def readable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | None:
+def readable_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int = MAX_TOKENS
+) -> DecoderCall | None:
     """Return a decoder's arguments as a call, None where something else is among them."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
     known |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
@@ -68,7 +72,8 @@ def readable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall 
         return None
     if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):
         return None
-    return DecoderCall(kwargs["input_ids"], kwargs.get("position_ids"), named_documents(kwargs))
+    documents = named_documents(kwargs)
+    return DecoderCall(kwargs["input_ids"], kwargs.get("position_ids"), documents, most_tokens)
 
 
 class StaticInputs:
