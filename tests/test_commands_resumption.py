@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from sft_play.commands.resumption import is_in_place, resumption
 from sft_play.config.messages import word
 from sft_play.data import cache
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, ExitClass
+from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import read
@@ -98,6 +100,22 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
     with pytest.raises(ConfigError, match=r"RUN=run: .* exists already; choose another name"):
         typed(RESUME="never")
     refuse_other_rows(folder, typed, monkeypatch, tmp_path)
+
+
+def test_a_run_goes_on_with_the_micro_batches_that_it_had(typed, run_worker, tmp_path) -> None:
+    """As where a probe had found too little memory for those of the plan."""
+    words = ("train.batch_size=auto", "train.grad_accum=auto", "train.effective_batch_size=8")
+    folder = typed("train.stop_after=2", *words)
+    assert run_worker(folder) == ExitClass.STOPPED
+    planned = PlannedRun.read(folder)
+    assert planned.plan.layout.batch_size == 8
+    smaller = replace(planned.plan.layout, batch_size=2, grad_accum=4)
+    planned.with_layout(smaller, planned.plan.memory).write(folder)
+    assert typed(*words) == folder
+    assert PlannedRun.read(folder).plan.layout == smaller
+    (folder.path / "plan.json").write_text("{}")  # of another version
+    assert typed(*words) == folder
+    assert PlannedRun.read(folder).plan.layout.batch_size == 8
 
 
 def refuse_other_rows(folder: RunFolder, typed, monkeypatch, tmp_path) -> None:

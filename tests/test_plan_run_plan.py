@@ -241,6 +241,23 @@ def test_a_run_of_ragged_rows_takes_larger_micro_batches(use_deepspeed: bool) ->
         assert settings["train_batch_size"] == 8 * 2
 
 
+def test_a_resumed_run_has_the_micro_batches_that_it_had_where_they_need_no_more() -> None:
+    planned = plan_for("1xH200", LLAMA_8B)
+    probed = probed_run()  # 2 x 16, 3 layers recomputed
+    again = planned.as_before(probed.plan)
+    assert again.plan.layout == probed.plan.layout != planned.plan.layout
+    assert (again.config.train.batch_size, again.config.train.grad_accum) == (2, 16)
+    assert again.plan.memory == step_bytes(planned.plan.step, probed.plan.layout)
+
+    grown = replace(probed.plan, layout=replace(probed.plan.layout, checkpointed_layers=0))
+    grown = replace(grown, layout=replace(grown.layout, batch_size=8, grad_accum=4))
+    assert planned.as_before(grown) == planned, "a probe had measured more room"
+    elsewhere = replace(probed.plan, gpu_names=("NVIDIA A100-SXM4-80GB",))
+    assert planned.as_before(elsewhere) == planned
+    asked = plan_for("1xH200", LLAMA_8B, "train.batch_size=4")
+    assert asked.as_before(probed.plan) == asked
+
+
 def test_what_was_asked_for_is_kept_packed() -> None:
     for asked in ("train.batch_size=2", "train.grad_accum=4"):
         planned = plan_for("1xH200", LLAMA_8B, asked)

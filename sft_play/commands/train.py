@@ -38,7 +38,7 @@ from sft_play.monitor.trackers import check_installed
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.devices import GIB
 from sft_play.plan.precision import precision
-from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs import folder as run_folders
 from sft_play.runs.asked import AskedRun
@@ -139,6 +139,7 @@ def prepare_run(
         print(f"recipe {sentence}")
     check_resume(planned, loaded)
     check_trackers(planned.config, with_tensorboard)
+    earlier = plan_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
     folder = new_run(call, loaded, planned.config)
     lock.take(folder, print)
     command_of = launch.rank_command if is_rank else launch.launch_command
@@ -151,15 +152,29 @@ def prepare_run(
     print(f"run {folder.path}")
     print(f"watch it from another terminal: make watch RUN={folder.path}")
     with failure_recorded(folder):
-        return folder, with_rows(folder, planned)
+        return folder, with_rows(folder, planned, earlier)
 
 
-def with_rows(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
-    """Tokenise the rows of a run, and write into its folder what its ranks read."""
+def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
+    """Return the plan of the run that is resumed, None where it cannot be read."""
+    run = resumed_run(resume_from) if resume_from else None
+    try:
+        return read_plan(run) if run else None
+    except EnvironmentFault:  # of another version, whose numbers may mean something else
+        return None
+
+
+def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None = None) -> PlannedRun:
+    """Tokenise the rows of a run, and write into its folder what its ranks read.
+
+    `earlier` is the plan of the run that is resumed.
+    """
     from sft_play.data.pipeline import tokenize_run
 
     unpacked = planned.plan.layout.micro_batches
     planned = tokenize_run(folder, planned)
+    if earlier is not None:
+        planned = planned.as_before(earlier)
     check_resumed_rows(folder, planned)
     planned.write(folder)  # known now: micro-batches of a packed step, the longest answer
     if planned.plan.packing:

@@ -203,6 +203,22 @@ class PlannedRun:
             return planned
         return planned.with_layout(layout, step_bytes(plan.step, layout))
 
+    def as_before(self, earlier: RunPlan) -> Self:
+        """Return a resumed run with the micro-batches that it had, where these need no more memory.
+
+        A probe may have found less memory than the plan counts on, and a resumed run has no probe.
+        Of the same rows and settings on the same GPUs equal micro-batches give equal numbers, too.
+        """
+        plan = self.plan
+        asked = replace(earlier.request, is_effective_set=plan.request.is_effective_set)
+        is_same = (asked, earlier.gpu_names) == (plan.request, plan.gpu_names)
+        layout, now = earlier.layout, plan.layout
+        needs_no_more = layout.tokens <= now.tokens
+        needs_no_more &= layout.checkpointed_layers >= now.checkpointed_layers
+        if not is_same or not needs_no_more or layout == now:
+            return self
+        return self.with_layout(layout, step_bytes(plan.step, layout))
+
     def with_layout(self, layout: Layout, memory: StepBytes) -> Self:
         """Return the same run with another layout, before its first step."""
         settings = {
