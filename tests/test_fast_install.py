@@ -13,7 +13,14 @@ from peft.tuners.lora.layer import ParamWrapper
 from test_packed_training import MAX_SEQ_LEN, VOCABULARY, documents, order_of, spread
 from tiny_models import tiny_config, tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig, Ministral3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Llama4TextConfig,
+    Ministral3Config,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+)
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
 
@@ -21,7 +28,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models import lora
-from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.checkpointing import checkpoint_layers, decoder_of
 from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.attention.rows import counts_tokens, reads_rows
 from sft_play.models.fast.install import (
@@ -498,3 +505,22 @@ def test_attention_that_is_not_fused_stays_the_models_own() -> None:
     kernels = make(model, mode="full")
     assert "attention" in kernels.off and config._attn_implementation == "sdpa"
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, own)
+
+
+def test_a_head_that_is_called_decoder_is_not_taken_for_the_layers() -> None:
+    """As ModernBERT's decoder calls it, so that get_decoder finds it."""
+    sizes = {**SMALL, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 2 * WINDOW}
+    torch.manual_seed(0)
+    base = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes))
+    assert base.get_decoder() is base.get_output_embeddings()
+    assert decoder_of(base) is base.model
+    spread(base, 0.15)
+    model = lora.add_adapters(base, settings()).train()
+    model.config.use_cache = False
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    plain = step(model, is_packed=True)
+    make(model)
+    assert "attention" in fused_kernels_of(model).on
+    assert gap(plain, step(model, True, names_boundaries=True, in_one_row=True)) <= SAME

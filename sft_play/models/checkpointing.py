@@ -60,6 +60,15 @@ def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
         model.gradient_checkpointing_disable()
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the stack of layers of a model without adapters, without its output head.
+
+    Of ModernBERT's decoder get_decoder finds the head, which is called `decoder` there.
+    """
+    found = model.get_decoder()
+    return model.base_model if found is model.get_output_embeddings() else found
+
+
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the longest stack of layers that can be checkpointed.
 

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
+from sft_play.models.checkpointing import decoder_of
 from sft_play.models.fast.attention.masks import is_unmasked, unmasked
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
@@ -225,7 +226,7 @@ def move_inputs(model: PreTrainedModel) -> None:
     copies = Copies()
     first = model.get_input_embeddings().weight.device
     hooks = [model.register_forward_pre_hook(_mover(first, copies), with_kwargs=True)]
-    for root in dict.fromkeys((model, model.get_decoder())):
+    for root in dict.fromkeys((model, decoder_of(model))):
         hooks.append(root.register_forward_hook(_returner(first), always_call=True))
     modules = dict(model.named_modules())
     placed = [(modules[name], devices[name]) for name in devices if name in modules]

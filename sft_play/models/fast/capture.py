@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
+from sft_play.models.checkpointing import decoder_of
 from sft_play.models.fast.documents import Documents
 from sft_play.models.partitioned import full_shape
 from sft_play.models.sharding import device_of
@@ -127,7 +128,7 @@ def capture(base: PreTrainedModel, process: Process, longest_row: int | None) ->
 
     No row has more tokens than `longest_row`. Call it before anything is installed.
     """
-    decoder = base.get_decoder()
+    decoder = decoder_of(base)
     device = device_of(next(base.parameters()))  # of a trace: not the process's
     kinds = kinds_of(decoder, base.config.get_text_config())
     firsts: dict[Kind, nn.Module] = {}

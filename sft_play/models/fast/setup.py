@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models import partitioned
+from sft_play.models.checkpointing import decoder_of
 from sft_play.models.fast.capture import ProofInputs, capture
 from sft_play.models.sharding import device_of, gathered, units_by_module
 from sft_play.process import Process
@@ -45,7 +46,7 @@ class TrainingSetup:
     @cached_property
     def decoder(self) -> nn.Module:
         """Return the stack of layers, without the head."""
-        return self.base.get_decoder()
+        return decoder_of(self.base)
 
     @property
     def on_gpu(self) -> bool:

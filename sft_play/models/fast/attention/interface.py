@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from sft_play.models.checkpointing import decoder_of
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import documents_of, is_unmasked
 from sft_play.models.fast.attention.scoring import Scoring
@@ -65,7 +66,7 @@ def keep_soft_caps(model: PreTrainedModel) -> None:
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is None or config._attn_implementation != "sdpa":
         return
-    use_interface(model.get_decoder())
+    use_interface(decoder_of(model))
     logger.info(
         "attention: sdpa of transformers leaves out the model's soft cap of %g; the model's own "
         "eager attention computes it where no fused kernel does",

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.config.schema import Config
-from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.checkpointing import decoder_layers, decoder_of
 from sft_play.models.fast.graphs.inputs import (
     MAX_TOKENS,
     DecoderCall,
@@ -83,7 +83,7 @@ class GraphedDecoder:
         ranks: int = 1,
         most_tokens: int = MAX_TOKENS,
     ):
-        self.decoder = decoder = base_model_of(model).get_decoder()
+        self.decoder = decoder = decoder_of(base_model_of(model))
         self.record = record
         self.free_cache = free_cache  # of memory that the layers themselves no longer need
         self.ranks = ranks

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
-from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.checkpointing import decoder_layers, decoder_of
 from sft_play.models.fast.graphs.decoder import graph_setup
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.graphs import why_not_recorded
@@ -52,7 +52,7 @@ class HostWatch:
         late = layers[len(layers) * 3 // 4]
         self.hooks = [
             late.register_forward_pre_hook(self.note_layer),
-            base.get_decoder().register_forward_hook(self.note_end),
+            decoder_of(base).register_forward_hook(self.note_end),
         ]
 
     def note_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sft_play.models.checkpointing import decoder_of
 from sft_play.models.fast.attention.forward import attention_forward, projections
 from sft_play.models.fast.linears.columns import COLUMNS, Adapter, Beside, columns_of
 from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
@@ -35,7 +36,7 @@ def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
     Only where they are whole on one device: `wrapped`, what the trainer calls, is the model or DDP.
     On a GPU they are copied to places beside the weights, too.
     """
-    decoder = base_model_of(model).get_decoder()
+    decoder = decoder_of(base_model_of(model))
     found = float32_adapters(decoder)
     are_whole = wrapped is model or isinstance(wrapped, DistributedDataParallel)
     if not found or not are_whole or is_divided(model):
