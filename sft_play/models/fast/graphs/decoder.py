@@ -44,10 +44,12 @@ from sft_play.plan.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES = 16  # that are recorded; each takes memory for its inputs and output
-# Relative difference of a tensor. A row that is filled up is multiplied by other kernels, which
-# round otherwise: gradients of a 1B in bfloat16 differed by 4e-2. A recording that reads the wrong
-# memory differs by 1, and one that joins two documents is found, too.
-MAX_DIFFERENCE = 1e-1
+# Relative difference of a tensor. Backward kernels that add in another order each time differ by
+# 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
+MAX_DIFFERENCE = 2e-2
+# A row that is filled up is multiplied by other kernels, which round otherwise: gradients of a 1B
+# in bfloat16 differed by 4e-2. A recording that joins two documents is still found.
+MAX_DIFFERENCE_FILLED = 1e-1
 
 
 @dataclass
@@ -143,7 +145,7 @@ class GraphedDecoder:
 
     def _prove(self, recorded: RecordedPass, call: DecoderCall, hidden: Tensor) -> None:
         found = recorded.difference(call, hidden)
-        if found <= MAX_DIFFERENCE:
+        if found <= (MAX_DIFFERENCE_FILLED if recorded.is_filled_up else MAX_DIFFERENCE):
             self.recorded[call.shape] = recorded
             self.counts.difference = max(self.counts.difference, found)
         else:  # NaN, too

@@ -49,6 +49,11 @@ class RecordedPass:
         self.gradients.add(found)
 
     @property
+    def is_filled_up(self) -> bool:
+        """Whether the rows of the last call were shorter than those that were recorded."""
+        return self.tokens < self.inputs.shape.tokens
+
+    @property
     def computed(self) -> Tensor:
         """The hidden states (B, T, H) of the last call, without those of the padding."""
         return self.hidden.detach()[:, : self.tokens]
