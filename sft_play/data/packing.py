@@ -13,7 +13,7 @@ from sft_play.errors import ConfigError
 ROW_STEP = 64
 # Rows of one document each stay rows where no more of their tokens are padding: there are faster
 # kernels for whole rows than for documents. A document alone always does, of one of few widths:
-# for each new one cuDNN plans its kernels, which takes a second.
+# for each new one cuDNN plans its kernels, which takes a while.
 MOST_ROW_PADDING = 1 / 32
 
 
@@ -55,21 +55,25 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sequences
 
 
-def padded_width(longest: int, max_seq_len: int) -> int:
+def padded_width(longest: int, max_seq_len: int | None = None) -> int:
     """Return the tokens that a batch is padded to: `longest`, or up to an eighth more.
+
+    They are no more than `max_seq_len`, where that is given.
 
     There are few widths, 8 between one power of two and the next, because a GPU plans its kernels
     and its memory anew for each.
 
     >>> [padded_width(longest, 2048) for longest in (1, 8, 100, 130, 1025, 2047)]
     [8, 8, 104, 144, 1152, 2048]
-    >>> padded_width(1000, max_seq_len=1000)
-    1000
+    >>> padded_width(1000), padded_width(1000, max_seq_len=1000)
+    (1024, 1000)
     """
     step = 8
     if longest >= 16:
         step = max(8, 1 << (longest.bit_length() - 4))
     rounded_up = -(-longest // step) * step
+    if max_seq_len is None:
+        return rounded_up
     return max(longest, min(rounded_up, max_seq_len))
 
 

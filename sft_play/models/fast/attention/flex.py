@@ -25,7 +25,6 @@ from sft_play.models.fast.documents import Documents
 
 BLOCK = 128  # tokens
 SHAPES = 64  # that torch compiles before it gives up: few widths, kinds of layers and modes
-MAX_TOKENS = 2**31
 
 # boundaries: (tokens, window): mask. All layers of a step share them.
 _MASKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -42,7 +41,7 @@ def attend_flex(
 
     tokens = len(query)
     # for fewer tokens than a block torch would take its kernel for decoding, which has no blocks
-    width = max(BLOCK, padded_width(tokens, MAX_TOKENS))
+    width = max(BLOCK, padded_width(tokens))
     heads_first = []
     for tensor in (query, key, value):
         if tokens < width:

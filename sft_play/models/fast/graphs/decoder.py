@@ -28,13 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.config.schema import Config
 from sft_play.models.checkpointing import decoder_layers, decoder_of
-from sft_play.models.fast.graphs.inputs import (
-    MAX_TOKENS,
-    DecoderCall,
-    Shape,
-    StaticGradients,
-    readable_call,
-)
+from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, readable_call
 from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
@@ -83,7 +77,7 @@ class GraphedDecoder:
         record: Record,
         free_cache: Callable[[], None] = lambda: None,
         ranks: int = 1,
-        most_tokens: int = MAX_TOKENS,
+        most_tokens: int | None = None,
     ):
         self.decoder = decoder = decoder_of(base_model_of(model))
         self.record = record

@@ -15,7 +15,6 @@ from sft_play.models.fast.documents import Documents, named_documents
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
-MAX_TOKENS = 2**31  # of a micro-batch, where nothing is known of its run
 
 
 class Shape(NamedTuple):
@@ -33,7 +32,7 @@ class DecoderCall(NamedTuple):
     input_ids: Tensor  # (B, T)
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
-    most_tokens: int = MAX_TOKENS  # that a micro-batch of the run has
+    most_tokens: int | None = None  # that a micro-batch of the run has, where it is known
 
     @property
     def shape(self) -> Shape:
@@ -62,7 +61,7 @@ def _power_of_two(number: int) -> int:
 
 
 def readable_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int = MAX_TOKENS
+    args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int | None = None
 ) -> DecoderCall | None:
     """Return a decoder's arguments as a call, None where something else is among them."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
