@@ -1,4 +1,4 @@
-"""Runs a command for a limited time, without the settings of the caller's shell."""
+"""Runs a command for a limited time, without the settings of the caller's shell; busy cores."""
 
 from __future__ import annotations
 

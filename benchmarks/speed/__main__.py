@@ -65,11 +65,17 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--busy",
         action="store_true",
-        help="keep every core busy with other processes, to see what the host is worth; results "
-        "go to speed-busy-CARD.json",
+        help="keep every core busy with other processes; results go to speed-busy-CARD.json",
     )
     add("--keep", action="store_true", help="leave out arms that have a result that counts")
     add("--list", action="store_true", help="list workloads and arms")
+    _add_files(parser)
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name files and folders."""
+    add = parser.add_argument
     add(
         "--report",
         type=Path,
@@ -92,7 +98,6 @@ def make_parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of the tables (.md) and the plot (.svg); by default that of the results",
     )
-    return parser
 
 
 def parse_arguments() -> argparse.Namespace:

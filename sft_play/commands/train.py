@@ -164,10 +164,10 @@ def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
         return None
 
 
-def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None = None) -> PlannedRun:
+def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -> PlannedRun:
     """Tokenise the rows of a run, and write into its folder what its ranks read.
 
-    `earlier` is the plan of the run that is resumed.
+    `earlier` is the plan of the run that is resumed, None for a new one.
     """
     from sft_play.data.pipeline import tokenize_run
 

@@ -85,16 +85,16 @@ def measure_cross_document(
     second = generator.integers(vocabulary, size=LENGTHS[1])
 
     def packed(*sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits (T, V) of the documents of each of two sequences."""
         batch = collator([_sequence(documents) for documents in sequences])
         del batch["labels"]
         for name, value in batch.items():
             if isinstance(value, torch.Tensor):
                 batch[name] = value.to(device)
         logits = model(**batch).logits.float()  # (2, T, V), or (1, T, V) in one row
-        rows, width = logits.shape[:2]
         tokens = sum(LENGTHS)
-        flat = logits.flatten(0, 1)
-        return flat[:tokens], flat[tokens if rows == 1 else width :][:tokens]
+        one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
+        return one[:tokens], other[:tokens]
 
     def alone(ids: np.ndarray) -> torch.Tensor:
         return model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0].float()  # (T, V)

@@ -219,7 +219,7 @@ def before_first_step(
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)
     plan = context.plan
     trainer.graphs = graph_layers(trainer.model, context.config, plan.ranks, plan.layout.tokens)
-    watch_host(trainer.model, context.config, context.plan.ranks)
+    watch_host(trainer.model, context.config, plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 
