@@ -103,6 +103,7 @@ def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
     found = trained(model, batches)
     assert decoder.counts.replayed >= 6 and decoder.counts.stopped is None
     assert decoder.counts.replayed + decoder.counts.launched == len(batches)
+    assert all(shape.computed for shape in decoder.recorded), "labelled tokens in the last layer"
     if in_one_row:
         widths = {batch["input_ids"].shape[1] for batch in batches}
         assert len(widths) > len(decoder.first), "rows are filled up to few lengths"

@@ -22,6 +22,7 @@ from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.install import install_attention
 from sft_play.models.fast.attention.rows import reads_rows
 from sft_play.models.fast.experts.install import install_experts
+from sft_play.models.fast.last_layer import install_last_layer
 from sft_play.models.fast.linears.install import (
     install_linears,
     install_mlp,
@@ -49,12 +50,14 @@ class FusedKernels:
     # part: the kernel in force on a GPU, where there is a choice
     kernels: dict[str, str] = field(default_factory=dict)
     in_one_row: bool = False  # whether packed documents may be one long row: none counts its tokens
+    labelled_tokens_alone: bool = False  # whether the last layer computes those
 
     def line(self) -> str:
         """Return the log line."""
         on = ", ".join(f"{part} x{count}" for part, count in self.on.items()) or "off"
         off = "".join(f"; no {part}: {reason}" for part, reason in self.off.items())
-        return f"fast path: {on}{off}"
+        last = "; labelled tokens alone in the last layer" if self.labelled_tokens_alone else ""
+        return f"fast path: {on}{last}{off}"
 
 
 def install_fused_kernels(
@@ -147,7 +150,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
     if "attention" in on and has_run:
         chosen["attention"] = flash4.kernel_in_force()
     in_one_row = "attention" in on and not reads_rows(setup.decoder)
-    return FusedKernels(_in_order(on), _in_order(off), chosen, in_one_row)
+    labelled = "loss" in on and install_last_layer(setup)
+    return FusedKernels(_in_order(on), _in_order(off), chosen, in_one_row, labelled)
 
 
 def _explain_attention(setup: TrainingSetup, on: dict[str, int], off: dict[str, str]) -> None:

@@ -3,7 +3,7 @@
 The first micro-batch of a shape runs as always, and kernels are chosen and compiled. At the second
 forward and backward pass of the layers are recorded, and later micro-batches of that shape replay
 them: two launches instead of thousands. The output head stays outside, because every micro-batch
-has another number of labelled tokens.
+has another number of labelled tokens; the last layer computes one of few numbers of them.
 
 What is recorded reads tensors that stay where they are, `inputs.StaticInputs`, and adds to
 gradients that stay where they are, `inputs.StaticGradients`. Shapes are few: rows have few widths
@@ -31,6 +31,7 @@ from sft_play.models.checkpointing import decoder_layers, decoder_of
 from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, readable_call
 from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.labelled import labelled_tokens_of
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.graphs import GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
@@ -85,6 +86,7 @@ class GraphedDecoder:
         self.ranks = ranks
         self.most_tokens = most_tokens  # of a micro-batch: the plan has no memory for more
         self.forward = decoder.forward
+        self.labelled = labelled_tokens_of(model)  # what the last layer is told
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
         self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
@@ -98,7 +100,8 @@ class GraphedDecoder:
             return self.forward(*args, **kwargs)
         if self.ranks > 1:
             self.gradients.take_over()
-        call = readable_call(args, kwargs, self.most_tokens)
+        labelled = None if self.labelled is None else self.labelled.positions
+        call = readable_call(args, kwargs, self.most_tokens, labelled)
         if call is None or self.counts.stopped:
             self.counts.launched += 1
             return self.forward(*args, **kwargs)
@@ -132,7 +135,7 @@ class GraphedDecoder:
         if first is call or len(self.recorded) == MOST_SHAPES:
             return None
         try:
-            return RecordedPass(self.forward, first, self.gradients, self.record)
+            return RecordedPass(self.forward, first, self.gradients, self.record, self.labelled)
         except RuntimeError as error:  # what waits for the GPU cannot be recorded
             self._stop(f"the layers cannot be recorded: {str(error).splitlines()[0]}")
             return None

@@ -1,6 +1,7 @@
 """What recorded passes read and write: inputs and gradients in memory that stays where it is.
 
-Legend: B rows, T tokens of a row, N documents, H hidden features.
+Legend: B rows, T tokens of a row, N documents, H hidden features, L labelled tokens, C of them and
+others that the last layer computes.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from sft_play.data.packing import padded_width
 from sft_play.models.fast.attention.masks import is_unmasked, unmasked
 from sft_play.models.fast.documents import Documents, named_documents
+from sft_play.models.fast.labelled import computed_count, computed_tokens
 
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
@@ -24,6 +26,7 @@ class Shape(NamedTuple):
     tokens: int  # of a row
     documents: int  # at most; 0 where rows are not packed
     longest: int  # tokens of a document, at most
+    computed: int = 0  # tokens that the last layer computes alone; 0: all
 
 
 class DecoderCall(NamedTuple):
@@ -33,6 +36,7 @@ class DecoderCall(NamedTuple):
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
     most_tokens: int | None = None  # that a micro-batch of the run has, where it is known
+    labelled: Tensor | None = None  # (L,) tokens, where the last layer computes those alone
 
     @property
     def shape(self) -> Shape:
@@ -41,6 +45,13 @@ class DecoderCall(NamedTuple):
         Documents in one row have another number of tokens each time: it is rounded up, but not
         beyond what a micro-batch of the run has at most.
         """
+        shape = self._shape_of_inputs
+        tokens = shape.rows * shape.tokens
+        computed = 0 if self.labelled is None else computed_count(len(self.labelled), tokens)
+        return shape._replace(computed=computed % tokens)
+
+    @property
+    def _shape_of_inputs(self) -> Shape:
         rows, tokens = self.input_ids.shape
         if self.documents is None:
             return Shape(rows, tokens, 0, tokens)
@@ -61,7 +72,10 @@ def _power_of_two(number: int) -> int:
 
 
 def readable_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int | None = None
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    most_tokens: int | None = None,
+    labelled: Tensor | None = None,
 ) -> DecoderCall | None:
     """Return a decoder's arguments as a call, None where something else is among them."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
@@ -72,7 +86,8 @@ def readable_call(
     if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):
         return None
     documents = named_documents(kwargs)
-    return DecoderCall(kwargs["input_ids"], kwargs.get("position_ids"), documents, most_tokens)
+    positions = kwargs.get("position_ids")
+    return DecoderCall(kwargs["input_ids"], positions, documents, most_tokens, labelled)
 
 
 class StaticInputs:
@@ -89,6 +104,9 @@ class StaticInputs:
         if call.documents is not None:
             size = self.shape.documents + 1
             self.boundaries = call.documents.boundaries.new_empty(size)
+        self.computed = None  # (C,), what the last layer computes alone
+        if self.shape.computed:
+            self.computed = call.labelled.new_zeros(self.shape.computed)
         self.fill(call)
 
     def fill(self, call: DecoderCall) -> None:
@@ -105,6 +123,8 @@ class StaticInputs:
             boundaries = call.documents.boundaries
             self.boundaries[: len(boundaries)] = boundaries
             self.boundaries[len(boundaries) :] = self.input_ids.numel()
+        if self.computed is not None:
+            self.computed.copy_(computed_tokens(call.labelled, self.input_ids.numel()))
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.models.fast.graphs.inputs import DecoderCall, StaticGradients, StaticInputs
+from sft_play.models.fast.labelled import LabelledTokens
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]
@@ -27,8 +28,10 @@ class RecordedPass:
         call: DecoderCall,
         gradients: StaticGradients,
         record: Record,
+        labelled: LabelledTokens | None = None,
     ):
         self.decoder = decoder
+        self.labelled = labelled  # what the last layer is told
         self.inputs = StaticInputs(call)
         self.gradients = gradients
         self.hidden: Tensor  # (B, T, H), of the last replay
@@ -39,7 +42,10 @@ class RecordedPass:
         self.is_first_run = True
 
     def _forward(self) -> None:
-        with _without_cast_cache(self.inputs.input_ids.device):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_without_cast_cache(self.inputs.input_ids.device))
+            if self.labelled is not None:
+                stack.enter_context(self.labelled.computing(self.inputs.computed))
             output = self.decoder(**self.inputs.arguments)
         self.hidden = output.last_hidden_state
 
@@ -77,12 +83,19 @@ class RecordedPass:
     def difference(self, call: DecoderCall, hidden: Tensor) -> float:
         """Return the largest relative difference of a replay from what the layers compute.
 
-        `hidden` (B, T, H) is what they returned for the call, with its graph.
+        `hidden` (B, T, H) is what they returned for the call, with its graph. Where the last layer
+        computes labelled tokens alone, others are not compared.
         """
         generator = torch.Generator(hidden.device).manual_seed(0)
         grad = torch.randn(
             hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator
         )
+        compared = slice(None)
+        if self.inputs.computed is not None:
+            compared = call.labelled.to(hidden.device)
+            of_labelled = torch.zeros_like(grad.flatten(0, 1))
+            of_labelled[compared] = grad.flatten(0, 1)[compared]
+            grad = of_labelled.view_as(grad)
         parameters = self.gradients.parameters
         expected = torch.autograd.grad(
             hidden,
@@ -97,7 +110,8 @@ class RecordedPass:
         self.replay_forward()
         self.fill_gradient(grad)
         self.replay_backward()
-        pairs = [(self.computed, hidden.detach())]
+        both = (self.computed, hidden.detach())
+        pairs = [tuple(states.flatten(0, 1)[compared] for states in both)]
         for buffer, gradient in zip(self.gradients.buffers, expected, strict=True):
             pairs.append((buffer, torch.zeros_like(buffer) if gradient is None else gradient))
         largest = max(float(_relative_difference(*pair)) for pair in pairs)

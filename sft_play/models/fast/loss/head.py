@@ -11,6 +11,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from sft_play.models.fast.labelled import known_to_last_layer
 from sft_play.models.fast.loss.formula import HeadFormula
 from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_entropy
 
@@ -109,7 +110,7 @@ def fused_nll(
     """
     head = _forward_of_head(model)
     assert isinstance(head, FusedHead), "fuse_loss comes first"
-    with head.expecting(positions, targets):
+    with head.expecting(positions, targets), known_to_last_layer(model, positions):
         wrapped(**inputs)
     return head.take_nll()
 
