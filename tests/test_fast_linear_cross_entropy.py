@@ -281,6 +281,25 @@ def test_a_scaled_head_has_the_plain_step(model_type: str, changes: dict[str, fl
     assert gap(fused_step(model, *batch())[:1], plain[:1]) > 1e-3, "the scale is seen"
 
 
+class RoundsItsLogits(LlamaForCausalLM):
+    """A model that returns logits in the type of its config, as Unsloth's do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.to(self.config.dtype)
+        return output
+
+
+def test_logits_that_are_rounded_are_those_of_the_head() -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    model.__class__ = RoundsItsLogits
+    model.config.dtype = torch.bfloat16
+    assert why_loss_not_fusable(model) is None
+    assert model.config.dtype == torch.bfloat16
+    fuse_loss(model)
+    assert model.lm_head.forward.formula == HeadFormula()
+
+
 @pytest.mark.parametrize("autocast", [True, False])
 def test_autocast_decides_the_type_of_the_matmuls_as_in_the_plain_step(autocast: bool) -> None:
     model = tiny("llama")

@@ -188,6 +188,7 @@ def test_unsloth_trains_the_same_loss(run: Run, mode: str) -> None:
     ours, theirs = (
         report_of(run, case(backend, mode, packing=False)) for backend in ("bnb", "unsloth")
     )
+    assert "loss x1" in theirs["log"], "our loss on the output head of Unsloth's model"
     assert abs(losses(ours)[0] - losses(theirs)[0]) < 2e-2
     assert (
         abs(ours["metrics"]["before"]["eval_loss"] - theirs["metrics"]["before"]["eval_loss"])

@@ -1,5 +1,6 @@
 """Runs that end early: on request, by a fault, or because of another rank; run.json says which."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -424,6 +425,19 @@ def test_a_signal_while_the_cause_of_an_error_is_found_does_not_hide_it(recorder
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
     assert report["cause"].startswith("rank 1 ended without a word: ")
+
+
+def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(recorders):
+    folder, (recorder, _) = recorders
+    with StopSignals(is_rank=True) as signals:
+        signals.on_first = recorder.interrupt
+        with recorder:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            raise RecursionError("numpy.dtypes imports numpy.dtypes")
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"]) == ("stopped", int(ExitClass.STOPPED))
+    assert report["cause"].startswith("stopped on request before a first step")
 
 
 def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):

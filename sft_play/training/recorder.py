@@ -77,6 +77,7 @@ class RunRecorder:
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
         self.is_recording_error = False
+        self._is_interrupted = False
         self._told: str | None = None  # the cause that was logged
         self._has_told_launcher = False
         self._started = time.perf_counter()
@@ -218,6 +219,7 @@ class RunRecorder:
         if self.is_recording_error:
             return
         self.gone = peers.missing_ranks()
+        self._is_interrupted = True
         raise KeyboardInterrupt
 
     def leave(self) -> NoReturn:
@@ -234,8 +236,11 @@ class RunRecorder:
         stops.leave()
 
     def _classified(self, error: BaseException) -> tuple[ExitClass, str]:
-        """Return the exit class of an error and the cause in words."""
-        if not isinstance(error, KeyboardInterrupt):
+        """Return the exit class of an error and the cause in words.
+
+        An interrupted import may swallow the interrupt, and fail with what it left half done.
+        """
+        if not isinstance(error, KeyboardInterrupt) and not self._is_interrupted:
             from sft_play.training.classify import classify
 
             exit_class, cause = classify(error)

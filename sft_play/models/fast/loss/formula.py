@@ -5,6 +5,7 @@
 The code of the model's class runs on stubs, as in `recognise`: no weights are read.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
             children[name] = DecoderStub(child, output)
     copied = shallow_copy(base)
     vars(copied)["_modules"] = children
+    copied.config = copy.copy(base.config)
+    copied.config.dtype = torch.float32  # Unsloth's models round their logits to it
     with unset_fake_temporarily():
         ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="cpu")
     result = own_result(copied, input_ids=ids)
