@@ -181,6 +181,7 @@ class Throughput(TrainerCallback):
         self._first_step: Work | None = None
         self._last_step: Work | None = None
         self._last_log: Work | None = None
+        self._held: Work | None = None
 
     def add(self, lengths: Sequence[int], labelled: int) -> None:
         """Count the documents of a step of this rank, by their tokens; `labelled` have a label."""
@@ -205,13 +206,19 @@ class Throughput(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_step = self._mark()
 
+    def hold(self) -> None:
+        """Keep what was counted so far for the next `since_log`, which comes in the next step."""
+        self._held = self._now()
+
     def since_log(self) -> Work | None:
         """Return the work of this rank since this was last called; None for the first step.
 
         The first step compiles and allocates. Call it with the loss of the last step at hand: then
-        the GPU has nothing left to do.
+        the GPU has computed what was counted.
         """
         now = self._now()
+        if self._held is not None:
+            now, self._held = self._held._replace(seconds=now.seconds), None
         before = self._last_log or self._first_step
         self._last_log = now
         if before is None or now.seconds <= before.seconds:

@@ -56,6 +56,7 @@ class StepLog:
         """Forget what was measured before `step`: a probe's steps do not count."""
         self._loss: torch.Tensor | float = 0.0
         self._token_share = 0.0
+        self._held: tuple[torch.Tensor | float, float] | None = None
         self.logged_step = step
         self.times.take()
 
@@ -63,6 +64,18 @@ class StepLog:
         """Add a micro-batch's share of its step's loss, and of the step's labelled tokens."""
         self._loss = self._loss + loss  # stays on the GPU
         self._token_share += token_share
+
+    def hold(self) -> None:
+        """Keep what was added so far for the next `collect`, which comes during the next step."""
+        self._held = self._taken()
+        self.throughput.hold()
+
+    def _taken(self) -> tuple[torch.Tensor | float, float]:
+        """Return the loss and the share of tokens that were added, and begin anew."""
+        taken = (self._loss, self._token_share)
+        self._loss = 0.0
+        self._token_share = 0.0
+        return taken
 
     def collect(self, step: int, model: torch.nn.Module) -> dict[str, float]:
         """Return speed and time of a step over all ranks; keep the rest in `by_rank` and `gpus`.
@@ -72,16 +85,17 @@ class StepLog:
         steps = step - self.logged_step
         self.logged_step = step
         seconds = self.times.take() | unhidden_communication(model, steps)
+        loss, token_share = self._held or self._taken()
+        self._held = None
+        # one rank's is the logged loss, and to read it here would wait for the GPU
         own = RankLog(
-            loss=float(self._loss),
-            token_share=self._token_share,
+            loss=float(loss) if self.process.world_size > 1 else 0.0,
+            token_share=token_share,
             work=self.throughput.since_log(),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
             memory=self.memory.gib_now(),
             gpus=tuple(self.mean_gpus()),
         )
-        self._loss = 0.0
-        self._token_share = 0.0
         ranks = self.process.gather(own)
         self.gpus = tuple(sample for rank in ranks for sample in rank.gpus)
         self.by_rank = {

@@ -1,0 +1,101 @@
+"""The log of a step, written while the GPU computes the next one.
+
+Whoever reads a loss waits for the GPU, which then waits in turn: for the log's writers, the next
+micro-batch and its first kernels. So the numbers of a step are copied behind it, and written once
+the next micro-batch is launched. It is so on one GPU; several ranks exchange what they log, for
+which they wait anyway. A step after which something else follows, such as an evaluation, a save
+or the end, is logged at once.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from sft_play.training.trainer import SftTrainer
+
+
+class _Numbers(NamedTuple):
+    """What a step's log says, perhaps still on its way from the GPU."""
+
+    values: torch.Tensor  # (1 or 2,) float32 in host memory: the summed loss, and the norm
+    arrival: torch.cuda.Event | None
+    learning_rate: float
+    start_time: float
+
+
+class LateLog:
+    """Puts the logs of a trainer off until the next micro-batch is launched."""
+
+    def __init__(self, trainer: "SftTrainer"):
+        self.trainer = trainer
+        process = trainer.process
+        self.is_on = process.world_size == 1 and process.device.type == "cuda"
+        self._numbers: _Numbers | None = None
+
+    def put_off(
+        self,
+        summed_loss: torch.Tensor,
+        grad_norm: torch.Tensor | float | None,
+        learning_rate: float,
+        start_time: float,
+    ) -> bool:
+        """Keep what is logged of the step that has ended, and begin to sum losses anew.
+
+        Returns False where nothing is to be logged, or at once.
+        """
+        if not self._may_wait():
+            return False
+        numbers = [summed_loss] if grad_norm is None else [summed_loss, grad_norm]
+        parts = [torch.as_tensor(each, device=summed_loss.device) for each in numbers]
+        values = torch.stack([part.detach().float().reshape(()) for part in parts])
+        summed_loss -= summed_loss  # as Trainer does
+        arrival = None
+        if values.is_cuda:
+            values = values.to("cpu", non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record()
+        self._numbers = _Numbers(values, arrival, learning_rate, start_time)
+        self.trainer.step_log.hold()
+        return True
+
+    def _may_wait(self) -> bool:
+        """Return whether the step that has ended is to be logged, and nothing else follows it."""
+        control, state = self.trainer.control, self.trainer.state
+        if not self.is_on or not control.should_log:
+            return False
+        if state.global_step <= self.trainer._globalstep_last_logged:
+            return False
+        follows = (control.should_evaluate, control.should_save)
+        ends = (control.should_training_stop, control.should_epoch_stop)
+        return not any((*follows, *ends))
+
+    def write(self) -> None:
+        """Write the log that was put off, if one was. Raises: DivergedError as `log` does."""
+        if self._numbers is None:
+            return
+        numbers, self._numbers = self._numbers, None
+        if numbers.arrival is not None:
+            numbers.arrival.synchronize()
+        summed_loss, *norm = numbers.values.tolist()
+        trainer = self.trainer
+        step = trainer.state.global_step  # the next one has not ended
+        logs = {"loss": summed_loss / (step - trainer._globalstep_last_logged)}
+        if norm:
+            logs["grad_norm"] = norm[0]
+        logs["learning_rate"] = numbers.learning_rate
+        trainer._total_loss_scalar += summed_loss
+        trainer._globalstep_last_logged = step
+        trainer.log(logs, numbers.start_time)
+
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """Write what was put off also where an error ends the steps inside this context."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that ends them is told
+                self.write()
+            raise
