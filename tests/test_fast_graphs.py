@@ -19,7 +19,12 @@ from test_packed_training import MAX_SEQ_LEN, documents
 from sft_play.data import packing
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.models.fast.documents import Documents
-from sft_play.models.fast.graphs.decoder import GraphCounts, GraphedDecoder, graph_setup
+from sft_play.models.fast.graphs.decoder import (
+    GraphCounts,
+    GraphedDecoder,
+    graph_layers,
+    graph_setup,
+)
 from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, StaticInputs
 from sft_play.models.fast.graphs.recorded import RecordedPass
 from sft_play.models.fast.graphs.waiting import LOOKED_AT, HostWatch
@@ -349,3 +354,17 @@ def test_a_gpu_that_waits_for_its_cpu_is_told(
     assert watch.seen == LOOKED_AT, "it looks at the first ones alone"
     words = f"the GPU waited for the CPU in {LOOKED_AT} of {LOOKED_AT} micro-batches"
     assert (words in caplog.text) == has_come
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_what_the_plan_has_said_of_graphs_is_not_said_again(
+    is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = plain_model("llama")
+    make(model)
+    plan = plan_for(CPU_ONLY, "train.cuda_graphs=true").plan
+    (sentence,) = (each for each in plan.warnings if "cuda_graphs" in each)
+    config = settings(cuda_graphs=True)
+    assert graph_layers(model, config, plan if is_said else replace(plan, warnings=())) is None
+    said = [record.message for record in caplog.records if "cuda_graphs" in record.message]
+    assert said == ([] if is_said else [f"warning: {sentence}"])

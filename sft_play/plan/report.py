@@ -67,9 +67,10 @@ def plan_line(planned: PlannedRun) -> str:
 def packing_line(plan: RunPlan, unpacked: int) -> str:
     """Return how a packed run makes its steps, in place of `unpacked` micro-batches."""
     layout = plan.layout
+    sequences = f"{layout.sequences} sequence{'s' * (layout.sequences > 1)}"
     return (
         f"packing rows={layout.rows_per_step} a step in micro_batches={layout.micro_batches} of "
-        f"each rank, at most {layout.sequences} sequences of {layout.max_seq_len} tokens, "
+        f"each rank, at most {sequences} of {layout.max_seq_len} tokens, "
         f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB; "
         f"without packing {unpacked}"
     )

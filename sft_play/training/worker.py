@@ -218,7 +218,7 @@ def before_first_step(
     if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)
     plan = context.plan
-    trainer.graphs = graph_layers(trainer.model, context.config, plan.ranks, plan.layout.tokens)
+    trainer.graphs = graph_layers(trainer.model, context.config, plan)
     watch_host(trainer.model, context.config, plan.ranks)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)

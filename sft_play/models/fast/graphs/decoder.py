@@ -35,6 +35,7 @@ from sft_play.models.fast.labelled import labelled_tokens_of
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.graphs import GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
+from sft_play.plan.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -154,22 +155,22 @@ class GraphedDecoder:
         logger.warning("cuda graphs: %s; training goes on without them", reason)
 
 
-def graph_layers(
-    model: PreTrainedModel, config: Config, ranks: Ranks, most_tokens: int
-) -> GraphedDecoder | None:
+def graph_layers(model: PreTrainedModel, config: Config, plan: RunPlan) -> GraphedDecoder | None:
     """Record the layers of a model from here on where train.cuda_graphs asks for it.
 
-    Call it before the first step, when the micro-batches are those of the run, of `most_tokens` at
-    most. Where layers cannot be recorded a warning says why.
+    Call it before the first step, when the micro-batches are those of the run. Where layers cannot
+    be recorded a warning says why, unless the plan did.
     """
     if not config.train.cuda_graphs:
         return None
+    ranks = plan.ranks
     sentence = without_effect(graph_setup(model, config, ranks))
     if sentence is not None:
-        logger.warning("warning: %s", sentence)
+        if sentence not in plan.warnings:
+            logger.warning("warning: %s", sentence)
         return None
     graphed = GraphedDecoder(
-        model, record_on_gpu(), torch.cuda.empty_cache, ranks.world_size, most_tokens
+        model, record_on_gpu(), torch.cuda.empty_cache, ranks.world_size, plan.layout.tokens
     )
     graphed.decoder.forward = graphed
     return graphed
