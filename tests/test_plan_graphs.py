@@ -33,6 +33,12 @@ def test_recordings_are_held_from_the_first_one_to_the_end() -> None:
         assert with_graphs[name] == replace(without[name], graphs=graphs)
 
 
+def test_documents_in_one_row_have_recordings_of_several_lengths() -> None:
+    hidden = FOUR_ROWS.tokens * RECORDED.compute_bytes * RECORDED.model.hidden
+    in_one_row = graph_bytes(RECORDED, replace(FOUR_ROWS, in_one_row=True))
+    assert in_one_row == graph_bytes(RECORDED, FOUR_ROWS) + 30 * hidden, "15 more recordings"
+
+
 def test_nothing_is_recorded_where_a_layer_is_recomputed() -> None:
     assert graph_bytes(RECORDED, replace(FOUR_ROWS, checkpointed_layers=1)) == 0
 

@@ -21,7 +21,9 @@ HINDERING = {
 }
 # While a recording proves itself: gradients in memory that stays, what they held, the layers' own
 GRADIENT_COPIES = 3
-HIDDEN_COPIES = 3  # of the last hidden states: the recording's output, its gradient, the proof's
+# Shapes of micro-batches that are recorded: documents in one row have so many, others but a few
+MOST_RECORDINGS = 16
+HIDDEN_COPIES = 2  # of the last hidden states in each recording: its output, and the gradient
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ def graph_bytes(step: StepSpec, layout: Layout) -> int:
 
     Their activations are in memory that nothing else may use, so while a recording is proven they
     are there twice. An H200 reserved 18.3 GiB in place of 10.2 for a 1B Llama and 4 rows of 2,048
-    tokens, of which this is 7.9.
+    tokens, of which this is 7.9. A recording of another shape has hidden states of its own.
     """
     if not step.records_graphs or layout.checkpointed_layers:
         return 0
-    hidden = HIDDEN_COPIES * layout.tokens * step.compute_bytes * step.model.hidden
+    recordings = MOST_RECORDINGS if layout.in_one_row else 1
+    copies = HIDDEN_COPIES * recordings + 1  # those of the layers in a proof
+    hidden = copies * layout.tokens * step.compute_bytes * step.model.hidden
     gradients = GRADIENT_COPIES * step.trained_bytes * step.trained_weights
     return working_of(step, layout).backward + hidden + gradients

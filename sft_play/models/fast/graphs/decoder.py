@@ -33,13 +33,12 @@ from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.labelled import labelled_tokens_of
 from sft_play.models.fast.setup import base_model_of, is_training
-from sft_play.plan.graphs import GraphSetup, without_effect
+from sft_play.plan.graphs import MOST_RECORDINGS, GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
-MOST_SHAPES = 16  # that are recorded; each takes memory for its inputs and output
 # Relative difference of a tensor. Backward kernels that add in another order each time differ by
 # 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
 MAX_DIFFERENCE = 2e-2
@@ -133,7 +132,7 @@ class GraphedDecoder:
     def _record_what_comes_again(self, call: DecoderCall) -> RecordedPass | None:
         """Return a recording where the shape of a call was seen before."""
         first = self.first.setdefault(call.shape, call)
-        if first is call or len(self.recorded) == MOST_SHAPES:
+        if first is call or len(self.recorded) == MOST_RECORDINGS:
             return None
         try:
             return RecordedPass(self.forward, first, self.gradients, self.record, self.labelled)
