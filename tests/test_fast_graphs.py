@@ -169,6 +169,29 @@ def test_a_recording_that_reads_other_memory_is_found_and_not_used(
         torch.testing.assert_close(gradients, expected_gradients)
 
 
+def test_a_micro_batch_without_labels_finds_a_recording_that_reads_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = plain_model("llama")
+    make(model)
+    decoder = graphed(model)
+    fill = StaticInputs.fill
+
+    def keeps_its_tokens(self: StaticInputs, call: DecoderCall) -> None:
+        before = self.input_ids.clone()
+        fill(self, call)
+        if before.any():
+            self.input_ids.copy_(before)
+
+    monkeypatch.setattr(StaticInputs, "fill", keeps_its_tokens)
+    batches = [
+        {**batch, LOSS_POSITIONS: batch[LOSS_POSITIONS][:0], LOSS_TARGETS: batch[LOSS_TARGETS][:0]}
+        for batch in micro_batches(12, False)
+    ]
+    trained(model, batches)
+    assert "differs by" in decoder.counts.stopped and decoder.counts.replayed == 0
+
+
 def test_a_recording_that_joins_two_documents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain_model("llama")
     make(model)

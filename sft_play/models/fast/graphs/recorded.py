@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.models.fast.graphs.inputs import DecoderCall, StaticGradients, StaticInputs
-from sft_play.models.fast.labelled import LabelledTokens
+from sft_play.models.fast.labelled import LabelledTokens, computed_count
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]
@@ -83,19 +83,18 @@ class RecordedPass:
     def difference(self, call: DecoderCall, hidden: Tensor) -> float:
         """Return the largest relative difference of a replay from what the layers compute.
 
-        `hidden` (B, T, H) is what they returned for the call, with its graph. Where the last layer
-        computes labelled tokens alone, others are not compared.
+        `hidden` (B, T, H) is what they returned for the call, with its graph. Tokens that the last
+        layer does not compute in both are not compared.
         """
+        self._fill(call)
         generator = torch.Generator(hidden.device).manual_seed(0)
         grad = torch.randn(
             hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator
         )
-        compared = slice(None)
-        if self.inputs.computed is not None:
-            compared = call.labelled.to(hidden.device)
-            of_labelled = torch.zeros_like(grad.flatten(0, 1))
-            of_labelled[compared] = grad.flatten(0, 1)[compared]
-            grad = of_labelled.view_as(grad)
+        compared = self._computed_in_both(call)
+        of_compared = torch.zeros_like(grad.flatten(0, 1))
+        of_compared[compared] = grad.flatten(0, 1)[compared]
+        grad = of_compared.view_as(grad)
         parameters = self.gradients.parameters
         expected = torch.autograd.grad(
             hidden,
@@ -106,7 +105,6 @@ class RecordedPass:
         )
         kept = [buffer.clone() for buffer in self.gradients.buffers]
         torch._foreach_zero_(self.gradients.buffers)
-        self._fill(call)
         self.replay_forward()
         self.fill_gradient(grad)
         self.replay_backward()
@@ -117,6 +115,17 @@ class RecordedPass:
         largest = max(float(_relative_difference(*pair)) for pair in pairs)
         torch._foreach_copy_(self.gradients.buffers, kept)
         return largest
+
+    def _computed_in_both(self, call: DecoderCall) -> Tensor | slice:
+        """Return the tokens that the layers compute for a call, and a replay of it does, too.
+
+        A micro-batch may have no labelled token, which would prove nothing: there are always others
+        that are computed. Both begin with the same ones.
+        """
+        if self.inputs.computed is None:
+            return slice(None)
+        count = computed_count(len(call.labelled), call.input_ids.numel())
+        return self.inputs.computed[:count].to(self.hidden.device)
 
 
 def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
