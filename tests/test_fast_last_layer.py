@@ -127,22 +127,46 @@ def test_a_checkpointed_last_layer_computes_all_tokens(monkeypatch: pytest.Monke
 
 
 class MixesAtTheEnd(nn.Module):
-    """A decoder layer whose results also go to the token after."""
+    """A decoder layer whose results also go to a later token."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, distance: int):
         super().__init__()
         self.layer = layer
         self.own = layer.forward
+        self.distance = distance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         output = self.own(*args, **kwargs)
-        return output + 0.1 * output.roll(1, dims=1)
+        return output + 0.1 * output.roll(self.distance, dims=1)
 
 
-def test_a_layer_that_mixes_tokens_behind_its_mlp_computes_all_of_them() -> None:
+@pytest.mark.parametrize("distance", [1, 2, -2, 4])
+def test_a_layer_that_mixes_tokens_behind_its_mlp_computes_all_of_them(distance: int) -> None:
     model = tiny_model("llama").train()
     last = decoder_layers(model)[-1]
-    last.forward = MixesAtTheEnd(last).__call__
+    last.forward = MixesAtTheEnd(last, distance).__call__
+    assert_all_are_computed(model)
+
+
+class TokensBeforeRows(nn.Module):
+    """An MLP that is given (T, B, H). Labelled tokens are counted row by row."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_an_mlp_that_is_given_tokens_in_another_order_computes_all_of_them() -> None:
+    model = tiny_model("llama").train()
+    last = decoder_layers(model)[-1]
+    last.mlp = TokensBeforeRows(last.mlp)
+    assert_all_are_computed(model)
+
+
+def assert_all_are_computed(model: nn.Module) -> None:
     found = install_fused_kernels(model, settings("full"), Process.alone(CPU))
     assert "mlp" in found.on and "loss" in found.on
     assert not found.labelled_tokens_alone and labelled_tokens_of(model) is None
