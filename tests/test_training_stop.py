@@ -427,7 +427,7 @@ def test_a_signal_while_the_cause_of_an_error_is_found_does_not_hide_it(recorder
     assert report["cause"].startswith("rank 1 ended without a word: ")
 
 
-def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(recorders):
+def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(recorders, caplog):
     folder, (recorder, _) = recorders
     with StopSignals(is_rank=True) as signals:
         signals.on_first = recorder.interrupt
@@ -435,9 +435,36 @@ def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(re
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)
             raise RecursionError("numpy.dtypes imports numpy.dtypes")
+    assert "RecursionError: numpy.dtypes imports" in caplog.text, "the log file keeps it"
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("stopped", int(ExitClass.STOPPED))
     assert report["cause"].startswith("stopped on request before a first step")
+
+
+@pytest.mark.parametrize(
+    ("error", "has_trained", "exit_class"),
+    [
+        (DataError("line 3 of a file has no messages"), False, ExitClass.DATA),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), False, ExitClass.DISK_FULL),
+        (ValueError("a bug"), True, ExitClass.UNEXPECTED),
+    ],
+)
+def test_a_cause_of_its_own_is_told_after_a_swallowed_interrupt(
+    recorders, error, has_trained, exit_class
+):
+    folder, (recorder, _) = recorders
+    with StopSignals(is_rank=True) as signals:
+        signals.on_first = recorder.interrupt
+        with recorder:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            if has_trained:
+                with StopOnSignal(ALONE, signals, recorder) as stop:
+                    stop.on_pre_optimizer_step(None, None, None)
+            raise error
+    report = run_json(folder)
+    assert (report["status"], report["exit_class"]) == ("failed", int(exit_class))
+    assert "stopped on request" not in report["cause"]
 
 
 def test_the_cause_is_that_of_the_rank_that_failed_first(recorders, capsys):

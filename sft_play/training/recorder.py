@@ -77,7 +77,7 @@ class RunRecorder:
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
         self.is_recording_error = False
-        self._is_interrupted = False
+        self.is_interrupted = False  # by a signal, before a first step
         self._told: str | None = None  # the cause that was logged
         self._has_told_launcher = False
         self._started = time.perf_counter()
@@ -219,7 +219,7 @@ class RunRecorder:
         if self.is_recording_error:
             return
         self.gone = peers.missing_ranks()
-        self._is_interrupted = True
+        self.is_interrupted = True
         raise KeyboardInterrupt
 
     def leave(self) -> NoReturn:
@@ -238,16 +238,19 @@ class RunRecorder:
     def _classified(self, error: BaseException) -> tuple[ExitClass, str]:
         """Return the exit class of an error and the cause in words.
 
-        An interrupted import may swallow the interrupt, and fail with what it left half done.
+        An interrupted import may swallow the interrupt, and fail with what it left half done: an
+        error of no known class, as a full disk or a wrong setting is.
         """
-        if not isinstance(error, KeyboardInterrupt) and not self._is_interrupted:
+        if not isinstance(error, KeyboardInterrupt):
             from sft_play.training.classify import classify
 
             exit_class, cause = classify(error)
-            if exit_class is not ExitClass.PEER_LOST or self.find_gone is None:
-                return exit_class, cause
-            self.gone = self.find_gone()
-            return exit_class, peers.gone_words(self.gone) if self.gone else cause
+            may_follow = exit_class in (ExitClass.UNEXPECTED, ExitClass.PEER_LOST)
+            if not (self.is_interrupted and may_follow):
+                if exit_class is not ExitClass.PEER_LOST or self.find_gone is None:
+                    return exit_class, cause
+                self.gone = self.find_gone()
+                return exit_class, peers.gone_words(self.gone) if self.gone else cause
         if self.gone:
             return ExitClass.PEER_LOST, peers.gone_words(self.gone)
         cause = f"stopped on request before a first step; {self._to_go_on()}"

@@ -110,6 +110,8 @@ class StopOnSignal(TrainerCallback):
         return self.stopped
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.has_begun:
+            self.recorder.is_interrupted = False  # what swallowed it has done no harm
         self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
