@@ -61,6 +61,29 @@ def test_speed_counts_from_the_end_of_the_first_step_on():
     assert speed["mfu"] == pytest.approx(2e9 / seconds / 1e12)
 
 
+def test_a_log_that_is_held_is_without_the_step_that_has_begun(monkeypatch):
+    meter = MemoryMeter(ALONE)
+    held_gib = iter([1.0, 2.0])
+    monkeypatch.setattr(meter, "gib_now", lambda: {"rss_gib": next(held_gib)})
+    throughput = Throughput(ALONE, EvalSpeedCallback())
+    log = StepLog(throughput, meter)
+    logs = []
+    throughput.on_step_end(None, None, None)
+    for step, tokens in ((1, 10), (2, 100)):
+        throughput.add([tokens], labelled=1)
+        meter.times.add("data", float(tokens))
+        log.hold()
+        if step == 1:  # the next one has begun
+            throughput.add([1000], labelled=1)
+            meter.times.add("data", 1000.0)
+            throughput.steps -= 1
+        logs.append(log.collect(step, torch.nn.Linear(1, 1)) | log.by_rank)
+    tokens = [entry["tokens_per_second"] * entry["step_seconds"] for entry in logs]
+    assert tokens == pytest.approx([10, 1100])
+    assert [entry["step/data_seconds"] for entry in logs] == [10, 1100]
+    assert [entry["process/0/rss_gib"] for entry in logs] == [1.0, 2.0]
+
+
 def test_parts_of_a_step_last_until_the_next_and_what_is_no_part_counts_for_none():
     times = StepTimes(torch.device("cpu"))
     for _ in range(FOLD_AT):

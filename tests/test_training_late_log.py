@@ -3,7 +3,9 @@
 On a GPU logs are written late by themselves; here they are told to.
 """
 
+import inspect
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,14 +14,17 @@ import torch
 from faults.numbers import poison
 from run_files import run_json
 from safetensors.torch import load_file
+from transformers import Trainer
 
 from sft_play.errors import ExitClass
+from sft_play.runs.folder import RunFolder
 from sft_play.training.late_log import LateLog
+from sft_play.training.nonfinite import StepFacts
 from sft_play.training.trainer import SftTrainer
 
 STEPS = 6
 RUN = {"train.max_steps": STEPS, "train.logging_steps": 1}
-SAME = ("step", "loss", "grad_norm", "learning_rate", "epoch")
+OF_TIME = ("second", "runtime", "gib", "percent")  # in the names of what no two runs share
 
 
 @contextmanager
@@ -48,9 +53,28 @@ def logs_written(is_late: bool) -> Iterator[list[tuple[str, int]]]:
         yield happened
 
 
-@pytest.mark.parametrize("logging_steps", [1, 2])
-def test_runs_differ_in_nothing_but_the_moment(plan_run, run_worker, logging_steps):
+def shown(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
+    """Return the steps and values that `make watch` reads, but for times and memory."""
+    lines = map(json.loads, folder.metrics.read_text().splitlines())
+    logs = []
+    for line in lines:
+        values = line.get("values") or {}
+        kept = {name: values[name] for name in values if not any(w in name for w in OF_TIME)}
+        if kept:
+            logs.append((line["step"], kept))
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("logging_steps", "experts"),
+    [(1, None), (2, None), pytest.param(2, "mixtral", marks=pytest.mark.long)],
+)
+def test_runs_differ_in_nothing_but_the_moment(
+    plan_run, run_worker, base_of, logging_steps, experts
+):
     changes = {**RUN, "train.logging_steps": logging_steps, "train.grad_accum": 2}
+    if experts is not None:
+        changes |= {"model.name": base_of(experts), "train.router_aux_loss_coef": 0.01}
     folders, orders = [], []
     for is_late in (False, True):
         with logs_written(is_late) as happened:
@@ -59,8 +83,11 @@ def test_runs_differ_in_nothing_but_the_moment(plan_run, run_worker, logging_ste
         orders.append(happened)
     reports = [run_json(folder) for folder in folders]
     assert reports[0]["loss"] == reports[1]["loss"]
-    kept = [[{n: e.get(n) for n in SAME} for e in report["history"]] for report in reports]
-    assert kept[0] == kept[1] and len(kept[0]) >= STEPS // logging_steps
+    logs = shown(folders[0])
+    assert logs == shown(folders[1]) and len(logs) > STEPS // logging_steps
+    names = {name for _, values in logs for name in values}
+    assert {"loss", "grad_norm", "learning_rate", "epoch", "train_loss"} <= names
+    assert ("router_aux_loss" in names) == (experts is not None)
     adapters = [load_file(folder.path / "adapter/adapter_model.safetensors") for folder in folders]
     assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
     at_once, later = orders
@@ -85,8 +112,8 @@ def test_what_was_put_off_is_written_where_the_next_step_fails(plan_run, run_wor
     own = SftTrainer.compute_loss
 
     def fails(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            raise RuntimeError("the fourth step fails")
+        if self.state.global_step == 4:  # in the middle of an epoch, whose end writes all
+            raise RuntimeError("the fifth step fails")
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(SftTrainer, "compute_loss", fails)
@@ -94,8 +121,58 @@ def test_what_was_put_off_is_written_where_the_next_step_fails(plan_run, run_wor
         folder = plan_run(RUN)
         assert run_worker(folder) == ExitClass.UNEXPECTED
     report = run_json(folder)
-    assert "the fourth step fails" in report["cause"]
-    assert [entry["step"] for entry in report["history"] if entry.get("loss")] == [1, 2, 3]
+    assert "the fifth step fails" in report["cause"]
+    assert [entry["step"] for entry in report["history"] if entry.get("loss")] == [1, 2, 3, 4]
+
+
+def test_the_last_log_of_an_epoch_is_written_at_its_end(plan_run, run_worker):
+    with logs_written(True) as order:
+        folder = plan_run(RUN | {"train.max_steps": None, "train.epochs": 2})
+        assert run_worker(folder) == 0
+    report = run_json(folder)
+    steps = report["global_step"]
+    assert order.index(("logged", steps // 2)) < order.index(("begun", steps // 2 + 1))
+    assert [entry["step"] for entry in report["loss"]] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    "norm", [1 / 3, torch.tensor(1 / 3), torch.tensor(1 / 3, dtype=torch.float64), None]
+)
+def test_a_norm_is_logged_with_all_its_digits(plan_run, run_worker, monkeypatch, norm):
+    """DeepSpeed returns a number of the host."""
+    own = LateLog.put_off
+    monkeypatch.setattr(
+        LateLog, "put_off", lambda self, loss, _, *rest: own(self, loss, norm, *rest)
+    )
+    with logs_written(True):
+        folder = plan_run(RUN | {"train.max_steps": 2})
+        assert run_worker(folder) == 0
+    logged = run_json(folder)["history"][0].get("grad_norm")
+    assert logged == (norm if norm is None else float(norm))
+
+
+def test_a_divergence_is_told_though_the_step_after_it_fails(plan_run, run_worker, monkeypatch):
+    own = SftTrainer.compute_loss
+
+    def fails(self, *args, **kwargs):
+        if self.state.global_step == 4:
+            self.guard._facts.append(StepFacts(4, torch.tensor([math.nan]), None, None, False))
+            raise RuntimeError("an index that follows from NaN is out of range")
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(SftTrainer, "compute_loss", fails)
+    with logs_written(True):
+        folder = plan_run(RUN)
+        assert run_worker(folder) == ExitClass.DIVERGED
+    assert run_json(folder)["cause"].startswith("grad_norm=nan at step 4: the run has diverged")
+    log = (folder.path / "logs" / "rank-0.log").read_text()
+    assert "an index that follows from NaN is out of range" in log, "what it led to"
+
+
+def test_trainer_hands_over_what_a_late_log_reads():
+    names = list(inspect.signature(Trainer._maybe_log_save_evaluate).parameters)
+    assert names[1:3] == ["tr_loss", "grad_norm"]
+    assert names[-2:] == ["start_time", "learning_rate"]
 
 
 def test_a_step_that_is_not_finite_still_ends_the_run(plan_run, run_worker, monkeypatch):

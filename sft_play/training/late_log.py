@@ -8,20 +8,26 @@ or the end, is logged at once.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sft_play.errors import DivergedError
+
 if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class _Numbers(NamedTuple):
     """What a step's log says, perhaps still on its way from the GPU."""
 
-    values: torch.Tensor  # (1 or 2,) float32 in host memory: the summed loss, and the norm
+    values: torch.Tensor  # (1 or 2,) float64 in host memory: the summed loss, and a norm on a GPU
     arrival: torch.cuda.Event | None
+    host_norm: float | None  # as DeepSpeed returns it
     learning_rate: float
     start_time: float
 
@@ -48,17 +54,21 @@ class LateLog:
         """
         if not self._may_wait():
             return False
-        numbers = [summed_loss] if grad_norm is None else [summed_loss, grad_norm]
-        parts = [torch.as_tensor(each, device=summed_loss.device) for each in numbers]
-        values = torch.stack([part.detach().float().reshape(()) for part in parts])
+        is_norm_here = not isinstance(grad_norm, torch.Tensor)  # to copy it there would wait
+        numbers = [summed_loss] if is_norm_here else [summed_loss, grad_norm]
+        parts = [each.detach().to(summed_loss.device).double().reshape(()) for each in numbers]
+        values = torch.stack(parts)
         summed_loss -= summed_loss  # as Trainer does
+        self.trainer.step_log.hold()
+        if self.trainer.router_loss is not None:
+            self.trainer.router_loss.hold(values.device)
         arrival = None
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record()
-        self._numbers = _Numbers(values, arrival, learning_rate, start_time)
-        self.trainer.step_log.hold()
+        host_norm = grad_norm if is_norm_here else None
+        self._numbers = _Numbers(values, arrival, host_norm, learning_rate, start_time)
         return True
 
     def _may_wait(self) -> bool:
@@ -83,8 +93,8 @@ class LateLog:
         trainer = self.trainer
         step = trainer.state.global_step  # the next one has not ended
         logs = {"loss": summed_loss / (step - trainer._globalstep_last_logged)}
-        if norm:
-            logs["grad_norm"] = norm[0]
+        if norm or numbers.host_norm is not None:
+            logs["grad_norm"] = norm[0] if norm else numbers.host_norm
         logs["learning_rate"] = numbers.learning_rate
         trainer._total_loss_scalar += summed_loss
         trainer._globalstep_last_logged = step
@@ -92,10 +102,21 @@ class LateLog:
 
     @contextlib.contextmanager
     def written(self) -> Iterator[None]:
-        """Write what was put off also where an error ends the steps inside this context."""
+        """Write what was put off also where an error ends the steps inside this context.
+
+        Raises: DivergedError as `log` does: what follows in the next step may be an effect of it.
+        """
         try:
             yield
-        except BaseException:
-            with contextlib.suppress(Exception):  # the error that ends them is told
-                self.write()
+        except BaseException as error:
+            self._write_before(error)
             raise
+
+    def _write_before(self, error: BaseException) -> None:
+        """Write what was put off before an error of the step that follows ends the run."""
+        try:
+            self.write()
+        except DivergedError as cause:
+            raise cause from error
+        except Exception:  # the GPU does not respond, or a disk is full
+            logger.warning("the log of the step before is not written", exc_info=True)

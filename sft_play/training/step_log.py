@@ -5,6 +5,7 @@ It is measured on every rank without waiting for a GPU, and gathered once for ea
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,14 @@ class RankLog:
     seconds: dict[str, float]  # by part of a step
     memory: dict[str, float]  # GiB by kind
     gpus: tuple[GpuSample, ...]  # of all GPUs of its machine, on its first rank
+
+
+class _Measured(NamedTuple):
+    """What the steps since the last log have added up to on this rank, without waiting."""
+
+    loss: torch.Tensor | float
+    token_share: float
+    memory: dict[str, float]  # GiB by kind, at the end of the last step
 
 
 class StepLog:
@@ -56,7 +65,7 @@ class StepLog:
         """Forget what was measured before `step`: a probe's steps do not count."""
         self._loss: torch.Tensor | float = 0.0
         self._token_share = 0.0
-        self._held: tuple[torch.Tensor | float, float] | None = None
+        self._held: _Measured | None = None
         self.logged_step = step
         self.times.take()
 
@@ -69,10 +78,11 @@ class StepLog:
         """Keep what was added so far for the next `collect`, which comes during the next step."""
         self._held = self._taken()
         self.throughput.hold()
+        self.times.hold()
 
-    def _taken(self) -> tuple[torch.Tensor | float, float]:
-        """Return the loss and the share of tokens that were added, and begin anew."""
-        taken = (self._loss, self._token_share)
+    def _taken(self) -> _Measured:
+        """Return what was added, with the memory now, and begin anew."""
+        taken = _Measured(self._loss, self._token_share, self.memory.gib_now())
         self._loss = 0.0
         self._token_share = 0.0
         return taken
@@ -85,15 +95,15 @@ class StepLog:
         steps = step - self.logged_step
         self.logged_step = step
         seconds = self.times.take() | unhidden_communication(model, steps)
-        loss, token_share = self._held or self._taken()
+        measured = self._held or self._taken()
         self._held = None
         # one rank's is the logged loss, and to read it here would wait for the GPU
         own = RankLog(
-            loss=float(loss) if self.process.world_size > 1 else 0.0,
-            token_share=token_share,
+            loss=float(measured.loss) if self.process.world_size > 1 else 0.0,
+            token_share=measured.token_share,
             work=self.throughput.since_log(),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
-            memory=self.memory.gib_now(),
+            memory=measured.memory,
             gpus=tuple(self.mean_gpus()),
         )
         ranks = self.process.gather(own)

@@ -28,6 +28,8 @@ class StepTimes:
         self._is_gpu = device.type == "cuda"
         self._marks: deque[_Mark] = deque()
         self._seconds: dict[str, float] = {}
+        self._added: dict[str, float] = {}  # that others measured
+        self._held: dict[str, float] | None = None
 
     def enter(self, part: str | None) -> None:
         """End the current part and begin `part`, or none."""
@@ -42,13 +44,23 @@ class StepTimes:
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds of the CPU that were measured elsewhere."""
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+        self._added[part] = self._added.get(part, 0.0) + seconds
+
+    def hold(self) -> None:
+        """Keep what `add` was given so far for the next `take`, which comes during the next step.
+
+        Marks need no such thing: the GPU passes those of the next step later.
+        """
+        self._held, self._added = self._added, {}
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each part since this was last called, as far as they are over."""
         self._fold()
-        seconds, self._seconds = self._seconds, {}
-        return seconds
+        marked, self._seconds = self._seconds, {}
+        if self._held is None:
+            self.hold()
+        added, self._held = self._held, None
+        return {part: marked.get(part, 0.0) + added.get(part, 0.0) for part in marked | added}
 
     def _fold(self) -> None:
         """Add up what lies between marks that the GPU has passed, and drop all but the last."""
@@ -57,7 +69,8 @@ class StepTimes:
             if self._is_gpu and not end.moment.query():
                 return
             if begin.part is not None:
-                self.add(begin.part, self._between(begin, end))
+                seconds = self._seconds.get(begin.part, 0.0) + self._between(begin, end)
+                self._seconds[begin.part] = seconds
             self._marks.popleft()
 
     def _between(self, begin: _Mark, end: _Mark) -> float:
