@@ -166,6 +166,11 @@ def test_an_mlp_that_is_given_tokens_in_another_order_computes_all_of_them() -> 
     assert_all_are_computed(model)
 
 
+def test_a_norm_without_epsilon_behind_the_mlp_computes_all_tokens() -> None:
+    """The gradient of a norm of zeros would be NaN."""
+    assert_all_are_computed(tiny_model("olmo2", rms_norm_eps=0.0))
+
+
 def assert_all_are_computed(model: nn.Module) -> None:
     found = install_fused_kernels(model, settings("full"), Process.alone(CPU))
     assert "mlp" in found.on and "loss" in found.on

@@ -1,7 +1,9 @@
 """Find what the last layer may compute for labelled tokens alone, and prove it.
 
 What these modules compute for some tokens is replaced by NaN. The logits of the other tokens must
-stay as they are: then nothing that the loss reads there depends on it.
+stay as they are: then nothing that the loss reads there depends on it. In training zeros stand for
+it, and with those all logits must be numbers: a norm without an epsilon would divide by zero, and
+its gradient be NaN.
 """
 
 import contextlib
@@ -21,8 +23,8 @@ from sft_play.models.fast.setup import TrainingSetup, is_fused
 from sft_play.models.sharding import device_of
 
 BALANCE = "output_router_logits"  # of transformers' models with a load-balancing loss
-# Two rows of tokens, 1 where results become NaN: in no regular order, so that a kept token reads a
-# spoiled one at each small distance that it mixes tokens over, or where they lie in another order.
+# Two rows of tokens, 1 where results are replaced: in no regular order, so that a kept token reads
+# a spoiled one at each small distance that a layer mixes, or where tokens lie in another order.
 SPOILED = ((1, 0, 0, 1, 1, 0, 1, 0), (0, 1, 1, 0, 0, 1, 0, 1))
 # Relative to the largest logit: experts in 16 bits that compute other tokens with these may round
 # otherwise.
@@ -70,11 +72,15 @@ def _that_nobody_else_reads(
         with _counting_calls(candidates) as calls:
             expected = base(input_ids=ids, use_cache=False).logits
         modules = [module for module in candidates if calls[module] == [is_spoiled.numel()]]
-        with _unread_as_nan(modules, is_spoiled.flatten()):
-            found = base(input_ids=ids, use_cache=False).logits
+        with _replaced(modules, is_spoiled.flatten(), torch.nan):
+            unread = base(input_ids=ids, use_cache=False).logits
+        with _replaced(modules, is_spoiled.flatten(), 0.0):
+            as_trained = base(input_ids=ids, use_cache=False).logits
+    if not as_trained.isfinite().all():
+        return []
     is_kept = ~is_spoiled.to(expected.device)
-    kept, unread = (logits[is_kept].float() for logits in (expected, found))
-    difference = (kept - unread).abs().max()
+    kept = expected[is_kept].float()
+    difference = (kept - unread[is_kept].float()).abs().max()
     return modules if difference <= MAX_DIFFERENCE * kept.abs().max() else []
 
 
@@ -91,13 +97,13 @@ def _counting_calls(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, li
 
 
 @contextlib.contextmanager
-def _unread_as_nan(modules: Sequence[nn.Module], is_spoiled: Tensor) -> Iterator[None]:
-    """Make NaN of what modules compute for spoiled tokens (B * T,)."""
+def _replaced(modules: Sequence[nn.Module], is_spoiled: Tensor, value: float) -> Iterator[None]:
+    """Replace by a value what modules compute for spoiled tokens (B * T,)."""
 
     def spoil(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         hidden = _first(output)
         rows = is_spoiled.to(hidden.device).view(*hidden.shape[:-1], 1)
-        spoiled = hidden.masked_fill(rows, torch.nan)
+        spoiled = hidden.masked_fill(rows, value)
         return (spoiled, *output[1:]) if isinstance(output, tuple) else spoiled
 
     with _hooked(modules, spoil):
