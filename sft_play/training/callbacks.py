@@ -181,7 +181,6 @@ class Throughput(TrainerCallback):
         self._first_step: Work | None = None
         self._last_step: Work | None = None
         self._last_log: Work | None = None
-        self._held: Work | None = None
 
     def add(self, lengths: Sequence[int], labelled: int) -> None:
         """Count the documents of a step of this rank, by their tokens; `labelled` have a label."""
@@ -206,19 +205,17 @@ class Throughput(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_step = self._mark()
 
-    def hold(self) -> None:
-        """Keep what was counted so far for the next `since_log`, which comes in the next step."""
-        self._held = self._now()
+    def counted(self) -> Work:
+        """Return what was counted so far, which a GPU may still have to compute."""
+        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
 
-    def since_log(self) -> Work | None:
+    def since_log(self, counted: Work) -> Work | None:
         """Return the work of this rank since this was last called; None for the first step.
 
-        The first step compiles and allocates. Call it with the loss of the last step at hand: then
-        the GPU has computed what was counted.
+        The first step compiles and allocates. The loss of the last step in `counted` must be at hand:
+        then the GPU has computed what was counted.
         """
-        now = self._now()
-        if self._held is not None:
-            now, self._held = self._held._replace(seconds=now.seconds), None
+        now = counted._replace(seconds=self.clock())
         before = self._last_log or self._first_step
         self._last_log = now
         if before is None or now.seconds <= before.seconds:
@@ -228,10 +225,7 @@ class Throughput(TrainerCallback):
     def _mark(self) -> Work:
         if self.process.device.type == "cuda":
             torch.cuda.synchronize(self.process.device)
-        return self._now()
-
-    def _now(self) -> Work:
-        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
+        return self.counted()
 
     @property
     def train_seconds(self) -> float:

@@ -34,6 +34,8 @@ class _Measured(NamedTuple):
 
     loss: torch.Tensor | float
     token_share: float
+    counted: Work
+    seconds: dict[str, float]  # of the CPU, by part of a step
     memory: dict[str, float]  # GiB by kind, at the end of the last step
 
 
@@ -68,6 +70,7 @@ class StepLog:
         self._held: _Measured | None = None
         self.logged_step = step
         self.times.take()
+        self.times.take_added()
 
     def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
         """Add a micro-batch's share of its step's loss, and of the step's labelled tokens."""
@@ -77,12 +80,16 @@ class StepLog:
     def hold(self) -> None:
         """Keep what was added so far for the next `collect`, which comes during the next step."""
         self._held = self._taken()
-        self.throughput.hold()
-        self.times.hold()
 
     def _taken(self) -> _Measured:
         """Return what was added, with the memory now, and begin anew."""
-        taken = _Measured(self._loss, self._token_share, self.memory.gib_now())
+        taken = _Measured(
+            self._loss,
+            self._token_share,
+            self.throughput.counted(),
+            self.times.take_added(),
+            self.memory.gib_now(),
+        )
         self._loss = 0.0
         self._token_share = 0.0
         return taken
@@ -94,14 +101,14 @@ class StepLog:
         """
         steps = step - self.logged_step
         self.logged_step = step
-        seconds = self.times.take() | unhidden_communication(model, steps)
         measured = self._held or self._taken()
         self._held = None
+        seconds = self.times.take() | measured.seconds | unhidden_communication(model, steps)
         # one rank's is the logged loss, and to read it here would wait for the GPU
         own = RankLog(
             loss=float(measured.loss) if self.process.world_size > 1 else 0.0,
             token_share=measured.token_share,
-            work=self.throughput.since_log(),
+            work=self.throughput.since_log(measured.counted),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
             memory=measured.memory,
             gpus=tuple(self.mean_gpus()),

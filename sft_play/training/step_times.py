@@ -29,7 +29,6 @@ class StepTimes:
         self._marks: deque[_Mark] = deque()
         self._seconds: dict[str, float] = {}
         self._added: dict[str, float] = {}  # that others measured
-        self._held: dict[str, float] | None = None
 
     def enter(self, part: str | None) -> None:
         """End the current part and begin `part`, or none."""
@@ -46,21 +45,16 @@ class StepTimes:
         """Add seconds of the CPU that were measured elsewhere."""
         self._added[part] = self._added.get(part, 0.0) + seconds
 
-    def hold(self) -> None:
-        """Keep what `add` was given so far for the next `take`, which comes during the next step.
-
-        Marks need no such thing: the GPU passes those of the next step later.
-        """
-        self._held, self._added = self._added, {}
+    def take_added(self) -> dict[str, float]:
+        """Return the seconds that were added since this was last called."""
+        added, self._added = self._added, {}
+        return added
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part since this was last called, as far as they are over."""
+        """Return the seconds between marks since this was last called, as far as they are over."""
         self._fold()
-        marked, self._seconds = self._seconds, {}
-        if self._held is None:
-            self.hold()
-        added, self._held = self._held, None
-        return {part: marked.get(part, 0.0) + added.get(part, 0.0) for part in marked | added}
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def _fold(self) -> None:
         """Add up what lies between marks that the GPU has passed, and drop all but the last."""
