@@ -241,16 +241,20 @@ class RunRecorder:
         An interrupted import may swallow the interrupt, and fail with what it left half done: an
         error of no known class, as a full disk or a wrong setting is.
         """
-        if not isinstance(error, KeyboardInterrupt):
-            from sft_play.training.classify import classify
+        if isinstance(error, KeyboardInterrupt):
+            return self._interrupted()
+        from sft_play.training.classify import classify
 
-            exit_class, cause = classify(error)
-            may_follow = exit_class in (ExitClass.UNEXPECTED, ExitClass.PEER_LOST)
-            if not (self.is_interrupted and may_follow):
-                if exit_class is not ExitClass.PEER_LOST or self.find_gone is None:
-                    return exit_class, cause
-                self.gone = self.find_gone()
-                return exit_class, peers.gone_words(self.gone) if self.gone else cause
+        exit_class, cause = classify(error)
+        if self.is_interrupted and exit_class in (ExitClass.UNEXPECTED, ExitClass.PEER_LOST):
+            return self._interrupted()
+        if exit_class is not ExitClass.PEER_LOST or self.find_gone is None:
+            return exit_class, cause
+        self.gone = self.find_gone()
+        return exit_class, peers.gone_words(self.gone) if self.gone else cause
+
+    def _interrupted(self) -> tuple[ExitClass, str]:
+        """Return the exit class and the cause of a run that a signal has ended."""
         if self.gone:
             return ExitClass.PEER_LOST, peers.gone_words(self.gone)
         cause = f"stopped on request before a first step; {self._to_go_on()}"
