@@ -5,6 +5,7 @@ parameters of one module, (experts, out, in), or (experts, in, out) where `is_tr
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
 """
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
+
+# Argument of transformers' models that compute a load-balancing loss
+BALANCE = "output_router_logits"
 
 
 @dataclass(frozen=True)
@@ -132,3 +136,8 @@ def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     state = getattr(parameter, "quant_state", None)
     shape = parameter.shape if state is None else state.shape
     return tuple(getattr(parameter, "ds_shape", shape))
+
+
+def computes_balance(model: nn.Module) -> bool:
+    """Return whether a model without adapters computes a loss that balances its experts."""
+    return BALANCE in inspect.signature(type(model).forward).parameters

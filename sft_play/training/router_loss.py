@@ -7,7 +7,6 @@ Transformer, equations 4 to 6). The model computes it, as transformers has it. A
 under adapters, and the loss then moves what it reads.
 """
 
-import inspect
 import logging
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
+from sft_play.models.experts import BALANCE, computes_balance
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
-
-ARGUMENT = "output_router_logits"  # of transformers' models that compute this loss
 
 
 class RouterLoss:
@@ -46,7 +44,7 @@ class RouterLoss:
 
     def inputs(self) -> dict[str, bool]:
         """Return the inputs with which the model computes the loss."""
-        return {ARGUMENT: True}
+        return {BALANCE: True}
 
     def of_micro_batch(self, share: float) -> Tensor:
         """Return the loss of the last forward pass, times coefficient and share of the step."""
@@ -93,15 +91,15 @@ def router_loss_of(model: nn.Module, config: Config) -> RouterLoss | None:
     wanted = config.train.router_aux_loss_coef
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     text_config = base.config.get_text_config()
-    has_loss = ARGUMENT in inspect.signature(type(base).forward).parameters
+    has_loss = computes_balance(base)
     if wanted == "auto":
-        is_on = has_loss and getattr(text_config, ARGUMENT, False)
+        is_on = has_loss and getattr(text_config, BALANCE, False)
         wanted = getattr(text_config, "router_aux_loss_coef", 0.0) if is_on else 0.0
         if has_loss and not wanted:
             logger.info(
                 "router: no load-balancing loss, as the model's config has %s=false; "
                 "TRAIN_ROUTER_AUX_LOSS_COEF=%g adds it",
-                ARGUMENT,
+                BALANCE,
                 getattr(text_config, "router_aux_loss_coef", None) or 0.001,
             )
     if not wanted:

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.linears.room import (
-    empty_with_room,
-    flat_rows,
-    leave_room,
-    take_room,
-)
+from sft_play.models.fast.linears.room import empty_with_room, flat_rows, leave_room, take_room
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.models.float8.handover import take
 

@@ -7,7 +7,6 @@ its gradient be NaN.
 """
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.experts import computes_balance
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.capture import as_it_was
 from sft_play.models.fast.labelled import NAME, LabelledTokens
@@ -22,7 +22,6 @@ from sft_play.models.fast.linears.install import mlp_forward
 from sft_play.models.fast.setup import TrainingSetup, is_fused
 from sft_play.models.sharding import device_of
 
-BALANCE = "output_router_logits"  # of transformers' models with a load-balancing loss
 # Two rows of tokens, 1 where results are replaced: in no regular order, so that a kept token reads
 # a spoiled one at each small distance that a layer mixes, or where tokens lie in another order.
 SPOILED = ((1, 0, 0, 1, 1, 0, 1, 0), (0, 1, 1, 0, 0, 1, 0, 1))
@@ -37,7 +36,7 @@ def install_last_layer(setup: TrainingSetup) -> bool:
     Call it behind the fused loss, which reads no others. A trace computes all tokens. So does a
     model with a loss that balances experts: it reads what routers say of all tokens.
     """
-    if BALANCE in inspect.signature(type(setup.base).forward).parameters:
+    if computes_balance(setup.base):
         return False
     layers = decoder_layers(setup.decoder)
     if not layers or not setup.has_values or setup.has_packed_parts:
