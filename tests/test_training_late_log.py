@@ -108,15 +108,23 @@ def test_a_step_that_is_evaluated_or_saved_is_logged_before(plan_run, run_worker
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3]
 
 
-def test_what_was_put_off_is_written_where_the_next_step_fails(plan_run, run_worker, monkeypatch):
+def let_the_fifth_step(monkeypatch, fail) -> None:
+    """Call `fail` with the trainer in a step in the middle of an epoch, whose end writes all."""
     own = SftTrainer.compute_loss
 
-    def fails(self, *args, **kwargs):
-        if self.state.global_step == 4:  # in the middle of an epoch, whose end writes all
-            raise RuntimeError("the fifth step fails")
+    def compute_loss(self, *args, **kwargs):
+        if self.state.global_step == 4:
+            fail(self)
         return own(self, *args, **kwargs)
 
-    monkeypatch.setattr(SftTrainer, "compute_loss", fails)
+    monkeypatch.setattr(SftTrainer, "compute_loss", compute_loss)
+
+
+def test_what_was_put_off_is_written_where_the_next_step_fails(plan_run, run_worker, monkeypatch):
+    def fail(trainer):
+        raise RuntimeError("the fifth step fails")
+
+    let_the_fifth_step(monkeypatch, fail)
     with logs_written(True):
         folder = plan_run(RUN)
         assert run_worker(folder) == ExitClass.UNEXPECTED
@@ -152,15 +160,11 @@ def test_a_norm_is_logged_with_all_its_digits(plan_run, run_worker, monkeypatch,
 
 
 def test_a_divergence_is_told_though_the_step_after_it_fails(plan_run, run_worker, monkeypatch):
-    own = SftTrainer.compute_loss
+    def fail(trainer):
+        trainer.guard._facts.append(StepFacts(4, torch.tensor([math.nan]), None, None, False))
+        raise RuntimeError("an index that follows from NaN is out of range")
 
-    def fails(self, *args, **kwargs):
-        if self.state.global_step == 4:
-            self.guard._facts.append(StepFacts(4, torch.tensor([math.nan]), None, None, False))
-            raise RuntimeError("an index that follows from NaN is out of range")
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(SftTrainer, "compute_loss", fails)
+    let_the_fifth_step(monkeypatch, fail)
     with logs_written(True):
         folder = plan_run(RUN)
         assert run_worker(folder) == ExitClass.DIVERGED

@@ -427,14 +427,21 @@ def test_a_signal_while_the_cause_of_an_error_is_found_does_not_hide_it(recorder
     assert report["cause"].startswith("rank 1 ended without a word: ")
 
 
-def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(recorders, caplog):
-    folder, (recorder, _) = recorders
+@contextlib.contextmanager
+def swallowed_interrupt(recorder):
+    """Record what happens inside after a signal whose interrupt went no further."""
     with StopSignals(is_rank=True) as signals:
         signals.on_first = recorder.interrupt
         with recorder:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)
-            raise RecursionError("numpy.dtypes imports numpy.dtypes")
+            yield signals
+
+
+def test_an_import_that_swallows_the_interrupt_and_fails_is_a_stop_on_request(recorders, caplog):
+    folder, (recorder, _) = recorders
+    with swallowed_interrupt(recorder):
+        raise RecursionError("numpy.dtypes imports numpy.dtypes")
     assert "RecursionError: numpy.dtypes imports" in caplog.text, "the log file keeps it"
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("stopped", int(ExitClass.STOPPED))
@@ -453,15 +460,11 @@ def test_a_cause_of_its_own_is_told_after_a_swallowed_interrupt(
     recorders, error, has_trained, exit_class
 ):
     folder, (recorder, _) = recorders
-    with StopSignals(is_rank=True) as signals:
-        signals.on_first = recorder.interrupt
-        with recorder:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGTERM)
-            if has_trained:
-                with StopOnSignal(ALONE, signals, recorder) as stop:
-                    stop.on_pre_optimizer_step(None, None, None)
-            raise error
+    with swallowed_interrupt(recorder) as signals:
+        if has_trained:
+            with StopOnSignal(ALONE, signals, recorder) as stop:
+                stop.on_pre_optimizer_step(None, None, None)
+        raise error
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", int(exit_class))
     assert "stopped on request" not in report["cause"]
