@@ -212,8 +212,8 @@ class Throughput(TrainerCallback):
     def since_log(self, counted: Work) -> Work | None:
         """Return the work of this rank since this was last called; None for the first step.
 
-        The first step compiles and allocates. The loss of the last step in `counted` must be at hand:
-        then the GPU has computed what was counted.
+        The first step compiles and allocates. The loss of the last step in `counted` must be at
+        hand: then the GPU has computed what was counted.
         """
         now = counted._replace(seconds=self.clock())
         before = self._last_log or self._first_step
