@@ -11,8 +11,8 @@ from test_fast_install import SAME, gap, make, plain_model, settings, step
 from torch import nn
 
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.linears import adapter_gradients, products
 from sft_play.models.fast.linears import beside as installed
-from sft_play.models.fast.linears import products
 from sft_play.models.fast.linears.beside import put_beside_weights
 from sft_play.models.fast.linears.columns import COLUMNS
 from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
@@ -52,6 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return beside(x, columns)
 
     monkeypatch.setattr(products, "beside", counted)
+    monkeypatch.setattr(adapter_gradients, "beside", counted)
     monkeypatch.setattr(installed, "_is_plain", lambda weight: weight.is_contiguous())
     monkeypatch.setattr(installed, "LARGEST_SHARE", 1)
     return shapes

@@ -266,20 +266,20 @@ MUTANTS = {
         lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1]),
     ),
     "scale forgotten backward": (
-        "rank_gradient",
-        lambda f: lambda dy, ws, ad: f(dy, [w._replace(scale=1.0) for w in ws], ad),
+        "rank_and_output_gradients",
+        lambda f: lambda dy, xa, ws, *rest: f(dy, xa, [w._replace(scale=1.0) for w in ws], *rest),
     ),
-    "dA of the outputs' gradient": (
+    "dA of other columns": (
         "adapter_gradients",
-        lambda f: lambda x, xa, dy, du, ws, t: f(x, xa, dy, dy[0][:, : du.shape[1]], ws, t),
+        lambda f: lambda x, du, db, ws, t: f(x, du.roll(1, 1), db, ws, t),
     ),
     "dx without the adapter": (
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad, rooms: f(dy, None, ws, ad),
+        lambda f: lambda dy, du, ws, ad, is_beside: f(dy, None, ws, ad),
     ),
     "dx of the last linear alone": (
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad, rooms: f(dy[-1:], du, ws[-1:], ad),
+        lambda f: lambda dy, du, ws, ad, is_beside: f(dy[-1:], du, ws[-1:], ad),
     ),
     "one adapter for all": ("rank_slices", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
 }

@@ -13,10 +13,11 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from sft_play.config.schema import Config
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.linears import beside as installed
-from sft_play.models.fast.linears import products
+from sft_play.models.fast.linears import lora, mlp, products
 from sft_play.models.fast.linears.beside import copy_adapters_at_once
 from sft_play.models.fast.linears.columns import Beside, ColumnWriter
 from sft_play.models.fast.linears.four_bit import unpack
+from sft_play.models.fast.linears.products import fit_beside
 from sft_play.models.fast.linears.room import beside
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 from sft_play.process import Process
@@ -131,20 +132,28 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 def test_a_step_is_as_close_to_float32_as_without(
     quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    calls, backward = [], []
 
     def counted(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         calls.append(columns.shape)
         return beside(x, columns)
 
+    def noted(*arguments: Any) -> bool:
+        backward.append(fit_beside(*arguments))
+        return backward[-1]
+
     monkeypatch.setattr(products, "beside", counted)
+    monkeypatch.setattr(lora, "fit_beside", noted)
+    monkeypatch.setattr(mlp, "fit_beside", noted)
     monkeypatch.setattr(installed, "LARGEST_SHARE", 8)  # the model is small
     model = a_model(quantised, tmp_path)
     exact = float32_gradients(model)
     apart = distance(exact, gradients(model))
+    assert not calls and not any(backward)
     copy_adapters_at_once(model, model)
     together = distance(exact, gradients(model))
-    assert len(calls) == 3 * (3 + 2 + 1) + 2
+    # forward q, k and v; gate and up; down. Backward gate and up; o; down where a layer follows
+    assert len(calls) == 3 * 3 and sum(backward) == 3 * 2 + 2
     assert together <= 1.05 * apart + 1e-4, (together, apart)
     print(f"distance to float32: apart {apart:.2e}, beside {together:.2e}")
 

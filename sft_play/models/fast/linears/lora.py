@@ -24,18 +24,21 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.fast.linears.adapter_gradients import (
+    adapter_gradients,
+    rank_and_output_gradients,
+)
 from sft_play.models.fast.linears.columns import COLUMNS, Adapter, AdapterColumns
 from sft_play.models.fast.linears.copies import copy_of
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
-    adapter_gradients,
     cast_adapters,
+    fit_beside,
     flatten_tokens,
     input_gradient,
     project,
-    rank_gradient,
 )
 from sft_play.models.fast.linears.room import take_room
 from sft_play.models.fast.setup import is_training
@@ -271,15 +274,12 @@ class LoraLinearsFunction(torch.autograd.Function):
         adapters = Adapters(a, tuple(b))
         rooms = [take_room(grad) for grad in grads]
         dy = [flatten_tokens(grad) for grad in grads]
-        du = rank_gradient(dy, ctx.linears, adapters)
+        is_beside = ctx.needs_input_grad[0] and fit_beside(dy, ctx.linears, rooms)
+        du, db = rank_and_output_gradients(
+            dy, xa, ctx.linears, adapters, ctx.adapter_dtype, is_beside
+        )
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, du, ctx.linears, adapters, rooms=rooms).view(x.shape)
-        x = flatten_tokens(x)
-        return (
-            dx,
-            None,
-            None,
-            None,
-            *adapter_gradients(x, xa, dy, du, ctx.linears, ctx.adapter_dtype),
-        )
+            dx = input_gradient(dy, du, ctx.linears, adapters, is_beside=is_beside).view(x.shape)
+        gradients = adapter_gradients(flatten_tokens(x), du, db, ctx.linears, ctx.adapter_dtype)
+        return dx, None, None, None, *gradients

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation
+from sft_play.models.fast.linears.adapter_gradients import (
+    adapter_gradients,
+    rank_and_output_gradients,
+)
 from sft_play.models.fast.linears.glu import (
     glu,
     glu_backward,
@@ -31,12 +35,11 @@ from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
-    adapter_gradients,
     cast_adapters,
+    fit_beside,
     flatten_tokens,
     input_gradient,
     project,
-    rank_gradient,
 )
 from sft_play.models.fast.linears.room import empty_with_room, take_room
 from sft_play.models.float8.format import Quantised
@@ -135,13 +138,15 @@ class LoraMlpFunction(torch.autograd.Function):
             *(flatten_tokens(dy), room, ha, outputs, rooms, down, down_adapter),
             *(ctx.activation, ctx.down_dtype, scales),
         )
-        du = rank_gradient(grads, inner, inner_adapters)
+        is_beside = ctx.needs_input_grad[0] and fit_beside(grads, inner, rooms)
+        du, db = rank_and_output_gradients(
+            grads, xa, inner, inner_adapters, ctx.inner_dtype, is_beside
+        )
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads, du, inner, inner_adapters, known, rooms).view(x.shape)
-        inner_gradients = adapter_gradients(
-            flatten_tokens(x), xa, grads, du, inner, ctx.inner_dtype
-        )
+            dx = input_gradient(grads, du, inner, inner_adapters, known, is_beside).view(x.shape)
+        x = flatten_tokens(x)
+        inner_gradients = adapter_gradients(x, du, db, inner, ctx.inner_dtype)
         return dx, None, None, None, None, *inner_gradients, *down_gradients
 
 
@@ -168,8 +173,9 @@ def down_backward(
     (N, 2 I); `rooms` are left beside the rows of their gradients. `scales` are those of gate's and
     up's rows; where both have some, their gradients are quantised, too.
     """
-    du = rank_gradient([dy], [down], adapters)
-    dh = input_gradient([dy], du, [down], adapters, rooms=[room])
+    is_beside = fit_beside([dy], [down], [room])
+    du, db = rank_and_output_gradients([dy], ha, [down], adapters, dtype, is_beside)
+    dh = input_gradient([dy], du, [down], adapters, is_beside=is_beside)
     grads = []
     for output, beside in zip(outputs, rooms, strict=True):
         grads.append(empty_with_room(output.shape, beside, output))
@@ -182,4 +188,4 @@ def down_backward(
         known = glu_backward_float8(dh, gate, up, activation, dgate, dup, *scales)
     else:
         glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
-    return grads, known, adapter_gradients(dh, ha, [dy], du, [down], dtype)
+    return grads, known, adapter_gradients(dh, du, db, [down], dtype)

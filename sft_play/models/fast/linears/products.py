@@ -23,7 +23,7 @@ from sft_play.models.fast.linears.float8 import (
     quantise_shared,
 )
 from sft_play.models.fast.linears.four_bit import unpack
-from sft_play.models.fast.linears.room import beside
+from sft_play.models.fast.linears.room import beside, with_columns
 from sft_play.models.float8.format import Quantised
 from sft_play.models.partitioned import gathered
 
@@ -153,34 +153,21 @@ def _product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def rank_gradient(
-    dy: Sequence[Tensor], linears: Sequence[FrozenLinear], adapters: Adapters
-) -> Tensor | None:
-    """Return dU (N, R), the gradient of x A^T, from dy_i (N, out_i)."""
-    if adapters.a is None:
-        return None
-    du = dy[0].new_empty(len(dy[0]), len(adapters.a))
-    for grad, linear, b, part in zip(dy, linears, adapters.b, rank_slices(linears), strict=True):
-        if b is not None:
-            du[:, part].addmm_(grad, b, beta=0, alpha=linear.scale)
-    return du
-
-
 def input_gradient(
     dy: Sequence[Tensor],
     du: Tensor | None,
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
     known: Sequence[Quantised | None] | None = None,
-    rooms: Sequence[int] = (),
+    is_beside: bool = False,
 ) -> Tensor:
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
 
-    `known` are dy_i in float8, multiplied by the scales of the weight, or None. `rooms` beside the
-    rows of dy_i may be written to.
+    `known` are dy_i in float8, multiplied by the scales of the weight, or None. `is_beside`: dU_i
+    lies in the room beside dy_i.
     """
-    if du is not None and _fit_beside(dy, linears, rooms):
-        return _input_gradient_with_columns(dy, du, linears)
+    if is_beside:
+        return _input_gradient_with_columns(dy, linears)
     known = known or [None] * len(dy)
     # a float8 product has an output of its own, which the adapters' part is added to
     is_float8 = any(linear.row_scales is not None for linear in linears)
@@ -196,10 +183,11 @@ def input_gradient(
     return dx.addmm_(du, adapters.a) if is_float8 and du is not None else dx
 
 
-def _fit_beside(
-    dy: Sequence[Tensor], linears: Sequence[FrozenLinear], rooms: Sequence[int]
-) -> bool:
-    """Return whether there is room for all dU_i beside dy_i, and the A lie below the weights."""
+def fit_beside(dy: Sequence[Tensor], linears: Sequence[FrozenLinear], rooms: Sequence[int]) -> bool:
+    """Return whether there is room for all dU_i beside dy_i, and the A lie below the weights.
+
+    `rooms` beside the rows of dy_i may be written to.
+    """
     if len(rooms) != len(linears):
         return False
     for grad, linear, room in zip(dy, linears, rooms, strict=True):
@@ -209,44 +197,12 @@ def _fit_beside(
     return True
 
 
-def _input_gradient_with_columns(
-    dy: Sequence[Tensor], du: Tensor, linears: Sequence[FrozenLinear]
-) -> Tensor:
+def _input_gradient_with_columns(dy: Sequence[Tensor], linears: Sequence[FrozenLinear]) -> Tensor:
     """Return dx (N, in) = sum_i [dy_i | dU_i] [W_i ; A_i]."""
     dx = None
-    for grad, linear, part in zip(dy, linears, rank_slices(linears), strict=True):
-        with_du = beside(grad, du[:, part])
+    for grad, linear in zip(dy, linears, strict=True):
+        with_du = with_columns(grad, linear.rank)
         weight = linear.columns.for_inputs(linear.weight)
         dx = with_du @ weight if dx is None else dx.addmm_(with_du, weight)
         del weight  # before the next one is unpacked
     return dx
-
-
-def adapter_gradients(
-    x: Tensor,
-    xa: Tensor | None,
-    dy: Sequence[Tensor],
-    du: Tensor | None,
-    linears: Sequence[FrozenLinear],
-    dtype: torch.dtype | None,
-) -> list[Tensor | None]:
-    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`, views of one buffer.
-
-    x (N, in), dy_i (N, out_i), xa and du (N, R).
-    """
-    if du is None:
-        return [None, None] * len(linears)
-    ranks = [linear.rank for linear in linears]
-    b_sizes = [grad.shape[1] * rank for grad, rank in zip(dy, ranks, strict=True)]
-    sizes = [du.shape[1] * x.shape[1], *b_sizes]
-    buffer = x.new_empty(sum(sizes))
-    all_da, *all_db = buffer.split(sizes)
-    torch.mm(du.t(), x, out=all_da.view(du.shape[1], -1))
-    for grad, linear, db, part in zip(dy, linears, all_db, rank_slices(linears), strict=True):
-        if linear.rank:
-            db.view(-1, linear.rank).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
-    all_da, *all_db = buffer.to(dtype).split(sizes)  # one kernel casts them all
-    gradients: list[Tensor | None] = []
-    for rank, da, db in zip(ranks, all_da.view(du.shape[1], -1).split(ranks), all_db, strict=True):
-        gradients += [da, db.view(-1, rank)] if rank else [None, None]
-    return gradients

@@ -35,11 +35,15 @@ def take_room(x: Tensor) -> int:
     return room if x.stride(-2) == x.shape[-1] + room else 0
 
 
+def with_columns(x: Tensor, count: int) -> Tensor:
+    """Return x (N, F) with some columns of the room beside it, (N, F + count)."""
+    # .data: what is written there is not a change of x, which autograd would see
+    return x.data.as_strided((len(x), x.shape[1] + count), x.stride())
+
+
 def beside(x: Tensor, columns: Tensor) -> Tensor:
     """Write columns (N, C) into the room beside x (N, F); return both as one (N, F + C)."""
-    sizes = (len(x), x.shape[1] + columns.shape[1])
-    # .data: what is written is not a change of x, which autograd would see
-    both = x.data.as_strided(sizes, x.stride())
+    both = with_columns(x, columns.shape[1])
     both[:, x.shape[1] :].copy_(columns)
     return both
 

@@ -1,0 +1,118 @@
+"""Gradients of the adapters of linears that share an input.
+
+    dU_i = s_i dy_i B_i                  the gradient of x A_i^T
+    dB_i = s_i dy_i^T (x A_i^T),         dA_i = dU_i^T x
+
+dU_i and dB_i both read dy_i, which is all that takes time. On a Hopper GPU one pass computes both
+(`adapter_kernels`) where the ranks of all linears are equal and small. Elsewhere they are products.
+
+Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sft_play.models.fast.linears.products import Adapters, FrozenLinear, rank_slices
+from sft_play.models.fast.linears.room import beside
+from sft_play.plan.recurrent import HOPPER
+
+MOST_LINEARS_OF_A_PASS = 3  # those of queries, keys and values
+# Of a larger rank, what one pass writes and adds up takes as long as reading dy again.
+LARGEST_RANK_OF_A_PASS = 16
+ALIGNMENT = 16  # bytes that a pass loads at once
+
+
+def rank_and_output_gradients(
+    dy: Sequence[Tensor],
+    xa: Tensor | None,
+    linears: Sequence[FrozenLinear],
+    adapters: Adapters,
+    dtype: torch.dtype | None,
+    is_beside: bool = False,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return dU (N, R), and dB_i (out_i, r_i) in `dtype` or in that of dy; None without adapters.
+
+    dy_i (N, out_i), xa (N, R). `is_beside`: dU_i is also written to the room beside dy_i.
+    """
+    if xa is None:
+        return None, [None] * len(linears)
+    own_dy, own_b = [], []
+    for grad, b in zip(dy, adapters.b, strict=True):
+        if b is not None:
+            own_dy.append(grad)
+            own_b.append(b)
+    own = [linear for linear in linears if linear.rank]
+    if fit_one_pass(own_dy, own_b, own):
+        from sft_play.models.fast.linears import adapter_kernels  # Triton needs a GPU
+
+        scale = own[0].scale
+        du, db = adapter_kernels.rank_and_output_gradients(
+            own_dy, own_b, xa, scale, dtype, is_beside
+        )
+        own_db = db.split([grad.shape[1] for grad in own_dy])
+    else:
+        du = xa.new_empty(xa.shape)
+        own_db = []
+        for grad, b, linear, part in zip(own_dy, own_b, own, rank_slices(own), strict=True):
+            du[:, part].addmm_(grad, b, beta=0, alpha=linear.scale)
+            if is_beside:
+                beside(grad, du[:, part])
+            db = torch.empty_like(b).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
+            own_db.append(db)
+    remaining = iter(own_db)
+    return du, [next(remaining) if linear.rank else None for linear in linears]
+
+
+def fit_one_pass(
+    dy: Sequence[Tensor], b: Sequence[Tensor], linears: Sequence[FrozenLinear]
+) -> bool:
+    """Return whether one pass over dy computes what it takes two products for, and sooner."""
+    first = linears[0]
+    if not _is_hopper(dy[0].device) or dy[0].element_size() != 2:
+        return False
+    if len(linears) > MOST_LINEARS_OF_A_PASS or first.rank > LARGEST_RANK_OF_A_PASS:
+        return False
+    if any((linear.rank, linear.scale) != (first.rank, first.scale) for linear in linears):
+        return False
+    if any(grad.stride(1) != 1 for grad in dy) or not all(each.is_contiguous() for each in b):
+        return False
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (*dy, *b))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def adapter_gradients(
+    x: Tensor,
+    du: Tensor | None,
+    db: Sequence[Tensor | None],
+    linears: Sequence[FrozenLinear],
+    dtype: torch.dtype | None,
+) -> list[Tensor | None]:
+    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), du (N, R)."""
+    if du is None:
+        return [None, None] * len(linears)
+    own_db = [each for each in db if each is not None]
+    all_da, *own_db = _cast([du.t() @ x, *own_db], dtype)
+    ranks = [linear.rank for linear in linears]
+    remaining = iter(own_db)
+    gradients: list[Tensor | None] = []
+    for rank, da in zip(ranks, all_da.split(ranks), strict=True):
+        gradients += [da, next(remaining)] if rank else [None, None]
+    return gradients
+
+
+def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors in a dtype; one kernel casts those of another."""
+    others = [each for each in tensors if each.dtype != dtype]
+    if not others:
+        return tensors
+    cast = [torch.empty_like(each, dtype=dtype) for each in others]
+    torch._foreach_copy_(cast, others)
+    remaining = iter(cast)
+    return [each if each.dtype == dtype else next(remaining) for each in tensors]

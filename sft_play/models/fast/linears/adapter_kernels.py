@@ -1,0 +1,239 @@
+"""Triton kernels of the gradients of adapters: one pass over dy. Imported only on a GPU.
+
+    dU_i = s dy_i B_i            (N, r)
+    dB_i = s dy_i^T (x A_i^T)    (out_i, r)
+
+Each is a thin product, which takes as long as reading dy does; two products read it twice. Here a
+program reads some rows of some columns of dy, a tile at a time, and adds up both. Another kernel
+adds what the programs have found, in float32 and always in the same order.
+
+Legend: N rows, R the sum of the ranks r of all linears that share an input, `out_i` features of
+dy_i, P the rank that tl.dot takes: no less than 16.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.float8.kernels import on_device_of
+
+MOST_LINEARS = 3  # that share an input: those of queries, keys and values
+LEAST_PADDED_RANK = 16  # that tl.dot takes
+ROWS = 64  # of a tile of dy
+COLUMNS = 512  # of a tile of dy
+STAGES = 3  # tiles on their way: as many as a Hopper GPU's shared memory holds
+SUM_ROWS = 16  # that a program adds up
+_AT_ONCE = tl.constexpr(8)  # sums that it loads together
+
+
+@triton.jit
+def _of_linear(linear, first, second, third):
+    """One of three numbers, or addresses."""
+    return tl.where(linear == 0, first, tl.where(linear == 1, second, third))
+
+
+@triton.jit
+def _linear_of(block, end_0, end_1):
+    """The linear that a block of columns belongs to: 0, 1 or 2."""
+    return (block >= end_0).to(tl.int32) + (block >= end_1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["end_0", "end_1", "rows", "region_rows"])
+def _read(
+    dy_0,
+    dy_1,
+    dy_2,
+    b_0,
+    b_1,
+    b_2,
+    stride_0,
+    stride_1,
+    stride_2,
+    out_0,
+    out_1,
+    out_2,
+    end_0,
+    end_1,
+    xa,
+    sums_u,
+    sums_b,
+    xa_stride,
+    rank,
+    rows,
+    region_rows,
+    padded: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """Write the sums of a block of columns and a region of rows.
+
+    dy_i and b_i are addresses of numbers like those of xa. sums_u (blocks, N, P), sums_b (regions,
+    out_0 + out_1 + out_2, P), both float32.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    region = tl.program_id(1)
+    linear = _linear_of(block, end_0, end_1)
+    pointer = tl.pointer_type(xa.dtype.element_ty)
+    dy = tl.multiple_of(_of_linear(linear, dy_0, dy_1, dy_2).to(pointer), 16)
+    b = tl.multiple_of(_of_linear(linear, b_0, b_1, b_2).to(pointer), 16)
+    stride = _of_linear(linear, stride_0, stride_1, stride_2)
+    out = _of_linear(linear, out_0, out_1, out_2)
+    outs_before = _of_linear(linear, 0, out_0, out_0 + out_1)
+    column = (block - _of_linear(linear, 0, end_0, end_1)) * tile_columns
+    column += tl.arange(0, tile_columns)
+    ranks = tl.arange(0, padded)[None, :]
+    is_rank = ranks < rank
+    is_column = column < out
+    b_tile = tl.load(b + column[:, None] * rank + ranks, is_column[:, None] & is_rank, 0.0)
+    db = tl.full((tile_columns, padded), 0, tl.float32)
+    first = region * region_rows
+    for start in range(first, tl.minimum(first + region_rows, rows), tile_rows):
+        row = (start + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
+        is_row = row < rows
+        tile = tl.load(dy + row * stride + column[None, :], is_row & is_column[None, :], 0.0)
+        xa_tile = tl.load(xa + row * xa_stride + linear * rank + ranks, is_row & is_rank, 0.0)
+        du = tl.dot(tile, b_tile)
+        tl.store(sums_u + (block * rows + row) * padded + ranks, du, is_row)
+        db = tl.dot(tl.trans(tile), xa_tile, db)
+    place = region.to(tl.int64) * (out_0 + out_1 + out_2) + outs_before + column
+    tl.store(sums_b + place[:, None] * padded + ranks, db, is_column[:, None])
+
+
+@triton.jit
+def _plus(one, other):
+    return one + other
+
+
+@triton.jit
+def _sum_of(sums, first_row, rows, first, end, padded: tl.constexpr, sum_rows: tl.constexpr):
+    """The sum of sums[first:end], (rows, P) each, for some rows: (sum_rows, P)."""
+    size = rows.to(tl.int64) * padded
+    row = (first_row + tl.arange(0, sum_rows))[None, :, None]
+    place = row * padded + tl.arange(0, padded)[None, None, :]
+    total = tl.full((_AT_ONCE, sum_rows, padded), 0, tl.float32)
+    for start in range(first, end, _AT_ONCE):
+        each = (start + tl.arange(0, _AT_ONCE))[:, None, None]
+        total += tl.load(sums + each * size + place, (each < end) & (row < rows), 0.0)
+    return tl.reduce(total, 0, _plus)
+
+
+@triton.jit(do_not_specialize=["end_0", "end_1", "end_2", "linears", "rows", "outs", "regions"])
+def _add(
+    sums_u,
+    sums_b,
+    du,
+    db,
+    room_0,
+    room_1,
+    room_2,
+    stride_0,
+    stride_1,
+    stride_2,
+    end_0,
+    end_1,
+    end_2,
+    linears,
+    rank,
+    rows,
+    outs,
+    regions,
+    scale,
+    is_beside: tl.constexpr,
+    padded: tl.constexpr,
+    sum_rows: tl.constexpr,
+):
+    """Write du (N, R), of the blocks of each linear, and db (outs, r), of all regions.
+
+    room_i are the addresses beside the first rows of dy_i.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    programs_of_linear = (rows + sum_rows - 1) // sum_rows
+    linear = program // programs_of_linear
+    ranks = tl.arange(0, padded)[None, :]
+    is_rank = ranks < rank
+    if linear < linears:
+        first_row = (program - linear * programs_of_linear) * sum_rows
+        first = _of_linear(linear, 0, end_0, end_1)
+        end = _of_linear(linear, end_0, end_1, end_2)
+        total = _sum_of(sums_u, first_row, rows, first, end, padded, sum_rows) * scale
+        row = (first_row + tl.arange(0, sum_rows))[:, None]
+        is_inside = (row < rows) & is_rank
+        tl.store(du + row * (linears * rank) + linear * rank + ranks, total, is_inside)
+        if is_beside:
+            pointer = tl.pointer_type(du.dtype.element_ty)
+            room = _of_linear(linear, room_0, room_1, room_2).to(pointer)
+            stride = _of_linear(linear, stride_0, stride_1, stride_2)
+            value = total.to(du.dtype.element_ty)
+            tl.store(room + row * stride + ranks, value, is_inside)
+    else:
+        first_row = (program - linears * programs_of_linear) * sum_rows
+        total = _sum_of(sums_b, first_row, outs, 0, regions, padded, sum_rows) * scale
+        row = (first_row + tl.arange(0, sum_rows))[:, None]
+        tl.store(db + row * rank + ranks, total, (row < outs) & is_rank)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rank_and_output_gradients(
+    dy: Sequence[Tensor],
+    b: Sequence[Tensor],
+    xa: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    is_beside: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return dU (N, R) in the dtype of dy, and all dB_i (sum of out_i, r) in `dtype`.
+
+    dy_i (N, out_i) of at most MOST_LINEARS linears whose ranks are equal, with features side by
+    side, B_i (out_i, r) and xa (N, R). `is_beside`: dU_i is also written to the room beside dy_i.
+    """
+    rows, linears = len(xa), len(dy)
+    rank = b[0].shape[1]
+    assert linears <= MOST_LINEARS and xa.shape[1] == linears * rank, "ranks or linears differ"
+    assert xa.stride(1) == 1 and all(each.is_contiguous() for each in b), "numbers lie apart"
+    assert all(grad.stride(1) == 1 for grad in dy), "features lie apart"
+    padded = max(LEAST_PADDED_RANK, triton.next_power_of_2(rank))
+    outs = [grad.shape[1] for grad in dy]
+    blocks = [triton.cdiv(out, COLUMNS) for out in outs]
+    # one program on each processor, whose shared memory its tiles fill
+    regions = max(1, min(_processors(xa.device) // sum(blocks), triton.cdiv(rows, ROWS)))
+    region_rows = triton.cdiv(triton.cdiv(rows, regions), ROWS) * ROWS
+    regions = triton.cdiv(rows, region_rows)
+    sums_u = xa.new_empty(sum(blocks), rows, padded, dtype=torch.float32)
+    sums_b = xa.new_empty(regions, sum(outs), padded, dtype=torch.float32)
+    du = torch.empty_like(xa, memory_format=torch.contiguous_format)
+    db = xa.new_empty(sum(outs), rank, dtype=dtype)
+    ends = _three(list(accumulate(blocks)), sum(blocks))
+    strides = _three([grad.stride(0) for grad in dy], 0)
+    rooms = [grad.data_ptr() + grad.shape[1] * grad.element_size() for grad in dy]
+    sums = linears * triton.cdiv(rows, SUM_ROWS) + triton.cdiv(sum(outs), SUM_ROWS)
+    with on_device_of(xa):
+        _read[(sum(blocks), regions)](
+            *_three([grad.data_ptr() for grad in dy], dy[0].data_ptr()),
+            *_three([each.data_ptr() for each in b], b[0].data_ptr()),
+            *(*strides, *_three(outs, 0), *ends[:2]),
+            *(xa, sums_u, sums_b, xa.stride(0), rank, rows, region_rows),
+            *(padded, ROWS, COLUMNS),
+            num_warps=8,
+            num_stages=STAGES,
+        )
+        _add[(sums,)](
+            *(sums_u, sums_b, du, db, *_three(rooms, rooms[0]), *strides, *ends),
+            *(linears, rank, rows, sum(outs), regions, scale, is_beside),
+            *(padded, SUM_ROWS),
+            num_warps=4,
+        )
+    return du, db
+
+
+def _three(numbers: list[int], rest: int) -> list[int]:
+    """Return the numbers of three linears; `rest` are those of linears that are not there."""
+    return numbers + [rest] * (MOST_LINEARS - len(numbers))

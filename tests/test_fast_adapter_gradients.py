@@ -1,0 +1,148 @@
+"""Gradients of adapters: one pass over dy gives what two products give, in Triton's interpreter."""
+
+import importlib.util
+import itertools
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no Triton for this system")
+
+import triton
+
+from sft_play.models.fast.linears import adapter_gradients, adapter_kernels
+from sft_play.models.fast.linears.products import Adapters, FrozenLinear
+from sft_play.models.fast.linears.room import with_columns
+
+SCALE = 2.5
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
+    spec = importlib.util.find_spec(adapter_kernels.__name__)
+    interpreted = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        spec.loader.exec_module(interpreted)
+    interpreted.ROWS, interpreted.COLUMNS, interpreted.SUM_ROWS = 16, 32, 16
+    interpreted._processors = lambda device: 12
+    return interpreted
+
+
+def operands(rows: int, outs: tuple[int, ...], rank: int, room: int) -> tuple[Any, ...]:
+    """Return dy_i, with room beside the rows, B_i and x A^T."""
+    torch.manual_seed(0)
+    dy = [torch.randn(rows, out + room)[:, :out] for out in outs]
+    b = [torch.randn(out, rank) for out in outs]
+    return dy, b, torch.randn(rows, len(outs) * rank)
+
+
+def expected(
+    dy: list[torch.Tensor], b: list[torch.Tensor], xa: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dU and all dB as their formulas say, in float64."""
+    rank = b[0].shape[1]
+    du, db = [], []
+    for index, (grad, each) in enumerate(zip(dy, b, strict=True)):
+        own = xa[:, index * rank : (index + 1) * rank].double()
+        du.append(SCALE * grad.double() @ each.double())
+        db.append(SCALE * grad.double().t() @ own)
+    return torch.cat(du, 1), torch.cat(db)
+
+
+# rows: fewer than a tile, several tiles, several regions
+CASES = list(itertools.product((1, 40, 200), ((70,), (64, 32, 32), (1, 5, 300)), (16, 5)))
+
+
+@pytest.mark.parametrize(("rows", "outs", "rank"), CASES)
+def test_one_pass_gives_both_gradients(
+    kernels: ModuleType, rows: int, outs: tuple[int, ...], rank: int
+) -> None:
+    dy, b, xa = operands(rows, outs, rank, room=rank)
+    before = [grad.clone() for grad in dy]
+    du, db = kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float64, True)
+    assert db.dtype == torch.float64
+    wanted_du, wanted_db = expected(dy, b, xa)
+    torch.testing.assert_close(du.double(), wanted_du, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(db, wanted_db, rtol=1e-5, atol=1e-4)
+    for index, (grad, old) in enumerate(zip(dy, before, strict=True)):
+        assert torch.equal(grad, old)
+        beside = with_columns(grad, rank)[:, grad.shape[1] :]
+        assert torch.equal(beside, du[:, index * rank : (index + 1) * rank])
+
+
+def test_nothing_is_written_beside_rows_unless_asked_for(kernels: ModuleType) -> None:
+    dy, b, xa = operands(40, (64, 32), 16, room=16)
+    rooms = [with_columns(grad, 16)[:, grad.shape[1] :] for grad in dy]
+    before = [room.clone() for room in rooms]
+    kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float32, False)
+    assert all(map(torch.equal, rooms, before))
+
+
+def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
+    dy, b, xa = operands(40, (64, 32), 16, room=0)
+    dy[1][39, 31] = torch.nan
+    du, db = kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float32, False)
+    assert du[39, 16:].isnan().all() and not du[:39].isnan().any() and not du[:, :16].isnan().any()
+    assert db[-1].isnan().all() and not db[:-1].isnan().any()
+
+
+def linears_of(b: list[torch.Tensor], scales: tuple[float, ...] = ()) -> list[FrozenLinear]:
+    scales = scales or (SCALE,) * len(b)
+    frozen = torch.empty(0)
+    return [FrozenLinear(frozen, None, s, each.shape[1]) for each, s in zip(b, scales, strict=True)]
+
+
+def half(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.bfloat16() for each in tensors]
+
+
+def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits = adapter_gradients.fit_one_pass
+    dy, b, _ = operands(40, (64, 32, 32), 16, room=0)
+    dy, b = half(dy), half(b)
+    assert not fits(dy, b, linears_of(b))  # a CPU
+    monkeypatch.setattr(adapter_gradients, "_is_hopper", lambda device: True)
+    assert fits(dy, b, linears_of(b))
+    assert not fits(dy, b, linears_of(b, (1.0, 1.0, 2.0)))
+    assert not fits([*dy, dy[0]], [*b, b[0]], linears_of([*b, b[0]]))
+    assert not fits([grad.float() for grad in dy], b, linears_of(b))
+    assert not fits([dy[0].t().contiguous().t(), *dy[1:]], b, linears_of(b))
+    shifted = torch.empty(dy[0].numel() + 1, dtype=torch.bfloat16)[1:].view_as(dy[0])
+    assert not fits([shifted, *dy[1:]], b, linears_of(b))
+    smaller = [b[0][:, :8].contiguous(), *b[1:]]
+    assert not fits(dy, smaller, linears_of(smaller))
+    for rank, is_small in ((16, True), (24, False)):
+        own = half(operands(40, (64,), rank, 0)[1])
+        assert fits(dy[:1], own, linears_of(own)) == is_small
+
+
+@pytest.mark.parametrize("without", [(), (1,), (0, 2)])
+def test_both_ways_agree_where_some_linears_have_no_adapter(
+    kernels: ModuleType, without: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dy, b, _ = operands(40, (64, 32, 48), 16, room=16)
+    adapters = [None if index in without else each for index, each in enumerate(b)]
+    linears = [
+        linear._replace(rank=0, scale=0.0) if index in without else linear
+        for index, linear in enumerate(linears_of(b))
+    ]
+    xa = torch.randn(40, 16 * (3 - len(without)))
+    found = []
+    for is_one_pass in (False, True):
+        monkeypatch.setattr(adapter_gradients, "fit_one_pass", lambda *_, is_so=is_one_pass: is_so)
+        monkeypatch.setattr(
+            adapter_kernels, "rank_and_output_gradients", kernels.rank_and_output_gradients
+        )
+        found.append(
+            adapter_gradients.rank_and_output_gradients(
+                dy, xa, linears, Adapters(xa, tuple(adapters)), torch.float32
+            )
+        )
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
+    assert [each is None for each in found[1][1]] == [index in without for index in range(3)]
