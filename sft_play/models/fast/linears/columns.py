@@ -68,8 +68,8 @@ class AdapterColumns(NamedTuple):
         if self.whole is not None:
             return self.whole[:out, : features + ranks]
         wide = self.outputs.new_empty(out, features + room_for(features, ranks))
-        unpack(weight, wide[:, :features])
-        wide[:, features : features + ranks].copy_(self.outputs)
+        columns = wide[:, features : features + ranks]
+        unpack(weight, wide[:, :features], beside=(self.outputs, columns))
         return wide[:, : features + ranks]
 
     def for_inputs(self, weight: Tensor) -> Tensor:
@@ -79,8 +79,7 @@ class AdapterColumns(NamedTuple):
             return self.whole[:, :features]
         out = len(self.outputs)
         wide = self.outputs.new_empty(out + rank, features)
-        unpack(weight, wide[:out])
-        wide[out:].copy_(self.inputs)
+        unpack(weight, wide[:out], beside=(self.inputs, wide[out:]))
         return wide
 
 

@@ -62,7 +62,7 @@ def _scales(absmax, codes2, absmax2, offset, block, inside, blocksize2: tl.const
         return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beside_size", "beside_width", "beside_stride", "programs"])
 def _unpack(
     words,
     absmax,
@@ -74,6 +74,13 @@ def _unpack(
     total_blocks,
     row_words,
     row_stride,
+    beside,
+    beside_target,
+    beside_size,
+    beside_width,
+    beside_stride,
+    programs,
+    has_beside: tl.constexpr,
     lie_apart: tl.constexpr,
     is_nf4: tl.constexpr,
     words_a_block: tl.constexpr,
@@ -81,7 +88,15 @@ def _unpack(
     blocks: tl.constexpr,
 ):
     tile: tl.constexpr = blocks * words_a_block
-    first_block = tl.program_id(0).to(tl.int64) * blocks
+    program = tl.program_id(0).to(tl.int64)
+    if has_beside and program >= programs:
+        at = ((program - programs) * tile).to(tl.int32) + tl.arange(0, tile)
+        row = (at // beside_width).to(tl.int64)
+        number = tl.load(beside + at, at < beside_size, 0)
+        target = beside_target + row * beside_stride + at % beside_width
+        tl.store(target, number, at < beside_size)
+        return
+    first_block = program * blocks
     first_word = first_block * words_a_block
 
     word = tl.arange(0, tile)
@@ -111,11 +126,16 @@ def _unpack(
     tl.store(target, weight.to(weights.dtype.element_ty), inside[:, None])
 
 
-def unpack(packed: Tensor, state: QuantState, out: Tensor | None = None) -> Tensor:
+def unpack(
+    packed: Tensor,
+    state: QuantState,
+    out: Tensor | None = None,
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return a packed weight for which `four_bit.has_kernel`, as a new tensor or in `out`.
 
     Of the shape `state.shape`; rows of `out` (a matrix) may lie apart if their length is a multiple
-    of 8.
+    of 8. `beside` are a matrix of the dtype of the weights, and where it is copied to meanwhile.
     """
     weights = out
     if weights is None:
@@ -139,8 +159,17 @@ def unpack(packed: Tensor, state: QuantState, out: Tensor | None = None) -> Tens
         TILE // words_a_block,
     )
     sizes = (len(words), triton.cdiv(len(words), words_a_block), row_words, row_stride)
+    programs = triton.cdiv(len(words), TILE)
+    copied = (weights, weights, 0, 0, 0)
+    if beside is not None:
+        source, target = beside
+        assert source.is_contiguous() and target.stride(1) == 1, "numbers of a row lie apart"
+        assert source.shape == target.shape and source.dtype == target.dtype, "other matrices"
+        copied = (source, target, source.numel(), target.shape[1], target.stride(0))
+    more_programs = triton.cdiv(copied[2], TILE)
     with on_device_of(packed):
-        _unpack[(triton.cdiv(len(words), TILE),)](
-            words, *scales, weights, *sizes, *flags, num_warps=WARPS
+        _unpack[(programs + more_programs,)](
+            *(words, *scales, weights, *sizes, *copied, programs, beside is not None, *flags),
+            num_warps=WARPS,
         )
     return weights
