@@ -13,7 +13,7 @@ from benchmarks.machine import Machine
 from benchmarks.scaling.__main__ import choose_cases, every_loss, parse_arguments, powers_of_two
 from benchmarks.scaling.report import markdown
 from benchmarks.scaling.results import Case, ScalingResults
-from benchmarks.speed.ours import make_command
+from benchmarks.speed.ours import LoggedStep, _seconds_between, make_command
 from benchmarks.speed.results import ArmResult, ArmRun, Measurement, PeakShares, Verdict
 from benchmarks.speed.samples import Inputs
 from benchmarks.speed.workloads import ARMS, WORKLOADS, Launch, find_workload
@@ -169,3 +169,13 @@ def test_the_numbers_of_gpus_are_powers_of_two() -> None:
     assert powers_of_two(1) == [1]
     assert powers_of_two(6) == [1, 2, 4]
     assert powers_of_two(8) == [1, 2, 4, 8]
+
+
+def test_the_time_of_some_steps_is_that_of_their_logs_since_the_first() -> None:
+    logged = {
+        step: LoggedStep(clock=0.0, grad_norm=1.0, step_seconds=seconds)
+        for step, seconds in ((5, 9.0), (10, 0.5), (12, 1.0), (20, 7.0))
+    }
+    assert _seconds_between(logged, 5, 12) == 5 * 0.5 + 2 * 1.0
+    with pytest.raises(AssertionError, match="step 11 was not logged"):
+        _seconds_between(logged, 5, 11)

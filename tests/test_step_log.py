@@ -61,6 +61,25 @@ def test_speed_counts_from_the_end_of_the_first_step_on():
     assert speed["mfu"] == pytest.approx(2e9 / seconds / 1e12)
 
 
+def test_a_log_that_is_written_late_counts_until_the_gpu_had_computed_its_steps():
+    throughput = Throughput(ALONE, EvalSpeedCallback())
+    now = [0.0]
+    throughput.clock = lambda: now[0]
+    log = StepLog(throughput, MemoryMeter(ALONE))
+    model = torch.nn.Linear(1, 1)
+    throughput.on_step_end(None, None, None)  # at 0 s
+    # each step takes 1 s; the first log is written 0.4 s into the step that follows, the last not
+    speeds = []
+    for step, written, seconds_ago in ((2, 2.4, 0.4), (4, 4.0, 0.0)):
+        throughput.add([100], labelled=1)
+        throughput.add([100], labelled=1)
+        log.hold()
+        log.date_held(seconds_ago)
+        now[0] = written
+        speeds.append(log.collect(step, model)["tokens_per_second"])
+    assert speeds == pytest.approx([100.0, 100.0])
+
+
 def test_a_log_that_is_held_is_without_the_step_that_has_begun(monkeypatch):
     meter = MemoryMeter(ALONE)
     held_gib = iter([1.0, 2.0])

@@ -6,6 +6,7 @@ On a GPU logs are written late by themselves; here they are told to.
 import inspect
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,8 @@ from transformers import Trainer
 
 from sft_play.errors import ExitClass
 from sft_play.runs.folder import RunFolder
-from sft_play.training.late_log import LateLog
+from sft_play.training import late_log
+from sft_play.training.late_log import EventClock, LateLog
 from sft_play.training.nonfinite import StepFacts
 from sft_play.training.trainer import SftTrainer
 
@@ -186,3 +188,58 @@ def test_a_step_that_is_not_finite_still_ends_the_run(plan_run, run_worker, monk
         folder = plan_run(RUN)
         assert run_worker(folder) == ExitClass.DIVERGED
     assert run_json(folder)["cause"].startswith("loss=nan at step 3: the run has diverged")
+
+
+class FakeEvent:
+    """An event of a GPU that reaches events at times of its own clock, 100 s behind the host's."""
+
+    now = 0.0  # seconds of the host's clock
+    recorded_at: float  # the host's clock when the GPU reaches it
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.recorded_at = FakeEvent.now + 0.5  # half a second is still to be computed
+
+    def query(self) -> bool:
+        return FakeEvent.now >= self.recorded_at
+
+    def synchronize(self) -> None:
+        FakeEvent.now = max(FakeEvent.now, self.recorded_at)
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return (end.recorded_at - self.recorded_at) * 1e3
+
+
+def test_a_step_is_dated_by_the_gpu_where_nobody_waited_for_its_end(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(late_log.time, "perf_counter", lambda: FakeEvent.now)
+    clock = EventClock()
+    FakeEvent.now = 10.0
+    first = clock.record()
+    assert FakeEvent.now == 10.5, "it waits for the first"
+    FakeEvent.now = 10.7
+    assert clock.seconds_since(first) == pytest.approx(0.2)
+    FakeEvent.now = 20.0
+    busy = clock.record()
+    FakeEvent.now = 20.1  # the GPU sets the pace: the host waits
+    assert clock.seconds_since(busy) == 0.0 and FakeEvent.now == 20.5
+    FakeEvent.now = 30.0
+    idle = clock.record()
+    assert FakeEvent.now == 30.0, "an anchor is there"
+    FakeEvent.now = 32.0  # the host sets the pace
+    assert clock.seconds_since(idle) == pytest.approx(1.5)
+    FakeEvent.now = 32.0 + late_log.ANCHOR_SECONDS
+    clock.record()
+    assert FakeEvent.now == 32.5 + late_log.ANCHOR_SECONDS, "an old anchor is no longer trusted"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_dates_what_it_has_computed():
+    clock = EventClock()
+    clock.record()
+    event = clock.record()
+    time.sleep(0.1)
+    assert clock.seconds_since(event) >= 0.1

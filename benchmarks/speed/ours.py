@@ -91,13 +91,12 @@ def read_run(workload: Workload, out: Path, samples: Path, steps: int, started: 
         status = "out of memory" if ran_out else "failed"
         return ArmRun(status, started, error=report.cause or last_words(out / "log"))
     logged = _logged_steps(folder.tensorboard)
-    ready = logged[WARM_UP].clock
     timed = count_step_tokens(workload, Samples.read(samples), steps)[WARM_UP:]
     measured = Measurement(
-        seconds=logged[steps].clock - ready,
+        seconds=_seconds_between(logged, WARM_UP, steps),
         real_tokens=sum(step.real for step in timed),
         trained_tokens=sum(step.trained for step in timed),
-        ready_seconds=ready - started,
+        ready_seconds=logged[WARM_UP].clock - started,
         losses=report.loss,
         least_grad_norm=min(step.grad_norm for step in logged.values()),
         untrained=_untrained_adapters(folder.path / "adapter"),
@@ -127,10 +126,11 @@ def _chosen_settings(folder: RunFolder) -> dict[str, object]:
 
 
 class LoggedStep(NamedTuple):
-    """When a step's loss was read off the GPU, and the norm of its gradient."""
+    """When a step was logged, the norm of its gradient, and how long the steps before it took."""
 
     clock: float
     grad_norm: float
+    step_seconds: float  # mean since the log before, as the GPU computed them
 
 
 def _logged_steps(folder: Path) -> dict[int, LoggedStep]:
@@ -140,10 +140,26 @@ def _logged_steps(folder: Path) -> dict[int, LoggedStep]:
     events = EventAccumulator(str(folder))
     events.Reload()
     norms = {event.step: event.value for event in events.Scalars("train/grad_norm")}
+    seconds = {event.step: event.value for event in events.Scalars("train/step_seconds")}
     steps = {}
     for event in events.Scalars("train/loss"):
-        steps[event.step] = LoggedStep(event.wall_time, norms[event.step])
+        step = event.step
+        steps[step] = LoggedStep(event.wall_time, norms[step], seconds[step])
     return steps
+
+
+def _seconds_between(logged: dict[int, LoggedStep], first: int, last: int) -> float:
+    """Return the time of the steps behind `first`, up to `last`; both were logged.
+
+    A log may be written while the GPU computes the next step: when it was written tells little.
+    """
+    total, before = 0.0, first
+    for step in sorted(logged):
+        if first < step <= last:
+            total += (step - before) * logged[step].step_seconds
+            before = step
+    assert before == last, f"step {last} was not logged"
+    return total
 
 
 def _unhidden_communication(folder: RunFolder) -> float | None:

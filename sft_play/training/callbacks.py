@@ -209,13 +209,13 @@ class Throughput(TrainerCallback):
         """Return what was counted so far, which a GPU may still have to compute."""
         return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
 
-    def since_log(self, counted: Work) -> Work | None:
+    def since_log(self, counted: Work, seconds_ago: float = 0.0) -> Work | None:
         """Return the work of this rank since this was last called; None for the first step.
 
         The first step compiles and allocates. The loss of the last step in `counted` must be at
-        hand: then the GPU has computed what was counted.
+        hand: then the GPU has computed what was counted, so many `seconds_ago`.
         """
-        now = counted._replace(seconds=self.clock())
+        now = counted._replace(seconds=self.clock() - seconds_ago)
         before = self._last_log or self._first_step
         self._last_log = now
         if before is None or now.seconds <= before.seconds:

@@ -9,6 +9,7 @@ or the end, is logged at once.
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
+ANCHOR_SECONDS = 600  # after which a GPU's clock is compared with the host's anew
 
 
 class _Numbers(NamedTuple):
@@ -32,6 +34,41 @@ class _Numbers(NamedTuple):
     start_time: float
 
 
+class EventClock:
+    """Tells how long ago a GPU reached an event, though nobody was waiting for it.
+
+    The GPU knows the time between two events; of one, the anchor, the host knows the time, too.
+    """
+
+    def __init__(self) -> None:
+        self._anchor: torch.cuda.Event | None = None
+        self._anchor_seconds = 0.0  # of the host's clock
+
+    def record(self) -> torch.cuda.Event:
+        """Return an event behind all that was launched; waits for the GPU where no anchor is new.
+
+        Both clocks run apart by some millionths.
+        """
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if self._anchor is None or time.perf_counter() - self._anchor_seconds > ANCHOR_SECONDS:
+            event.synchronize()
+            self._set_anchor(event)
+        return event
+
+    def seconds_since(self, event: torch.cuda.Event) -> float:
+        """Wait for an event; return how long ago the GPU reached it."""
+        if not event.query():
+            event.synchronize()
+            self._set_anchor(event)
+        reached = self._anchor_seconds + self._anchor.elapsed_time(event) / 1e3
+        return max(0.0, time.perf_counter() - reached)
+
+    def _set_anchor(self, event: torch.cuda.Event) -> None:
+        self._anchor = event
+        self._anchor_seconds = time.perf_counter()
+
+
 class LateLog:
     """Puts the logs of a trainer off until the next micro-batch is launched."""
 
@@ -39,6 +76,7 @@ class LateLog:
         self.trainer = trainer
         process = trainer.process
         self.is_on = process.world_size == 1 and process.device.type == "cuda"
+        self._clock = EventClock()
         self._numbers: _Numbers | None = None
 
     def put_off(
@@ -65,8 +103,7 @@ class LateLog:
         arrival = None
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
-            arrival = torch.cuda.Event()
-            arrival.record()
+            arrival = self._clock.record()
         host_norm = grad_norm if is_norm_here else None
         self._numbers = _Numbers(values, arrival, host_norm, learning_rate, start_time)
         return True
@@ -88,7 +125,7 @@ class LateLog:
             return
         numbers, self._numbers = self._numbers, None
         if numbers.arrival is not None:
-            numbers.arrival.synchronize()
+            self.trainer.step_log.date_held(self._clock.seconds_since(numbers.arrival))
         summed_loss, *norm = numbers.values.tolist()
         trainer = self.trainer
         step = trainer.state.global_step  # the next one has not ended

@@ -37,6 +37,7 @@ class _Measured(NamedTuple):
     counted: Work
     seconds: dict[str, float]  # of the CPU, by part of a step
     memory: dict[str, float]  # GiB by kind, at the end of the last step
+    seconds_ago: float = 0.0  # that the GPU has computed it
 
 
 class StepLog:
@@ -81,6 +82,11 @@ class StepLog:
         """Keep what was added so far for the next `collect`, which comes during the next step."""
         self._held = self._taken()
 
+    def date_held(self, seconds_ago: float) -> None:
+        """Say how long ago the GPU computed what is kept."""
+        if self._held is not None:
+            self._held = self._held._replace(seconds_ago=seconds_ago)
+
     def _taken(self) -> _Measured:
         """Return what was added, with the memory now, and begin anew."""
         taken = _Measured(
@@ -108,7 +114,7 @@ class StepLog:
         own = RankLog(
             loss=float(measured.loss) if self.process.world_size > 1 else 0.0,
             token_share=measured.token_share,
-            work=self.throughput.since_log(measured.counted),
+            work=self.throughput.since_log(measured.counted, measured.seconds_ago),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
             memory=measured.memory,
             gpus=tuple(self.mean_gpus()),
