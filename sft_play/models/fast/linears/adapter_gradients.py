@@ -19,10 +19,10 @@ from sft_play.models.fast.linears.products import Adapters, FrozenLinear, rank_s
 from sft_play.models.fast.linears.room import beside
 from sft_play.plan.recurrent import HOPPER
 
-MOST_LINEARS_OF_A_PASS = 3  # those of queries, keys and values
-# Of a larger rank, what one pass writes and adds up takes as long as reading dy again.
-LARGEST_RANK_OF_A_PASS = 16
-ALIGNMENT = 16  # bytes that a pass loads at once
+MOST_LINEARS = 3  # of one pass: those of queries, keys and values
+# Of larger ranks, what one pass writes and adds up takes as long as reading dy again.
+LARGEST_RANK = 16
+ALIGNMENT = 16  # bytes that it loads at once
 
 
 def rank_and_output_gradients(
@@ -73,7 +73,7 @@ def fit_one_pass(
     first = linears[0]
     if not _is_hopper(dy[0].device) or dy[0].element_size() != 2:
         return False
-    if len(linears) > MOST_LINEARS_OF_A_PASS or first.rank > LARGEST_RANK_OF_A_PASS:
+    if len(linears) > MOST_LINEARS or first.rank > LARGEST_RANK:
         return False
     if any((linear.rank, linear.scale) != (first.rank, first.scale) for linear in linears):
         return False
