@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sft_play.models.fast.linears.products import Adapters, FrozenLinear, rank_slices
 from sft_play.models.fast.linears.room import beside
+from sft_play.plan.columns import MOST_SHARING
 from sft_play.plan.recurrent import HOPPER
 
-MOST_LINEARS = 3  # of one pass: those of queries, keys and values
 # Of larger ranks, what one pass writes and adds up takes as long as reading dy again.
 LARGEST_RANK = 16
 ALIGNMENT = 16  # bytes that it loads at once
@@ -73,7 +73,7 @@ def fit_one_pass(
     first = linears[0]
     if not _is_hopper(dy[0].device) or dy[0].element_size() != 2:
         return False
-    if len(linears) > MOST_LINEARS or first.rank > LARGEST_RANK:
+    if len(linears) > MOST_SHARING or first.rank > LARGEST_RANK:
         return False
     if any((linear.rank, linear.scale) != (first.rank, first.scale) for linear in linears):
         return False

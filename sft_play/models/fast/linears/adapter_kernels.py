@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.fast.linears.adapter_gradients import MOST_LINEARS
 from sft_play.models.float8.kernels import on_device_of
+from sft_play.plan.columns import MOST_SHARING
 
 LEAST_PADDED_RANK = 16  # that tl.dot takes
 ROWS = 64  # of a tile of dy
@@ -192,12 +192,12 @@ def rank_and_output_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dU (N, R) in the dtype of dy, and all dB_i (sum of out_i, r) in `dtype`.
 
-    dy_i (N, out_i) of at most MOST_LINEARS linears whose ranks are equal, with features side by
+    dy_i (N, out_i) of at most MOST_SHARING linears whose ranks are equal, with features side by
     side, B_i (out_i, r) and xa (N, R). `is_beside`: dU_i is also written to the room beside dy_i.
     """
     rows, linears = len(xa), len(dy)
     rank = b[0].shape[1]
-    assert linears <= MOST_LINEARS and xa.shape[1] == linears * rank, "ranks or linears differ"
+    assert linears <= MOST_SHARING and xa.shape[1] == linears * rank, "ranks or linears differ"
     assert xa.stride(1) == 1 and all(each.is_contiguous() for each in b), "numbers lie apart"
     assert all(grad.stride(1) == 1 for grad in dy), "features lie apart"
     padded = max(LEAST_PADDED_RANK, triton.next_power_of_2(rank))
@@ -236,4 +236,4 @@ def rank_and_output_gradients(
 
 def _three(numbers: list[int], rest: int) -> list[int]:
     """Return the numbers of three linears; `rest` are those of linears that are not there."""
-    return numbers + [rest] * (MOST_LINEARS - len(numbers))
+    return numbers + [rest] * (MOST_SHARING - len(numbers))

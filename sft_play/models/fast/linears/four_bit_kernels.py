@@ -62,6 +62,14 @@ def _scales(absmax, codes2, absmax2, offset, block, inside, blocksize2: tl.const
         return found
 
 
+@triton.jit
+def _copy(source, target, at, size, width, stride):
+    """Copy some numbers of a matrix, whose rows lie apart in the target."""
+    number = tl.load(source + at, at < size, 0)
+    place = (at // width).to(tl.int64) * stride + at % width
+    tl.store(target + place, number, at < size)
+
+
 @triton.jit(do_not_specialize=["beside_size", "beside_width", "beside_stride", "programs"])
 def _unpack(
     words,
@@ -91,10 +99,7 @@ def _unpack(
     program = tl.program_id(0).to(tl.int64)
     if has_beside and program >= programs:
         at = ((program - programs) * tile).to(tl.int32) + tl.arange(0, tile)
-        row = (at // beside_width).to(tl.int64)
-        number = tl.load(beside + at, at < beside_size, 0)
-        target = beside_target + row * beside_stride + at % beside_width
-        tl.store(target, number, at < beside_size)
+        _copy(beside, beside_target, at, beside_size, beside_width, beside_stride)
         return
     first_block = program * blocks
     first_word = first_block * words_a_block
