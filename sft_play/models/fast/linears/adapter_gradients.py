@@ -97,22 +97,20 @@ def adapter_gradients(
     """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), du (N, R)."""
     if du is None:
         return [None, None] * len(linears)
-    own_db = [each for each in db if each is not None]
-    all_da, *own_db = _cast([du.t() @ x, *own_db], dtype)
-    ranks = [linear.rank for linear in linears]
-    remaining = iter(own_db)
+    all_da = (du.t() @ x).split([linear.rank for linear in linears])
     gradients: list[Tensor | None] = []
-    for rank, da in zip(ranks, all_da.split(ranks), strict=True):
-        gradients += [da, next(remaining)] if rank else [None, None]
-    return gradients
+    for linear, da, each_db in zip(linears, all_da, db, strict=True):
+        gradients += [da, each_db] if linear.rank else [None, None]
+    return _cast(gradients, dtype)
 
 
-def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _cast(tensors: list[Tensor | None], dtype: torch.dtype | None) -> list[Tensor | None]:
     """Return tensors in a dtype; one kernel casts those of another."""
-    others = [each for each in tensors if each.dtype != dtype]
-    if not others:
-        return tensors
-    cast = [torch.empty_like(each, dtype=dtype) for each in others]
-    torch._foreach_copy_(cast, others)
-    remaining = iter(cast)
-    return [each if each.dtype == dtype else next(remaining) for each in tensors]
+    others = {
+        place: torch.empty_like(each, dtype=dtype)
+        for place, each in enumerate(tensors)
+        if each is not None and each.dtype != dtype
+    }
+    if others:
+        torch._foreach_copy_(list(others.values()), [tensors[place] for place in others])
+    return [others.get(place, each) for place, each in enumerate(tensors)]

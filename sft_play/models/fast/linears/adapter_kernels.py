@@ -8,7 +8,7 @@ program reads some rows of some columns of dy, a tile at a time, and adds up bot
 adds what the programs have found, in float32 and always in the same order.
 
 Legend: N rows, R the sum of the ranks r of all linears that share an input, `out_i` features of
-dy_i, P the rank that tl.dot takes: no less than 16.
+dy_i, P the rank that tl.dot takes, with zeros beyond r.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torch import Tensor
 from sft_play.models.float8.kernels import on_device_of
 from sft_play.plan.columns import MOST_SHARING
 
-LEAST_PADDED_RANK = 16  # that tl.dot takes
+PADDED_RANK = 16  # the least that tl.dot takes
 ROWS = 64  # of a tile of dy
 COLUMNS = 512  # of a tile of dy
 STAGES = 3  # tiles on their way: as many as a Hopper GPU's shared memory holds
@@ -197,18 +197,18 @@ def rank_and_output_gradients(
     """
     rows, linears = len(xa), len(dy)
     rank = b[0].shape[1]
-    assert linears <= MOST_SHARING and xa.shape[1] == linears * rank, "ranks or linears differ"
+    assert linears <= MOST_SHARING and rank <= PADDED_RANK, "too many linears or ranks"
+    assert xa.shape[1] == linears * rank, "ranks differ"
     assert xa.stride(1) == 1 and all(each.is_contiguous() for each in b), "numbers lie apart"
     assert all(grad.stride(1) == 1 for grad in dy), "features lie apart"
-    padded = max(LEAST_PADDED_RANK, triton.next_power_of_2(rank))
     outs = [grad.shape[1] for grad in dy]
     blocks = [triton.cdiv(out, COLUMNS) for out in outs]
     # one program on each processor, whose shared memory its tiles fill
     regions = max(1, min(_processors(xa.device) // sum(blocks), triton.cdiv(rows, ROWS)))
     region_rows = triton.cdiv(triton.cdiv(rows, regions), ROWS) * ROWS
     regions = triton.cdiv(rows, region_rows)
-    sums_u = xa.new_empty(sum(blocks), rows, padded, dtype=torch.float32)
-    sums_b = xa.new_empty(regions, sum(outs), padded, dtype=torch.float32)
+    sums_u = xa.new_empty(sum(blocks), rows, PADDED_RANK, dtype=torch.float32)
+    sums_b = xa.new_empty(regions, sum(outs), PADDED_RANK, dtype=torch.float32)
     du = torch.empty_like(xa, memory_format=torch.contiguous_format)
     db = xa.new_empty(sum(outs), rank, dtype=dtype)
     ends = _three(list(accumulate(blocks)), sum(blocks))
@@ -221,14 +221,14 @@ def rank_and_output_gradients(
             *_three([each.data_ptr() for each in b], b[0].data_ptr()),
             *(*strides, *_three(outs, 0), *ends[:2]),
             *(xa, sums_u, sums_b, xa.stride(0), rank, rows, region_rows),
-            *(padded, ROWS, COLUMNS),
+            *(PADDED_RANK, ROWS, COLUMNS),
             num_warps=8,
             num_stages=STAGES,
         )
         _add[(sums,)](
             *(sums_u, sums_b, du, db, *_three(rooms, rooms[0]), *strides, *ends),
             *(linears, rank, rows, sum(outs), regions, scale, is_beside),
-            *(padded, SUM_ROWS),
+            *(PADDED_RANK, SUM_ROWS),
             num_warps=4,
         )
     return du, db
