@@ -9,16 +9,17 @@ rounds, or this ends with an error. Matrices take turns, so that none is read fr
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.kernel_times import kernel_microseconds
 from sft_play.models.fast.linears import adapter_gradients
 from sft_play.models.fast.linears.adapter_gradients import rank_and_output_gradients
 from sft_play.models.fast.linears.products import Adapters, FrozenLinear
+from sft_play.plan.recurrent import HOPPER
 
 TOKENS = 8192
 # of a layer: features of the outputs of linears that share an input, and how often there are such
@@ -29,25 +30,7 @@ MODELS = {
 ROOM = 64  # beside the rows of dy
 BYTES_PER_SECOND = 4.8e12  # of an H200
 LARGEST_GAP = 0.02
-TURNS, REPEATS, ROUNDS = 3, 12, 7
-WAIT_CYCLES = 40_000_000  # in which the host runs ahead: launches are not what is measured
-
-
-def microseconds(work: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> float:
-    """Return the median time of the work on one of the inputs."""
-    for each in inputs:
-        work(*each)
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(WAIT_CYCLES)
-        start.record()
-        for index in range(REPEATS):
-            work(*inputs[index % len(inputs)])
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / REPEATS)
-    return statistics.median(times)
+TURNS = 3
 
 
 def two_products(*arguments: Any) -> Any:
@@ -80,7 +63,7 @@ def gap(one: Any, other: Any) -> float:
 
 def main() -> None:
     """Print the time of each shape, and that of a step."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
         sys.exit("no Hopper GPU is here; the pass is a kernel for one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {TOKENS} tokens")
     for model, (layers, shapes) in MODELS.items():
@@ -90,9 +73,10 @@ def main() -> None:
                 inputs = [inputs_of(outs, rank) for _ in range(TURNS)]
                 largest = gap(rank_and_output_gradients(*inputs[0]), two_products(*inputs[0]))
                 assert largest <= LARGEST_GAP, f"{outs}: both ways differ by {largest:.3f}"
-                times = [microseconds(two_products, inputs)]
-                times.append(microseconds(rank_and_output_gradients, inputs))
-                for index, time in enumerate(times):
+                times = []
+                for index, work in enumerate((two_products, rank_and_output_gradients)):
+                    time, _ = kernel_microseconds([partial(work, *each) for each in inputs])
+                    times.append(time)
                     totals[index] += layers * count * time / 1e3
                 least = sum(outs) * TOKENS * 2 / BYTES_PER_SECOND * 1e6
                 print(

@@ -10,15 +10,14 @@ time is what launching both passes takes it.
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_times import kernel_microseconds
 from sft_play.models.fast.attention import flash4, kernels
 from sft_play.models.fast.attention.reference import attend_rows
 from sft_play.models.fast.attention.scoring import Scoring
@@ -31,8 +30,6 @@ WORKS = {
     "34 short documents": tuple(60 + 340 * index // 33 for index in range(34)),
 }
 FEATURES = (128, 64)
-REPEATS, ROUNDS = 10, 7
-WAIT_CYCLES = 40_000_000  # in which the host runs ahead: launches are not what is measured
 LARGEST_GAP = 5e-2  # of outputs and gradients, over the largest number of each
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,27 +113,11 @@ def arms(work: Work, inputs: list[Tensor]) -> dict[str, Attend]:
 def measure(attend: Attend, inputs: list[Tensor], grad: Tensor) -> tuple[float, float, float]:
     """Return the microseconds of a forward and of a backward pass, and the host's for both."""
     out = attend(*inputs)
-    forward = microseconds(lambda: attend(*inputs))
-    backward = microseconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+    forward = kernel_microseconds([lambda: attend(*inputs)])
+    backward = kernel_microseconds(
+        [lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)]
+    )
     return forward[0], backward[0], forward[1] + backward[1]
-
-
-def microseconds(launch: Callable[[], object]) -> tuple[float, float]:
-    """Return the median time of what a call launches, and the host's time for the call."""
-    launch()
-    times, host_times = [], []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(WAIT_CYCLES)
-        start.record()
-        began = time.perf_counter()
-        for _ in range(REPEATS):
-            launch()
-        host_times.append((time.perf_counter() - began) * 1e6 / REPEATS)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / REPEATS)
-    return statistics.median(times), statistics.median(host_times)
 
 
 def spoken(duration: float, flops: float) -> str:

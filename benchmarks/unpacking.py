@@ -8,36 +8,17 @@ the cache. A step unpacks each weight of 32 layers for its forward and its backw
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
+from benchmarks.kernel_times import kernel_microseconds
+
 SHAPES = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}  # of a layer
 UNPACKED = 2 * 32  # times that each is unpacked in a step: both passes of 32 layers
 CACHE_BYTES = 200e6  # of packed weights that take turns; an H200 caches 60 MB
-REPEATS, ROUNDS = 20, 7
-WAIT_CYCLES = 20_000_000  # in which the host runs ahead: launches are not what is measured
-
-
-def microseconds(unpack: Callable[..., Any], weights: list[tuple[Any, Any]]) -> float:
-    """Return the median time of unpacking one weight."""
-    for weight in weights:
-        unpack(*weight)
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(WAIT_CYCLES)
-        start.record()
-        for index in range(REPEATS):
-            unpack(*weights[index % len(weights)])
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / REPEATS)
-    return statistics.median(times)
 
 
 def main() -> None:
@@ -58,7 +39,7 @@ def main() -> None:
         weights = [(packed.clone(), state) for _ in range(copies)]
         moved_bytes = weight.numel() * (0.5 + 2)
         for name, unpack in arms.items():
-            time = microseconds(unpack, weights)
+            time, _ = kernel_microseconds([partial(unpack, *weight) for weight in weights])
             step[name] += UNPACKED * count * time / 1e3
             print(f"{shape!s:14} {name:12} {time:7.1f} us {moved_bytes / time / 1e6:5.2f} TB/s")
     for name, milliseconds in step.items():
