@@ -191,7 +191,7 @@ def test_a_step_that_is_not_finite_still_ends_the_run(plan_run, run_worker, monk
 
 
 class FakeEvent:
-    """An event of a GPU that reaches events at times of its own clock, 100 s behind the host's."""
+    """An event that a GPU reaches half a second of the host's clock after it was recorded."""
 
     now = 0.0  # seconds of the host's clock
     recorded_at: float  # the host's clock when the GPU reaches it
