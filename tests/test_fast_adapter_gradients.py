@@ -28,7 +28,7 @@ def kernels() -> ModuleType:
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(interpreted)
     interpreted.ROWS, interpreted.COLUMNS, interpreted.SUM_ROWS = 16, 32, 16
-    interpreted._processors = lambda device: 12
+    interpreted.processors = lambda device: 12
     return interpreted
 
 
@@ -107,7 +107,7 @@ def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(
     dy, b, _ = operands(40, (64, 32, 32), 16, room=0)
     dy, b = half(dy), half(b)
     assert not fits(dy, b, linears_of(b))  # a CPU
-    monkeypatch.setattr(adapter_gradients, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(adapter_gradients, "is_hopper", lambda device: True)
     assert fits(dy, b, linears_of(b))
     assert not fits(dy, b, linears_of(b, (1.0, 1.0, 2.0)))
     assert not fits([*dy, dy[0]], [*b, b[0]], linears_of([*b, b[0]]))

@@ -11,16 +11,18 @@ from test_fast_install import SAME, gap, make, plain_model, settings, step
 from torch import nn
 
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.linears import adapter_gradients, products
+from sft_play.models.fast.linears import adapter_gradients, mlp, products
 from sft_play.models.fast.linears import beside as installed
 from sft_play.models.fast.linears.beside import put_beside_weights
 from sft_play.models.fast.linears.columns import COLUMNS
 from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
+from sft_play.models.fast.linears.glu import glu_forward
 from sft_play.models.fast.linears.room import (
     beside,
     empty_with_room,
     leave_room,
     take_room,
+    with_columns,
     with_room,
 )
 from sft_play.models.fast.setup import base_model_of
@@ -83,6 +85,26 @@ def test_all_sums_that_have_room_are_columns(name: str, calls: list[tuple[int, .
     rows = {"input_ids": torch.arange(12).view(1, 12), "labels": torch.arange(12).view(1, 12)}
     model(**rows).loss.backward()
     assert len(calls) == SUMS[name]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_product_that_the_mlp_knows_is_not_computed_again(
+    name: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_product(gate, up, activation, a, room):
+        h = glu_forward(gate, up, activation, room)
+        ha = h @ a.t()
+        if room >= len(a):
+            with_columns(h, len(a))[:, h.shape[1] :] = ha
+        return h, ha
+
+    model = plain_model(name)
+    plain = step(model, is_packed=True)
+    make(model)
+    widen(model)
+    monkeypatch.setattr(mlp, "forward_with_adapter", with_product)
+    assert gap(plain, step(model, is_packed=True, names_boundaries=True)) <= SAME
+    assert len(calls) == 2 * (SUMS[name] - 2)  # two steps, without those of down in two layers
 
 
 def test_a_recomputed_step_is_the_one_without(calls: list[tuple[int, ...]]) -> None:

@@ -1,6 +1,7 @@
 """Every Triton kernel becomes machine code for each generation of GPUs, on a host without one."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from kernel_compiler import compiling_for
 
 from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import (
+    adapter_kernels,
     columns_kernels,
     four_bit_kernels,
+    glu_adapter_kernels,
     glu_float8_kernels,
     glu_kernels,
 )
@@ -110,7 +113,20 @@ def columns(dtype: torch.dtype) -> None:
     columns_kernels.write(columns_kernels.table_of(sources, targets, [1.0, 2.0]), sources[0])
 
 
-LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit, columns]
+def adapters(dtype: torch.dtype) -> None:
+    gate, up, dh, dgate, dup = (rows(dtype) for _ in range(5))
+    a, b, xa = rows(dtype, count=4), rows(dtype, 4, FEATURES), rows(dtype, 4)
+    with (
+        patch.object(adapter_kernels, "processors", lambda device: 2),
+        patch.object(glu_adapter_kernels, "processors", lambda device: 2),
+    ):
+        adapter_kernels.rank_and_output_gradients([dgate], [b], xa, 2.0, torch.float32, True)
+        for activation in ("silu", "gelu_tanh"):
+            glu_adapter_kernels.forward(gate, up, activation, a, room=4)
+            glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, xa)
+
+
+LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit, columns, adapters]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)
@@ -121,6 +137,8 @@ def test_a_kernel_compiles(
 ) -> None:
     if launch is float8 and capability < 89:
         pytest.skip("a GPU without float8")
+    if launch is adapters and dtype == torch.float32:
+        pytest.skip("kernels of 16 bits")
     with compiling_for(capability) as compiled:
         launch(dtype)
     assert compiled

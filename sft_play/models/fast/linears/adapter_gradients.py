@@ -71,7 +71,7 @@ def fit_one_pass(
 ) -> bool:
     """Return whether one pass over dy computes what it takes two products for, and sooner."""
     first = linears[0]
-    if not _is_hopper(dy[0].device) or dy[0].element_size() != 2:
+    if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
         return False
     if len(linears) > MOST_SHARING or first.rank > LARGEST_RANK:
         return False
@@ -83,7 +83,8 @@ def fit_one_pass(
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a GPU for which the kernels of adapters are made."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
@@ -97,14 +98,24 @@ def adapter_gradients(
     """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), du (N, R)."""
     if du is None:
         return [None, None] * len(linears)
-    all_da = (du.t() @ x).split([linear.rank for linear in linears])
+    all_da = a_gradient(du, x, dtype).split([linear.rank for linear in linears])
     gradients: list[Tensor | None] = []
     for linear, da, each_db in zip(linears, all_da, db, strict=True):
         gradients += [da, each_db] if linear.rank else [None, None]
-    return _cast(gradients, dtype)
+    return cast(gradients, dtype)
 
 
-def _cast(tensors: list[Tensor | None], dtype: torch.dtype | None) -> list[Tensor | None]:
+def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return dA (R, in) = dU^T x for dU (N, R) and x (N, in).
+
+    In `dtype` where that is float32 and a GPU multiplies 16 bits: it adds in float32.
+    """
+    if x.is_cuda and x.element_size() == 2 and dtype == torch.float32:
+        return torch.mm(du.t(), x, out_dtype=dtype)
+    return du.t() @ x
+
+
+def cast(tensors: list[Tensor | None], dtype: torch.dtype | None) -> list[Tensor | None]:
     """Return tensors in a dtype; one kernel casts those of another."""
     others = {
         place: torch.empty_like(each, dtype=dtype)

@@ -178,7 +178,8 @@ def _add(
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -204,9 +205,7 @@ def rank_and_output_gradients(
     outs = [grad.shape[1] for grad in dy]
     blocks = [triton.cdiv(out, COLUMNS) for out in outs]
     # one program on each processor, whose shared memory its tiles fill
-    regions = max(1, min(_processors(xa.device) // sum(blocks), triton.cdiv(rows, ROWS)))
-    region_rows = triton.cdiv(triton.cdiv(rows, regions), ROWS) * ROWS
-    regions = triton.cdiv(rows, region_rows)
+    regions, region_rows = regions_of(rows, ROWS, processors(xa.device) // sum(blocks))
     sums_u = xa.new_empty(sum(blocks), rows, PADDED_RANK, dtype=torch.float32)
     sums_b = xa.new_empty(regions, sum(outs), PADDED_RANK, dtype=torch.float32)
     du = torch.empty_like(xa, memory_format=torch.contiguous_format)
@@ -232,6 +231,13 @@ def rank_and_output_gradients(
             num_warps=4,
         )
     return du, db
+
+
+def regions_of(rows: int, tile_rows: int, most: int) -> tuple[int, int]:
+    """Return how many regions of tiles rows are cut into, `most` at most, and a region's rows."""
+    regions = max(1, min(most, triton.cdiv(rows, tile_rows)))
+    region_rows = triton.cdiv(triton.cdiv(rows, regions), tile_rows) * tile_rows
+    return triton.cdiv(rows, region_rows), region_rows
 
 
 def _three(numbers: list[int], rest: int) -> list[int]:

@@ -16,15 +16,11 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.adapter_gradients import (
     adapter_gradients,
+    cast,
     rank_and_output_gradients,
 )
-from sft_play.models.fast.linears.glu import (
-    glu,
-    glu_backward,
-    glu_backward_float8,
-    glu_forward,
-    glu_forward_float8,
-)
+from sft_play.models.fast.linears.glu import glu, glu_backward_float8, glu_forward_float8
+from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, forward_with_adapter
 from sft_play.models.fast.linears.lora import (
     lora_linears,
     must_run_unfused,
@@ -97,15 +93,15 @@ class LoraMlpFunction(torch.autograd.Function):
         inner_adapters = cast_adapters(inner_parameters, x.dtype)
         down_adapter = cast_adapters(down_parameters, x.dtype)
         outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known, room)
-        h_in_float8, room = None, 0
+        gate, up = split_halves(outputs)
+        h_in_float8, room, ha = None, 0, None
         if down.row_scales is None:
-            gate, up = split_halves(outputs)
             room = room_beside(gate, down)
-            h = glu_forward(gate, up, activation, room)
+            h, ha = forward_with_adapter(gate, up, activation, down_adapter.a, room)
         else:
-            h, h_in_float8 = glu_forward_float8(*split_halves(outputs), activation)
+            h, h_in_float8 = glu_forward_float8(gate, up, activation)
         h = h.view(*x.shape[:-1], -1)
-        (y,), ha = project(h, (down,), down_adapter, h_in_float8, room)
+        (y,), ha = project(h, (down,), down_adapter, h_in_float8, room, ha)
         ctx.save_for_backward(
             x,
             xa,
@@ -181,11 +177,9 @@ def down_backward(
         grads.append(empty_with_room(output.shape, beside, output))
     gate, up = split_halves(tuple(outputs))
     dgate, dup = split_halves(tuple(grads))
-    # h overwrites dh. The outputs of gate and up are not overwritten: a second backward pass may
-    # need them.
-    known = None
+    # The outputs of gate and up are not overwritten: a second backward pass may need them.
     if len(scales) == 2 and all(scale is not None for scale in scales):
         known = glu_backward_float8(dh, gate, up, activation, dgate, dup, *scales)
-    else:
-        glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
-    return grads, known, adapter_gradients(dh, du, db, [down], dtype)
+        return grads, known, adapter_gradients(dh, du, db, [down], dtype)
+    da = backward_with_adapter(dh, gate, up, activation, dgate, dup, du, dtype)
+    return grads, None, cast([da, *db], dtype)

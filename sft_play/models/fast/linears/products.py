@@ -104,16 +104,20 @@ def project(
     adapters: Adapters,
     known: Quantised | None = None,
     room: int = 0,
+    xa: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return y_i (..., out_i) of x (..., in), and x A^T (N, R).
 
-    `known` is x in float8. `room` beside the rows of x may be written to.
+    `known` is x in float8. `room` beside the rows of x may be written to. `xa` is x A^T where
+    whoever computed x knows it; it lies in the room then.
     """
     flat = flatten_tokens(x)
-    xa = None if adapters.a is None else flat @ adapters.a.t()
+    is_known = xa is not None
+    if xa is None and adapters.a is not None:
+        xa = flat @ adapters.a.t()
     with_xa = None
     if xa is not None and room >= xa.shape[1] and any(linear.columns for linear in linears):
-        with_xa = beside(flat, xa)
+        with_xa = with_columns(flat, xa.shape[1]) if is_known else beside(flat, xa)
     quantised = quantise_shared(flat, [linear.row_scales for linear in linears], known)
     outputs = []
     for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):

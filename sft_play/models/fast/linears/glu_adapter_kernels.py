@@ -1,0 +1,190 @@
+"""Triton kernels of `glu` that also compute thin products of the adapter of the linear behind it.
+
+    h A^T = (act(gate) * up) A^T     (N, r), forward
+    dA = dU^T h                      (r, I), backward
+By itself each takes as long as reading h does. Here a program has a tile of h before it, which it
+need not read again; the backward pass does not even write h. Imported only on a GPU.
+
+Legend: N rows, I features, r rank, P the rank that tl.dot takes, with zeros beyond r.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft_play.models.fast.linears.activations import Activation
+from sft_play.models.fast.linears.adapter_kernels import PADDED_RANK, processors, regions_of
+from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
+from sft_play.models.fast.linears.room import empty_with_room
+from sft_play.models.float8.kernels import on_device_of
+
+FORWARD_ROWS, BACKWARD_ROWS = 16, 32  # of a tile
+COLUMNS = 128  # of a tile
+STAGES = 3  # tiles of the forward pass that are on their way
+PROGRAMS = 12  # of the backward pass for each processor, some after others
+WARPS = 4
+MOST_REGISTERS = 128  # of a thread: four programs on a processor, of which some wait for memory
+
+
+@triton.jit
+def _once(tile):
+    """A tile of 16 bits, which is computed once: else it would be, for each use, from its start."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, is_pure=False, pack=2
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    gate,
+    up,
+    h,
+    a,
+    xa,
+    gate_stride,
+    up_stride,
+    h_stride,
+    features,
+    rank,
+    rows,
+    is_gelu: tl.constexpr,
+    is_beside: tl.constexpr,
+    padded: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """Write some rows of h (N, I) and of xa (N, r), which `is_beside` also puts beside h."""
+    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    is_row = row < rows
+    ranks = tl.arange(0, padded)
+    total = tl.full((tile_rows, padded), 0, tl.float32)
+    for start in range(0, features, tile_columns):
+        column = start + tl.arange(0, tile_columns)[None, :]
+        is_column = column < features
+        is_inside = is_row & is_column
+        g = tl.load(gate + row * gate_stride + column, is_inside, 0.0).to(tl.float32)
+        u = tl.load(up + row * up_stride + column, is_inside, 0.0).to(tl.float32)
+        is_a = (ranks[:, None] < rank) & is_column
+        a_tile = tl.load(a + ranks[:, None] * features + column, is_a, 0.0)
+        p, _slope = sigmoid_argument(g, is_gelu)
+        product = _once((g * tl.sigmoid(p) * u).to(h.dtype.element_ty))
+        tl.store(h + row * h_stride + column, product, is_inside)
+        total = tl.dot(product, tl.trans(a_tile), total)
+    value = total.to(xa.dtype.element_ty)
+    is_value = is_row & (ranks[None, :] < rank)
+    tl.store(xa + row * rank + ranks[None, :], value, is_value)
+    if is_beside:
+        tl.store(h + row * h_stride + features + ranks[None, :], value, is_value)
+
+
+@triton.jit
+def _load(matrix, start, stride, row, column, is_inside):
+    """A tile of a matrix from a row on, in float32."""
+    place = matrix + start * stride + (row * stride + column)
+    return tl.load(place, is_inside, 0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "region_rows"])
+def _backward(
+    dh,
+    gate,
+    up,
+    dgate,
+    dup,
+    du,
+    sums,
+    dh_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    features,
+    rank,
+    rows,
+    region_rows,
+    is_gelu: tl.constexpr,
+    padded: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """Write some columns of a region of rows of dgate and dup, and their part of dA.
+
+    du (N, r) is dU of the linear behind; sums (regions, r, I) in float32.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    blocks = (features + tile_columns - 1) // tile_columns
+    region = program // blocks
+    block = (program - region * blocks).to(tl.int32)
+    column = block * tile_columns + tl.arange(0, tile_columns)[None, :]
+    is_column = column < features
+    row = tl.arange(0, tile_rows)[:, None]
+    ranks = tl.arange(0, padded)
+    da = tl.full((padded, tile_columns), 0, tl.float32)
+    first = region * region_rows
+    for start in range(first, tl.minimum(first + region_rows, rows), tile_rows):
+        is_row = start + row < rows
+        is_inside = is_row & is_column
+        d = _load(dh, start, dh_stride, row, column, is_inside)
+        g = _load(gate, start, gate_stride, row, column, is_inside)
+        u = _load(up, start, up_stride, row, column, is_inside)
+        du_place = du + start * rank + (row * rank + ranks[None, :])
+        du_tile = tl.load(du_place, is_row & (ranks[None, :] < rank), 0.0)
+        of_gate, of_up, h = gradients(d, g, u, is_gelu)
+        place = dgate + start * dgate_stride + (row * dgate_stride + column)
+        tl.store(place, of_gate, is_inside)
+        place = dup + start * dup_stride + (row * dup_stride + column)
+        tl.store(place, of_up, is_inside)
+        da = tl.dot(tl.trans(du_tile), _once(h.to(dgate.dtype.element_ty)), da)
+    place = sums + (region * rank + ranks[:, None]) * features + column
+    tl.store(place, da, is_column & (ranks[:, None] < rank))
+
+
+def forward(
+    gate: Tensor, up: Tensor, activation: Activation, a: Tensor, room: int
+) -> tuple[Tensor, Tensor]:
+    """Return h = act(gate) * up (N, I), with room beside its rows, and h A^T (N, r).
+
+    A (r, I). h A^T also lies in the room where that is wide enough.
+    """
+    (rows, features), rank = gate.shape, len(a)
+    assert rank <= PADDED_RANK and a.is_contiguous(), "a rank that is too large, or rows apart"
+    h = empty_with_room(gate.shape, room, gate)
+    xa = gate.new_empty(rows, rank)
+    with on_device_of(gate):
+        _forward[(triton.cdiv(rows, FORWARD_ROWS),)](
+            *(gate, up, h, a, xa, gate.stride(0), up.stride(0), h.stride(0), features, rank, rows),
+            *(activation == "gelu_tanh", room >= rank, PADDED_RANK, FORWARD_ROWS, COLUMNS),
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+    return h, xa
+
+
+def backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    du: Tensor,
+) -> Tensor:
+    """Write dgate and dup (N, I); return dA (r, I) in float32, for dU (N, r)."""
+    (rows, features), rank = gate.shape, du.shape[1]
+    assert rank <= PADDED_RANK and du.is_contiguous(), "a rank that is too large, or rows apart"
+    blocks = triton.cdiv(features, COLUMNS)
+    most = round(PROGRAMS * processors(dh.device) / blocks)
+    regions, region_rows = regions_of(rows, BACKWARD_ROWS, most)
+    sums = dh.new_empty(regions, rank, features, dtype=torch.float32)
+    matrices = (dh, gate, up, dgate, dup)
+    with on_device_of(dh):
+        _backward[(blocks * regions,)](
+            *(*matrices, du, sums, *(each.stride(0) for each in matrices)),
+            *(features, rank, rows, region_rows, activation == "gelu_tanh"),
+            *(PADDED_RANK, BACKWARD_ROWS, COLUMNS),
+            num_warps=WARPS,
+            num_stages=1,
+            maxnreg=MOST_REGISTERS,
+        )
+    return sums.sum(0)

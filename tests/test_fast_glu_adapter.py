@@ -1,0 +1,140 @@
+"""A gated MLP's h with the products of the adapter behind it, in Triton's interpreter."""
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no Triton for this system")
+
+import triton
+import triton.language as tl
+
+from sft_play.models.fast.linears import glu_adapter, glu_adapter_kernels, glu_kernels
+from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE
+from sft_play.models.fast.linears.glu import glu_backward, glu_forward
+from sft_play.models.fast.linears.room import empty_with_room, with_columns
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
+    modules = []
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        for module in (glu_kernels, glu_adapter_kernels):
+            spec = importlib.util.find_spec(module.__name__)
+            modules.append(importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(modules[-1])
+    elementwise, interpreted = modules
+    elementwise._SLOPE, elementwise._CUBE = GELU_SLOPE, GELU_CUBE  # it multiplies by numbers alone
+    interpreted.gradients = elementwise.gradients
+    interpreted.sigmoid_argument = elementwise.sigmoid_argument
+    interpreted._once = lambda tile: tile  # machine code, which the interpreter does not run
+    interpreted.FORWARD_ROWS, interpreted.BACKWARD_ROWS, interpreted.COLUMNS = 16, 16, 32
+    interpreted.processors = lambda device: 2
+    with pytest.MonkeyPatch.context() as patch:  # Triton's own is no primitive either
+        patch.setattr(tl, "sigmoid", lambda tile: 1 / (1 + tl.exp(-tile)))
+        yield interpreted
+
+
+def operands(rows: int, features: int) -> list[torch.Tensor]:
+    """Return gate, up and dh (N, I); rows of gate and up do not follow one another."""
+    torch.manual_seed(0)
+    gate, up = torch.randn(rows, 2 * features).chunk(2, dim=1)
+    return [gate, up, torch.randn(rows, features)]
+
+
+# rows: fewer than a tile, several tiles, several regions
+CASES = list(itertools.product((1, 40, 100), (32, 70), (16, 5), ("silu", "gelu_tanh")))
+
+
+@pytest.mark.parametrize(("rows", "features", "rank", "activation"), CASES)
+def test_forward_is_h_and_its_product(
+    kernels: ModuleType, rows: int, features: int, rank: int, activation: str
+) -> None:
+    gate, up, _ = operands(rows, features)
+    a = torch.randn(rank, features)
+    room = 24
+    h, ha = kernels.forward(gate, up, activation, a, room)
+    wanted = glu_forward(gate, up, activation)
+    torch.testing.assert_close(h, wanted, **CLOSE)
+    torch.testing.assert_close(ha.double(), wanted.double() @ a.double().t(), **CLOSE)
+    assert torch.equal(with_columns(h, rank)[:, features:], ha)
+    alone, _ = kernels.forward(gate, up, activation, a, 0)
+    assert alone.is_contiguous() and torch.equal(alone, h)
+
+
+@pytest.mark.parametrize(("rows", "features", "rank", "activation"), CASES)
+def test_backward_is_both_gradients_and_that_of_a(
+    kernels: ModuleType, rows: int, features: int, rank: int, activation: str
+) -> None:
+    gate, up, dh = operands(rows, features)
+    du = torch.randn(rows, rank)
+    before = [each.clone() for each in (gate, up, dh, du)]
+    dgate, dup = (empty_with_room((rows, features), room, dh).fill_(9) for room in (16, 0))
+    da = kernels.backward(dh, gate, up, activation, dgate, dup, du)
+    assert da.dtype == torch.float32 and da.is_contiguous()
+    assert all(map(torch.equal, (gate, up, dh, du), before))
+    wanted = [torch.empty_like(dh) for _ in range(3)]
+    glu_backward(dh, gate, up, activation, wanted[0], wanted[1], h=wanted[2])
+    torch.testing.assert_close([dgate, dup], wanted[:2], **CLOSE)
+    torch.testing.assert_close(da.double(), du.double().t() @ wanted[2].double(), **CLOSE)
+
+
+def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
+    gate, up, dh = operands(40, 70)
+    gate[39, 69] = torch.nan
+    _, ha = kernels.forward(gate, up, "silu", torch.randn(16, 70), 0)
+    assert ha[39].isnan().all() and not ha[:39].isnan().any()
+    dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
+    da = kernels.backward(dh, gate, up, "silu", dgate, dup, torch.randn(40, 16))
+    assert da[:, 69].isnan().all() and not da[:, :69].isnan().any()
+
+
+def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits = glu_adapter.fit_one_kernel
+    gate, up, _ = operands(40, 70)
+    gate, up = gate.bfloat16(), up.bfloat16()
+    assert not fits(gate, up, 16)  # a CPU
+    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    assert fits(gate, up, 16)
+    assert not fits(gate, up, 17)
+    assert not fits(gate.float(), up.float(), 16)
+    assert not fits(gate, up.t().contiguous().t(), 16)
+
+
+@pytest.mark.parametrize("room", [0, 16])
+def test_both_ways_agree(kernels: ModuleType, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, up, dh = operands(40, 70)
+    a, du = torch.randn(16, 70), torch.randn(40, 16)
+    monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
+    monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
+    found = []
+    for is_one_kernel in (False, True):
+        monkeypatch.setattr(glu_adapter, "fit_one_kernel", lambda *_, is_so=is_one_kernel: is_so)
+        h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a, room)
+        assert (ha is not None) == is_one_kernel and h.stride(0) == 70 + room
+        dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
+        arguments = (dh.clone(), gate, up, "silu", dgate, dup, du, torch.float32)
+        da = glu_adapter.backward_with_adapter(*arguments)
+        found.append([h, h @ a.t() if ha is None else ha, dgate, dup, da])
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+def test_without_an_adapter_there_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    gate, up, dh = operands(40, 70)
+    h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", None, 0)
+    assert ha is None and torch.equal(h, glu_forward(gate, up, "silu"))
+    before = dh.clone()
+    grads = torch.empty_like(dh), torch.empty_like(dh)
+    none = glu_adapter.backward_with_adapter(dh, gate, up, "silu", *grads, None, torch.float32)
+    assert none is None and torch.equal(dh, before)
