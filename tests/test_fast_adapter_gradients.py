@@ -113,6 +113,7 @@ def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(
     assert not fits([*dy, dy[0]], [*b, b[0]], linears_of([*b, b[0]]))
     assert not fits([grad.float() for grad in dy], b, linears_of(b))
     assert not fits([dy[0].t().contiguous().t(), *dy[1:]], b, linears_of(b))
+    assert not fits([grad[:0] for grad in dy], b, linears_of(b))  # no token has chosen an expert
     shifted = torch.empty(dy[0].numel() + 1, dtype=torch.bfloat16)[1:].view_as(dy[0])
     assert not fits([shifted, *dy[1:]], b, linears_of(b))
     smaller = [b[0][:, :8].contiguous(), *b[1:]]

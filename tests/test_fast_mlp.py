@@ -127,6 +127,16 @@ def test_a_model_may_add_to_the_output_in_place(targets: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_an_expert_that_no_token_has_chosen_gets_gradients_of_zero(family: str) -> None:
+    mlp = an_mlp(family)
+    y = fused(torch.zeros(0, HIDDEN, requires_grad=True), mlp)
+    y.sum().backward()
+    assert y.shape == (0, HIDDEN)
+    trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+    assert trained and not any(parameter.grad.any() for parameter in trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_the_plain_ones(family: str) -> None:
     mlp = an_mlp(family)
     assert worst(results(fused, mlp, passes=2), results(plainly, mlp, passes=2)) < EXACT

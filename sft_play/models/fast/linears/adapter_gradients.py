@@ -73,7 +73,7 @@ def fit_one_pass(
     first = linears[0]
     if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
         return False
-    if len(linears) > MOST_SHARING or first.rank > LARGEST_RANK:
+    if len(linears) > MOST_SHARING or first.rank > LARGEST_RANK or not len(dy[0]):
         return False
     if any((linear.rank, linear.scale) != (first.rank, first.scale) for linear in linears):
         return False

@@ -59,4 +59,4 @@ def fit_one_kernel(gate: Tensor, up: Tensor, rank: int) -> bool:
     """Return whether one kernel computes h, or its gradient, and the adapter's product."""
     if not is_hopper(gate.device) or gate.element_size() != 2 or rank > LARGEST_RANK:
         return False
-    return gate.stride(1) == up.stride(1) == 1
+    return len(gate) > 0 and gate.stride(1) == up.stride(1) == 1

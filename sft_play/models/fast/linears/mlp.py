@@ -100,7 +100,7 @@ class LoraMlpFunction(torch.autograd.Function):
             h, ha = forward_with_adapter(gate, up, activation, down_adapter.a, room)
         else:
             h, h_in_float8 = glu_forward_float8(gate, up, activation)
-        h = h.view(*x.shape[:-1], -1)
+        h = h.view(*x.shape[:-1], h.shape[1])
         (y,), ha = project(h, (down,), down_adapter, h_in_float8, room, ha)
         ctx.save_for_backward(
             x,
