@@ -16,7 +16,11 @@ import torch
 
 from benchmarks.kernel_times import kernel_microseconds
 from sft_play.models.fast.linears import glu_adapter
-from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, forward_with_adapter
+from sft_play.models.fast.linears.glu_adapter import (
+    LEAST_ROWS,
+    backward_with_adapter,
+    forward_with_adapter,
+)
 from sft_play.models.fast.linears.room import empty_with_room
 from sft_play.plan.recurrent import HOPPER
 
@@ -45,7 +49,7 @@ def works_of(features: int) -> dict[str, tuple[Callable[[], Any], Callable[[], A
     gate, up, dh = (torch.randn(TOKENS, features, **gpu) for _ in range(3))
     dgate, dup = (empty_with_room(dh.shape, ROOM, dh) for _ in range(2))
     a, du = torch.randn(RANK, features, **gpu), torch.randn(TOKENS, RANK, **gpu)
-    assert glu_adapter.fit_one_kernel(gate, up, RANK), "not computed in one kernel"
+    assert glu_adapter.fit_one_kernel(gate, up, RANK, LEAST_ROWS), "not computed in one kernel"
 
     def forward() -> torch.Tensor:
         h, ha = forward_with_adapter(gate, up, "silu", a, ROOM)

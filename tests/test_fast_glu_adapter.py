@@ -103,13 +103,13 @@ def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
     fits = glu_adapter.fit_one_kernel
     gate, up, _ = operands(40, 70)
     gate, up = gate.bfloat16(), up.bfloat16()
-    assert not fits(gate, up, 16)  # a CPU
+    assert not fits(gate, up, 16, 1)  # a CPU
     monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
-    assert fits(gate, up, 16)
-    assert not fits(gate, up, 17)
-    assert not fits(gate.float(), up.float(), 16)
-    assert not fits(gate, up.t().contiguous().t(), 16)
-    assert not fits(gate[:0], up[:0], 16)  # an expert that no token has chosen
+    assert fits(gate, up, 16, 40) and not fits(gate, up, 16, 41)
+    assert not fits(gate, up, 17, 1)
+    assert not fits(gate.float(), up.float(), 16, 1)
+    assert not fits(gate, up.t().contiguous().t(), 16, 1)
+    assert not fits(gate[:0], up[:0], 16, 1)  # an expert that no token has chosen
 
 
 @pytest.mark.parametrize("room", [0, 16])

@@ -7,7 +7,6 @@ from sft_play.models.fast.linears.glu import glu_backward, glu_forward
 from sft_play.models.fast.linears.glu_adapter import (
     backward_with_adapter,
     fit_one_kernel,
-    forward_with_adapter,
 )
 from sft_play.models.fast.linears.room import empty_with_room, with_columns
 
@@ -32,10 +31,12 @@ def test_one_kernel_is_as_exact_as_two(
     a = torch.randn(rank, features, device=GPU).bfloat16()
     du = torch.randn(rows, rank, device=GPU).bfloat16()
     if torch.cuda.get_device_capability(GPU)[0] == 9:
-        assert fit_one_kernel(gate, up, rank)
-        h, ha = forward_with_adapter(gate, up, activation, a, ROOM)
+        from sft_play.models.fast.linears import glu_adapter_kernels
+
+        assert fit_one_kernel(gate, up, rank, rows)
+        h, ha = glu_adapter_kernels.forward(gate, up, activation, a, ROOM)
         assert torch.equal(h, glu_forward(gate, up, activation))
-        again, again_ha = forward_with_adapter(gate, up, activation, a, ROOM)
+        again, again_ha = glu_adapter_kernels.forward(gate, up, activation, a, ROOM)
         assert torch.equal(h, again) and torch.equal(ha, again_ha)
         exact = h.double() @ a.double().t()
         torch.testing.assert_close(ha.double(), exact, rtol=2**-8, atol=2**-10 * features**0.5)

@@ -15,6 +15,9 @@ from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.adapter_gradients import LARGEST_RANK, a_gradient, is_hopper
 from sft_play.models.fast.linears.glu import glu_backward, glu_forward
 
+# Forward a program computes whole rows: fewer of them would keep few of a GPU's processors busy.
+LEAST_ROWS = 4096
+
 
 def forward_with_adapter(
     gate: Tensor, up: Tensor, activation: Activation, a: Tensor | None, room: int
@@ -23,7 +26,7 @@ def forward_with_adapter(
 
     h A^T then lies in the room, too, where that is wide enough. A (r, I); None without an adapter.
     """
-    if a is None or not fit_one_kernel(gate, up, len(a)):
+    if a is None or not fit_one_kernel(gate, up, len(a), LEAST_ROWS):
         return glu_forward(gate, up, activation, room), None
     from sft_play.models.fast.linears import glu_adapter_kernels  # Triton needs a GPU
 
@@ -47,7 +50,7 @@ def backward_with_adapter(
     if du is None:
         glu_backward(dh, gate, up, activation, dgate, dup)
         return None
-    if not fit_one_kernel(gate, up, du.shape[1]):
+    if not fit_one_kernel(gate, up, du.shape[1], 1):
         glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
         return a_gradient(du, dh, dtype)
     from sft_play.models.fast.linears import glu_adapter_kernels
@@ -55,8 +58,8 @@ def backward_with_adapter(
     return glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, du)
 
 
-def fit_one_kernel(gate: Tensor, up: Tensor, rank: int) -> bool:
+def fit_one_kernel(gate: Tensor, up: Tensor, rank: int, least_rows: int) -> bool:
     """Return whether one kernel computes h, or its gradient, and the adapter's product."""
     if not is_hopper(gate.device) or gate.element_size() != 2 or rank > LARGEST_RANK:
         return False
-    return len(gate) > 0 and gate.stride(1) == up.stride(1) == 1
+    return len(gate) >= least_rows and gate.stride(1) == up.stride(1) == 1
