@@ -64,8 +64,8 @@ def gpu_name() -> str:
     """Return what nvidia-smi calls the first GPU. Exits where there is none."""
     if shutil.which("nvidia-smi") is None:
         sys.exit(
-            "no NVIDIA GPU is here to measure on; --toy runs the benchmark on the CPU, "
-            "--report FILE shows results that are there"
+            "no NVIDIA GPU is here to measure on; `python -m benchmarks.speed --toy` tries the "
+            "benchmark on the CPU, `python -m benchmarks.speed --report FILE` shows results"
         )
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -88,7 +88,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     gpus = () if args.toy else devices.detect("auto", os.environ).gpus
     if not args.toy and len(gpus) < 2:
-        sys.exit(f"visible GPUs: {len(gpus)}; two are needed; --toy runs on the CPU")
+        sys.exit(
+            f"visible GPUs: {len(gpus)}; two are needed; "
+            "`python -m benchmarks.notebook --toy` runs on the CPU"
+        )
     folder = args.folder.resolve()
     size = Size(TINY, 64, 256, 2, args.steps)
     if not args.toy:

@@ -103,7 +103,9 @@ def results_of_this_machine(args: argparse.Namespace) -> ScalingResults:
     machine = Machine.here(args.toy)
     gpus = 2 if args.toy else count_gpus()
     if gpus < 2:
-        sys.exit("one GPU is here; --toy runs two processes on the CPU")
+        sys.exit(
+            "one GPU is here; `python -m benchmarks.scaling --toy` runs two processes on the CPU"
+        )
     path = args.results or machine.results_path("scaling")
     found = ScalingResults.read(path).found if path.exists() else {}
     return ScalingResults(path, machine, gpus, found)
