@@ -37,17 +37,16 @@ def kernels() -> Iterator[ModuleType]:
     interpreted.sigmoid_argument = elementwise.sigmoid_argument
     interpreted._once = lambda tile: tile  # machine code, which the interpreter does not run
     interpreted.FORWARD_ROWS, interpreted.BACKWARD_ROWS, interpreted.COLUMNS = 16, 16, 32
-    interpreted.processors = lambda device: 2
+    interpreted.processors, interpreted.PROGRAMS = lambda device: 2, 3  # regions of several tiles
     with pytest.MonkeyPatch.context() as patch:  # Triton's own is no primitive either
         patch.setattr(tl, "sigmoid", lambda tile: 1 / (1 + tl.exp(-tile)))
         yield interpreted
 
 
 def operands(rows: int, features: int) -> list[torch.Tensor]:
-    """Return gate, up and dh (N, I); rows of gate and up do not follow one another."""
+    """Return gate, up and dh (N, I); rows do not follow one another, at three distances."""
     torch.manual_seed(0)
-    gate, up = torch.randn(rows, 2 * features).chunk(2, dim=1)
-    return [gate, up, torch.randn(rows, features)]
+    return [torch.randn(rows, features + room)[:, :features] for room in (3, 6, 2)]
 
 
 # rows: fewer than a tile, several tiles, several regions
@@ -60,14 +59,15 @@ def test_forward_is_h_and_its_product(
 ) -> None:
     gate, up, _ = operands(rows, features)
     a = torch.randn(rank, features)
-    room = 24
+    room = rank + 3  # less than a tile of ranks: what it lacks is the next row's
     h, ha = kernels.forward(gate, up, activation, a, room)
     wanted = glu_forward(gate, up, activation)
     torch.testing.assert_close(h, wanted, **CLOSE)
     torch.testing.assert_close(ha.double(), wanted.double() @ a.double().t(), **CLOSE)
     assert torch.equal(with_columns(h, rank)[:, features:], ha)
-    alone, _ = kernels.forward(gate, up, activation, a, 0)
-    assert alone.is_contiguous() and torch.equal(alone, h)
+    for too_narrow in (0, rank - 1):
+        alone, _ = kernels.forward(gate, up, activation, a, too_narrow)
+        assert alone.stride() == (features + too_narrow, 1) and torch.equal(alone, h)
 
 
 @pytest.mark.parametrize(("rows", "features", "rank", "activation"), CASES)
