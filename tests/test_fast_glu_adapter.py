@@ -87,6 +87,16 @@ def test_backward_is_both_gradients_and_that_of_a(
     torch.testing.assert_close(da.double(), du.double().t() @ wanted[2].double(), **CLOSE)
 
 
+def test_rows_may_lie_further_apart_than_32_bits_count(kernels: ModuleType) -> None:
+    """Forward; the interpreter counts loops in 32 bits: test_kernels_compile.py looks backward."""
+    gate, up = torch.randn(2, 40, 32).half()
+    far = torch.empty(40, 2**26, dtype=gate.dtype)  # 5 GiB, of which the host gives what is used
+    far_gate, far_up = far[:, :32].copy_(gate), far[:, 32:64].copy_(up)
+    a = torch.randn(5, 32).half()
+    found = kernels.forward(far_gate, far_up, "silu", a, 0)
+    assert all(map(torch.equal, found, kernels.forward(gate, up, "silu", a, 0)))
+
+
 def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
     gate, up, dh = operands(40, 70)
     gate[39, 69] = torch.nan
@@ -109,6 +119,7 @@ def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
     assert not fits(gate, up, 17, 1)
     assert not fits(gate.float(), up.float(), 16, 1)
     assert not fits(gate, up.t().contiguous().t(), 16, 1)
+    assert not fits(gate.t().contiguous().t(), up, 16, 1)
     assert not fits(gate[:0], up[:0], 16, 1)  # an expert that no token has chosen
 
 
@@ -128,6 +139,24 @@ def test_both_ways_agree(kernels: ModuleType, room: int, monkeypatch: pytest.Mon
         da = glu_adapter.backward_with_adapter(*arguments)
         found.append([h, h @ a.t() if ha is None else ha, dgate, dup, da])
     torch.testing.assert_close(*found, **CLOSE)
+
+
+def test_forward_alone_needs_many_rows(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
+    monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
+    gate, up, dh = (each.half() for each in operands(40, 32))
+    a, du = torch.randn(5, 32).half(), torch.randn(40, 5).half()
+    for least_rows in (40, 41):
+        monkeypatch.setattr(glu_adapter, "LEAST_ROWS", least_rows)
+        _, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a, 0)
+        assert (ha is None) == (least_rows > 40)
+    for rows in (1, 0):
+        few = [each[:rows].clone() for each in (dh, gate, up, dh, dh, du)]
+        da = glu_adapter.backward_with_adapter(*few[:3], "silu", *few[3:], torch.float32)
+        assert (da.dtype == torch.float32) == bool(rows)  # a product on a CPU is of 16 bits
 
 
 def test_without_an_adapter_there_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:

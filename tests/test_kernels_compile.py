@@ -145,3 +145,16 @@ def test_a_kernel_compiles(
     for kernel in compiled:
         assert kernel.metadata.target.arch == capability
         assert kernel.asm["cubin"]
+
+
+def test_gradients_of_an_mlp_count_rows_in_64_bits() -> None:
+    """131,072 rows of 28,672 features are more numbers than 32 bits count."""
+    dh, gate, up, dgate, dup = (rows(torch.bfloat16) for _ in range(5))
+    du = rows(torch.bfloat16, 4)
+    with (
+        compiling_for(90) as compiled,
+        patch.object(glu_adapter_kernels, "processors", lambda device: 2),
+    ):
+        glu_adapter_kernels.backward(dh, gate, up, "silu", dgate, dup, du)
+    (loop,) = [line for line in compiled[0].asm["ttir"].splitlines() if "scf.for" in line]
+    assert " : i64 {" in loop
