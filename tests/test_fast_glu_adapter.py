@@ -59,7 +59,7 @@ def test_forward_is_h_and_its_product(
 ) -> None:
     gate, up, _ = operands(rows, features)
     a = torch.randn(rank, features)
-    room = rank + 3  # less than a tile of ranks: what it lacks is the next row's
+    room = rank  # just enough: what a tile of ranks has beyond it is the next row
     h, ha = kernels.forward(gate, up, activation, a, room)
     wanted = glu_forward(gate, up, activation)
     torch.testing.assert_close(h, wanted, **CLOSE)
