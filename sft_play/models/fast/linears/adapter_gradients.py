@@ -110,7 +110,7 @@ def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
     In `dtype` where that is float32 and a GPU multiplies 16 bits: it adds in float32.
     """
-    if x.is_cuda and x.element_size() == 2 and dtype == torch.float32:
+    if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
         return torch.mm(du.t(), x, out_dtype=dtype)
     return du.t() @ x
 
