@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_times import kernel_microseconds
-from sft_play.models.fast.linears import glu_adapter
+from sft_play.models.fast.linears.adapter_gradients import a_gradient
+from sft_play.models.fast.linears.glu import glu_backward, glu_forward
 from sft_play.models.fast.linears.glu_adapter import (
     LEAST_ROWS,
     backward_with_adapter,
+    fit_one_kernel,
     forward_with_adapter,
 )
 from sft_play.models.fast.linears.room import empty_with_room
@@ -29,41 +31,29 @@ MODELS = {"8B": (32, 14336), "1B": (16, 8192)}  # layers, features
 LARGEST_GAP = 0.02
 
 
-def apart(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Return work that computes products by themselves."""
-
-    def run() -> Any:
-        fits = glu_adapter.fit_one_kernel
-        glu_adapter.fit_one_kernel = lambda *_: False
-        try:
-            return work()
-        finally:
-            glu_adapter.fit_one_kernel = fits
-
-    return run
-
-
 def works_of(features: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Return the forward and backward pass of random numbers: apart, and in one kernel each."""
     gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     gate, up, dh = (torch.randn(TOKENS, features, **gpu) for _ in range(3))
-    dgate, dup = (empty_with_room(dh.shape, ROOM, dh) for _ in range(2))
+    grads = [empty_with_room(dh.shape, ROOM, dh) for _ in range(2)]
     a, du = torch.randn(RANK, features, **gpu), torch.randn(TOKENS, RANK, **gpu)
-    assert glu_adapter.fit_one_kernel(gate, up, RANK, LEAST_ROWS), "not computed in one kernel"
+    overwritten = dh.clone()  # what it becomes is as good for a time
+    assert fit_one_kernel(gate, up, RANK, LEAST_ROWS), "not computed in one kernel"
+
+    def forward_apart() -> torch.Tensor:
+        return glu_forward(gate, up, "silu", ROOM) @ a.t()
 
     def forward() -> torch.Tensor:
-        h, ha = forward_with_adapter(gate, up, "silu", a, ROOM)
-        return h @ a.t() if ha is None else ha
+        return forward_with_adapter(gate, up, "silu", a, ROOM)[1]
 
-    def backward(kept: torch.Tensor = dh) -> torch.Tensor:
-        arguments = (kept, gate, up, "silu", dgate, dup, du, torch.float32)
-        return backward_with_adapter(*arguments)
+    def backward_apart() -> torch.Tensor:
+        glu_backward(overwritten, gate, up, "silu", *grads, h=overwritten)
+        return a_gradient(du, overwritten, torch.float32)
 
-    overwritten = dh.clone()  # what it becomes is as good for a time
-    return {
-        "forward": (apart(forward), forward),
-        "backward": (apart(lambda: backward(overwritten)), backward),
-    }
+    def backward() -> torch.Tensor:
+        return backward_with_adapter(dh, gate, up, "silu", *grads, du, torch.float32)
+
+    return {"forward": (forward_apart, forward), "backward": (backward_apart, backward)}
 
 
 def main() -> None:

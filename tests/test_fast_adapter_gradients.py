@@ -1,6 +1,5 @@
 """Gradients of adapters: one pass over dy gives what two products give, in Triton's interpreter."""
 
-import importlib.util
 import itertools
 from types import ModuleType
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
-import triton
+from interpreted_kernels import interpreted
 
 from sft_play.models.fast.linears import adapter_gradients, adapter_kernels
 from sft_play.models.fast.linears.products import Adapters, FrozenLinear
@@ -22,14 +21,10 @@ SCALE = 2.5
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
-    spec = importlib.util.find_spec(adapter_kernels.__name__)
-    interpreted = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        spec.loader.exec_module(interpreted)
-    interpreted.ROWS, interpreted.COLUMNS, interpreted.SUM_ROWS = 16, 32, 16
-    interpreted.processors = lambda device: 12
-    return interpreted
+    kernels = interpreted(adapter_kernels)
+    kernels.ROWS, kernels.COLUMNS, kernels.SUM_ROWS = 16, 32, 16
+    kernels.processors = lambda device: 12
+    return kernels
 
 
 def operands(rows: int, outs: tuple[int, ...], rank: int, room: int) -> tuple[Any, ...]:

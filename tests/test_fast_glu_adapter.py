@@ -1,6 +1,5 @@
 """A gated MLP's h with the products of the adapter behind it, in Triton's interpreter."""
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from types import ModuleType
@@ -10,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
-import triton
 import triton.language as tl
+from interpreted_kernels import interpreted
 
 from sft_play.models.fast.linears import glu_adapter, glu_adapter_kernels, glu_kernels
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE
@@ -24,23 +23,16 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
     """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
-    modules = []
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        for module in (glu_kernels, glu_adapter_kernels):
-            spec = importlib.util.find_spec(module.__name__)
-            modules.append(importlib.util.module_from_spec(spec))
-            spec.loader.exec_module(modules[-1])
-    elementwise, interpreted = modules
+    elementwise, kernels = interpreted(glu_kernels), interpreted(glu_adapter_kernels)
     elementwise._SLOPE, elementwise._CUBE = GELU_SLOPE, GELU_CUBE  # it multiplies by numbers alone
-    interpreted.gradients = elementwise.gradients
-    interpreted.sigmoid_argument = elementwise.sigmoid_argument
-    interpreted._once = lambda tile: tile  # machine code, which the interpreter does not run
-    interpreted.FORWARD_ROWS, interpreted.BACKWARD_ROWS, interpreted.COLUMNS = 16, 16, 32
-    interpreted.processors, interpreted.PROGRAMS = lambda device: 2, 3  # regions of several tiles
+    kernels.gradients = elementwise.gradients
+    kernels.sigmoid_argument = elementwise.sigmoid_argument
+    kernels._once = lambda tile: tile  # machine code, which the interpreter does not run
+    kernels.FORWARD_ROWS, kernels.BACKWARD_ROWS, kernels.COLUMNS = 16, 16, 32
+    kernels.processors, kernels.PROGRAMS = lambda device: 2, 3  # regions of several tiles
     with pytest.MonkeyPatch.context() as patch:  # Triton's own is no primitive either
         patch.setattr(tl, "sigmoid", lambda tile: 1 / (1 + tl.exp(-tile)))
-        yield interpreted
+        yield kernels
 
 
 def operands(rows: int, features: int) -> list[torch.Tensor]:

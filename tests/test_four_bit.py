@@ -1,7 +1,6 @@
 """4-bit weights in full: the kernel computes what bitsandbytes does, in Triton's interpreter."""
 
 import copy
-import importlib.util
 import itertools
 from types import ModuleType, SimpleNamespace
 
@@ -11,8 +10,8 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
-import triton
 import triton.language as tl
+from interpreted_kernels import interpreted
 from kernel_compiler import compiling_for
 
 from sft_play.models.fast.linears import four_bit, four_bit_kernels
@@ -28,19 +27,15 @@ def kernels() -> ModuleType:
 
     It also rounds to bfloat16 towards zero: that is left to the tests on a GPU.
     """
-    spec = importlib.util.find_spec(four_bit_kernels.__name__)
-    interpreted = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        spec.loader.exec_module(interpreted)
+    kernels = interpreted(four_bit_kernels)
 
     def mul_rn(a, b):
         product = a * b
         return tl.where(tl.abs(product) < SMALLEST, product * 0, product)
 
-    interpreted.libdevice = SimpleNamespace(mul_rn=mul_rn)
-    interpreted.TILE = 512  # several programs a weight, the last one not full
-    return interpreted
+    kernels.libdevice = SimpleNamespace(mul_rn=mul_rn)
+    kernels.TILE = 512  # several programs a weight, the last one not full
+    return kernels
 
 
 def packed_weight(
