@@ -28,7 +28,8 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models import lora
-from sft_play.models.checkpointing import checkpoint_layers, decoder_of
+from sft_play.models.architecture import decoder_of
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.masks import UNMASKED
 from sft_play.models.fast.attention.rows import counts_tokens, reads_rows
 from sft_play.models.fast.install import (

@@ -22,7 +22,8 @@ from architecture_steps import (
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast import labelled
 from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.labelled import (

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from sft_play.models import checkpointing
-from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.offloading import IN_FLIGHT, LayerOffloading, Offloaded
 
 CPU = torch.device("cpu")

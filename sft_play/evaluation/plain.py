@@ -76,13 +76,7 @@ def main() -> None:
 
 def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the model of a folder, with an adapter over its base, and the folder's tokenizer."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        BitsAndBytesConfig,
-        GenerationConfig,
-    )
+    from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
     folder = request["folder"]
     remote = {"trust_remote_code": request["trust_remote_code"]}
@@ -91,7 +85,7 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         options["offload_folder"] = request["offload_folder"]
     tokenizer = AutoTokenizer.from_pretrained(folder, **remote)
     if not request["is_adapter"]:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = opened(folder, **options)
         return with_soft_caps(model).eval(), tokenizer
     from peft import PeftConfig, PeftModel
 
@@ -101,13 +95,45 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         options["config"] = AutoConfig.from_pretrained(folder, **remote)
     options["generation_config"] = GenerationConfig.from_pretrained(folder)
     base = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    model = AutoModelForCausalLM.from_pretrained(base, revision=request["revision"], **options)
+    model = opened(base, revision=request["revision"], **options)
     for module in model.modules():
         # On some CPUs a 4-bit layer would round its scales to bfloat16 when it is evaluated. What
         # is in the files is looked at here, not a kernel.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return PeftModel.from_pretrained(with_soft_caps(model), folder).eval(), tokenizer
+    adapted = PeftModel.from_pretrained(with_soft_caps(model), folder)
+    refuse_dead(adapted, folder)
+    return adapted.eval(), tokenizer
+
+
+def opened(name: str, trust_remote_code: bool, revision: str | None = None, **options: Any) -> Any:
+    """Return a model, of the class that its config.json declares."""
+    import transformers
+
+    source = {"trust_remote_code": trust_remote_code, "revision": revision}
+    config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(name, **source)
+    model_class = transformers.AutoModelForCausalLM
+    if not getattr(config, "auto_map", None):
+        model_class = getattr(transformers, (config.architectures or [""])[0], model_class)
+    return model_class.from_pretrained(name, config=config, **source, **options)
+
+
+def refuse_dead(adapted: Any, folder: str) -> None:
+    """Raise ValueError where tensors of an adapter's file belong to no layer of the model.
+
+    PEFT would leave them out with a warning.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with safe_open(os.path.join(folder, "adapter_model.safetensors"), framework="pt") as file:
+        saved = set(file.keys())
+    dead = sorted(saved - get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
+    if dead:
+        raise ValueError(
+            f"{len(dead)} of {len(saved)} adapter tensors, {dead[0]} first, belong to no layer of "
+            f"{type(adapted.get_base_model()).__name__}"
+        )
 
 
 def with_soft_caps(model: Any) -> Any:

@@ -16,11 +16,10 @@ activations.
 import functools
 import logging
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_play.models.architecture import decoder_layers
 from sft_play.models.offloading import LayerOffloading
 
 logger = logging.getLogger(__name__)
@@ -58,26 +57,3 @@ def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the stack of layers of a model without adapters, without its output head.
-
-    Of ModernBERT's decoder get_decoder finds the head, which is called `decoder` there.
-    """
-    found = model.get_decoder()
-    return model.base_model if found is model.get_output_embeddings() else found
-
-
-def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the longest stack of layers that can be checkpointed.
-
-    In a model with a vision part it is that of the language model.
-    """
-    longest: list[GradientCheckpointingLayer] = []
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or len(module) <= len(longest):
-            continue
-        if all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
-            longest = list(module)
-    return longest

@@ -11,6 +11,7 @@ The same holds for models with linear layers that PEFT cannot adapt: all-linear 
 import functools
 import inspect
 import logging
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -28,10 +29,12 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
 from sft_play.errors import ConfigError
+from sft_play.models.architecture import towers_of
 from sft_play.models.expert_quantization import unpack_with_adapter
 from sft_play.models.experts import (
     ExpertWeight,
     expert_weights,
+    is_linear,
     is_named,
     linear_names,
     routing_linears,
@@ -52,8 +55,13 @@ class AdapterTargets:
 
 
 def chooses_targets(model: PreTrainedModel) -> bool:
-    """Return whether targets are chosen here: it has experts, or layers PEFT cannot adapt."""
-    return bool(expert_weights(model) or routing_linears(model) or _without_effect(model))
+    """Return whether targets are chosen here: beside experts, towers, what PEFT cannot adapt."""
+    return bool(
+        expert_weights(model)
+        or routing_linears(model)
+        or towers_of(model)
+        or _without_effect(model)
+    )
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection) -> AdapterTargets:
@@ -85,14 +93,13 @@ def adapter_config(
     # a linear layer whose name PEFT would take for that of experts is named by its weight
     parameters += [f"{name}.weight" for name in targets.linears if name in renamed]
     every_parameter = [weight.name for weight in expert_weights(model)]
-    every_parameter += [f"{name}.weight" for name in linear_names(model)]
     every_module = [name for name, _ in model.named_modules()]
-    last_words = sorted({name.rpartition(".")[2] for name in modules})
-    if not _names_exactly(last_words, modules, every_module):
-        last_words = modules
+    for name in every_module:
+        if is_linear(model.get_submodule(name)):
+            every_parameter.append(f"{name}.weight")
     return replace(
         config,
-        target_modules=last_words,
+        target_modules=_targets(modules, every_module),
         target_parameters=_without_layers(parameters, every_parameter) or None,
     )
 
@@ -282,6 +289,21 @@ def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
     """Return the names without their layers, where that names the same parameters; sorted."""
     short = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in names})
     return short if _names_exactly(short, names, every_name) else sorted(names)
+
+
+def _targets(names: list[str], every_name: list[str]) -> list[str] | str:
+    """Return what PEFT finds the modules `names` by: last words, or else one regular expression.
+
+    The expression ends in the one group of last words, which vLLM reads from there. PEFT would
+    shorten a list of full names to endings that also name modules of a tower.
+    """
+    words = sorted({name.rpartition(".")[2] for name in names})
+    if _names_exactly(words, names, every_name):
+        return words
+    path = os.path.commonprefix([name.split(".") for name in names])
+    expression = rf"{re.escape('.'.join(path))}\..*\.({'|'.join(words)})"
+    found = {name for name in every_name if re.fullmatch(expression, name)}
+    return expression if found == set(names) else names
 
 
 def _names_exactly(targets: list[str], names: list[str], every_name: list[str]) -> bool:

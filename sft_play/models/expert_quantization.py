@@ -31,6 +31,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.errors import ConfigError
+from sft_play.models.architecture import towers_of
 from sft_play.models.experts import (
     expert_weights,
     is_expert_weight,
@@ -66,12 +67,12 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
                 "tuning.mode=qlora: ZeRO-3 cannot share out experts in 4 bits; set "
                 "TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp"
             )
-        self.routers = sorted(routing_linears(model))
+        self.whole = [*sorted(routing_linears(model)), *towers_of(model)]
         super()._process_model_before_weight_loading(model, *args, **kwargs)
 
     def get_modules_to_not_convert(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Return the names of the modules that stay in 16 bits: head and routers."""
-        return [*super().get_modules_to_not_convert(*args, **kwargs), *self.routers]
+        """Return the names of the modules that stay in 16 bits: head, routers and towers."""
+        return [*super().get_modules_to_not_convert(*args, **kwargs), *self.whole]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         unpack_on_access(model)

@@ -14,6 +14,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
 
+from sft_play.models.architecture import text_modules
+
 # Argument of transformers' models that compute a load-balancing loss
 BALANCE = "output_router_logits"
 
@@ -43,7 +45,7 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     Convolutions have 3-D weights too, and are left out.
     """
     found: list[ExpertWeight] = []
-    for module_name, module in model.named_modules():
+    for module_name, module in text_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             if is_expert_weight(module, parameter):
                 found.append(ExpertWeight(module_name, name, true_shape(parameter)))
@@ -101,8 +103,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers of a model that adapters can wrap."""
-    return [name for name, module in model.named_modules() if is_linear(module)]
+    """Return the names of the linear layers that read text and that adapters can wrap."""
+    return [name for name, module in text_modules(model) if is_linear(module)]
 
 
 def is_named(name: str, targets: Iterable[str]) -> bool:
@@ -117,7 +119,7 @@ def _outputs(linear: nn.Module) -> int:
 def _expert_counts(model: nn.Module) -> dict[str, int]:
     """Return the number of experts by the name of the module that holds them."""
     counts = {weight.module_name: weight.experts for weight in expert_weights(model)}
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):
         if isinstance(module, nn.ModuleList) and _is_list_of_experts(name, module):
             counts[name] = len(module)
     return counts

@@ -10,11 +10,12 @@ import torch
 from bitsandbytes import functional as bnb_functional
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
+from sft_play.models.architecture import empty_model
 from sft_play.models.expert_quantization import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.interface import keep_soft_caps
@@ -39,13 +40,12 @@ def build_on_meta(
         attention = "sdpa"  # the flash-attn package need not be installed here
     if attention != "auto":
         options["attn_implementation"] = attention
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            load_architecture(config),
-            dtype=weight_dtype(config, compute_dtype),
-            trust_remote_code=config.model.trust_remote_code,
-            **options,
-        )
+    model = empty_model(
+        load_architecture(config),
+        weight_dtype(config, compute_dtype),
+        config.model.trust_remote_code,
+        **options,
+    )
     bind_by_device(model)
     keep_soft_caps(model)
     if config.tuning.mode == "qlora":

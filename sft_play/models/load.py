@@ -23,6 +23,7 @@ from transformers import (
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
+from sft_play.models.architecture import auto_class_of, towers_of
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
@@ -85,7 +86,7 @@ def load_model(
 
 
 def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
-    """Freeze what no gradient reaches, such as a router's balancing bias.
+    """Freeze what no gradient reaches, such as a router's balancing bias, and what reads no text.
 
     transformers makes every parameter anew when it loads weights, and all of them trainable.
     """
@@ -95,6 +96,8 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+    for tower in towers_of(model).values():
+        tower.requires_grad_(False)
 
 
 def load_base(
@@ -123,6 +126,7 @@ def load_base(
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
     is_mxfp4 = stored_format(stored) == MXFP4
+    opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     options = loading_options(config, stored)
     options["dtype"] = base_dtype
     options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
@@ -142,7 +146,7 @@ def load_base(
         stack.enter_context(_reading(config, process, quantization, is_fsdp))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
-        model = _from_pretrained(config, options)
+        model = _from_pretrained(config, opened_by, options)
     if len(devices) > 1:
         placement.place(model, devices)
     if is_mxfp4:
@@ -188,8 +192,8 @@ def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str
     return options
 
 
-def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel:
-    """Return transformers' model.
+def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -> PreTrainedModel:
+    """Return transformers' model, of the auto class `opened_by`.
 
     Raises: EnvironmentFault where a tensor cannot be loaded; ConfigError for experts in 4 bits
     under ZeRO-3, and for an attention that the architecture does not have.
@@ -199,7 +203,7 @@ def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel
     if config.model.trust_remote_code:
         logger.warning("model %s@%s runs code of its own", name, config.model.revision or "local")
     try:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = opened_by.from_pretrained(
             name,
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,

@@ -13,6 +13,7 @@ from sft_play.config.schema import Config, LoraSection
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters
+from sft_play.models.architecture import text_modules
 from sft_play.models.experts import is_named, linear_names
 from sft_play.models.float8.adapters import refuse_merging
 from sft_play.models.float8.linear import has_float8
@@ -138,7 +139,7 @@ def _modules_named(model: nn.Module, wanted: list[str]) -> list[str]:
     Raises: ConfigError for a name that the model lacks, or of a module that cannot be trained.
     """
     found: list[str] = []
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in text_modules(model) if name]
     for target in wanted:
         named = [name for name in names if is_named(name, [target])]
         if not named:

@@ -18,12 +18,13 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, Trainable
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
+from sft_play.models.architecture import empty_model
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
 from sft_play.models.load import loading_options, stored_config, stored_format
 from sft_play.models.rounding import Quantization, quantised_names, rounded
@@ -152,12 +153,9 @@ def build_skeleton(merge: Merge) -> Skeleton:
     if stored is None or stored_format(stored) is not None:
         raise CannotStream("the base's files are quantised")
     options = loading_options(merge.config, stored)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            options.get("config", stored),
-            trust_remote_code=merge.config.model.trust_remote_code,
-            dtype=torch.float32,
-        )
+    model = empty_model(
+        options.get("config", stored), torch.float32, merge.config.model.trust_remote_code
+    )
     without_memory(model)
     is_tied = model.config.get_text_config().tie_word_embeddings
     adapted = load_adapter(model, merge.adapter)

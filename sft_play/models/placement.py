@@ -17,13 +17,13 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
-from sft_play.models.checkpointing import decoder_of
+from sft_play.models.architecture import decoder_of, empty_model
 from sft_play.models.fast.attention.masks import is_unmasked, unmasked
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.memory import NF4_BYTES
@@ -55,10 +55,7 @@ def device_map_of(
     wanted = config.model.device_map
     if stored is None or not _is_placed(wanted, process):
         return {"": process.device}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            stored, dtype=torch.bfloat16, trust_remote_code=config.model.trust_remote_code
-        )
+    model = empty_model(stored, torch.bfloat16, config.model.trust_remote_code)
     model.tie_weights()
     blocks = list(_blocks(model, "", set(outermost_layers(model))))
     if not any(block.is_layer for block in blocks):

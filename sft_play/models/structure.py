@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import Config, LoraSection
 from sft_play.errors import SftPlayError, first_line
-from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.architecture import decoder_layers, empty_model, text_modules
 from sft_play.models.expert_adapters import choose_targets
-from sft_play.models.experts import expert_weights, is_linear, routing_linears
+from sft_play.models.experts import expert_weights, linear_names, routing_linears
 from sft_play.models.fake_model import load_architecture
 from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure
@@ -59,11 +59,7 @@ def count_structure(config: PretrainedConfig, trust_remote_code: bool = False) -
 
     Raises: whatever the model's class raises for the config.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
-        )
-    return structure_of(model)
+    return structure_of(empty_model(config, torch.bfloat16, trust_remote_code))
 
 
 def structure_of(model: PreTrainedModel) -> Structure:
@@ -164,8 +160,7 @@ class _Modules:
             self.experts_in[model.get_submodule(weight.module_name)] = weight.experts
         targets = choose_targets(model, LoraSection())
         self.adapted = {*targets.linears, *(weight.name for weight in targets.experts)}
-        linears = {name for name, module in model.named_modules() if is_linear(module)}
-        self.quantised = (linears - routing_linears(model)) | self.stacked
+        self.quantised = (set(linear_names(model)) - routing_linears(model)) | self.stacked
         for number, layer in enumerate(self.layers):
             self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
 
@@ -173,7 +168,7 @@ class _Modules:
         """Return the kinds of matrices, in the order of the model; embedding and head are none."""
         found: dict[tuple[str, int, int], _Found] = {}
         left_out = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        for name, module in self.model.named_modules():
+        for name, module in text_modules(self.model):
             if any(module is matrix for matrix in left_out):
                 continue
             for matrix in self._matrices_of(name, module):
@@ -187,7 +182,7 @@ class _Modules:
     def unmet_parameters(self) -> int:
         """Return the parameters of experts, biases too, that a token does not meet."""
         unmet = 0
-        for name, module in self.model.named_modules():
+        for name, module in text_modules(self.model):
             experts = self._experts_of(name, module)
             if experts is None:
                 continue

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.errors import first_line
-from sft_play.models.checkpointing import checkpoint_layers, decoder_layers
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fake_model import build_on_meta, materialize
 from sft_play.models.fast.install import install_fused_kernels

@@ -44,21 +44,22 @@ class EvalSpeedCallback(TrainerCallback):
     def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
         """Keep `model` in evaluation mode inside this context."""
         started = time.perf_counter()
-        used_cache = model.config.use_cache
+        config = model.config.get_text_config()
+        used_cache = config.use_cache
         was_training = {module: module.training for module in model.modules()}
         checkpointed = [
             module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
         ]
         try:
             model.eval()
-            model.config.use_cache = True
+            config.use_cache = True
             for module in checkpointed:
                 module.gradient_checkpointing = False
             yield
         finally:
             for module in checkpointed:
                 module.gradient_checkpointing = True
-            model.config.use_cache = used_cache
+            config.use_cache = used_cache
             for module, mode in was_training.items():
                 module.training = mode
             seconds = time.perf_counter() - started

@@ -97,9 +97,11 @@ class SftTrainer(Trainer):
         gradients: GradientWatch | None = None,
         **kwargs: Any,
     ):
-        # Trainer sets it to False, and it is saved with the weights
-        self.base_use_cache = kwargs["model"].config.use_cache
+        # Trainer sets that of the outermost config to False; it is saved with the weights
+        self.text_config = kwargs["model"].config.get_text_config()
+        self.base_use_cache = getattr(self.text_config, "use_cache", None)
         super().__init__(compute_loss_func=token_mean_loss, **kwargs)
+        self.text_config.use_cache = False
         self.order = order
         self.evaluator = evaluator
         self.speed = speed
@@ -114,8 +116,7 @@ class SftTrainer(Trainer):
         self.guard = guard or StepGuard(self.process)
         self.gradients = gradients or GradientWatch(self.process)
         self.late_log = LateLog(self)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        self.loss_watch = LossWatch(vocabulary, self.args.learning_rate)
+        self.loss_watch = LossWatch(self.text_config.vocab_size, self.args.learning_rate)
         self.end_diverged: EndDiverged | None = None  # where the best weights are published then
         self.expert_use: ExpertUse | None = None  # counts from the first step on
         self.graphs: GraphedDecoder | None = None  # replays the layers from the first step on
@@ -391,10 +392,10 @@ class SftTrainer(Trainer):
         if isinstance(self.model, PeftModel):
             # by default PEFT would ask the hub whether the vocabulary was resized
             options["save_embedding_layers"] = False
-        used_cache = self.model.config.use_cache
-        self.model.config.use_cache = self.base_use_cache
+        used_cache = self.text_config.use_cache
+        self.text_config.use_cache = self.base_use_cache
         try:
             self.model.save_pretrained(target, state_dict=state_dict, **options)
         finally:
-            self.model.config.use_cache = used_cache
+            self.text_config.use_cache = used_cache
         self.processing_class.save_pretrained(target)

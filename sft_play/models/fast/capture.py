@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sft_play.models.checkpointing import decoder_of
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.documents import Documents
 from sft_play.models.partitioned import full_shape
 from sft_play.models.sharding import device_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import computes_balance
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.capture import as_it_was

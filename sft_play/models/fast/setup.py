@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models import partitioned
-from sft_play.models.checkpointing import decoder_of
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.capture import ProofInputs, capture
 from sft_play.models.sharding import device_of, gathered, units_by_module
 from sft_play.process import Process

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.checkpointing import decoder_layers
+from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.float8.format import FLOAT8, Quantised
 from sft_play.models.float8.linear import Float8Linear

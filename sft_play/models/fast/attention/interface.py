@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from sft_play.models.checkpointing import decoder_of
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import documents_of, is_unmasked
 from sft_play.models.fast.attention.scoring import Scoring

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.config.schema import Config
-from sft_play.models.checkpointing import decoder_layers, decoder_of
+from sft_play.models.architecture import decoder_layers, decoder_of
 from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, readable_call
 from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
-from sft_play.models.checkpointing import decoder_layers, decoder_of
+from sft_play.models.architecture import decoder_layers, decoder_of
 from sft_play.models.fast.graphs.decoder import graph_setup
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.graphs import why_not_recorded

@@ -12,7 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.models.checkpointing import decoder_of
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.attention.forward import attention_forward, projections
 from sft_play.models.fast.linears.columns import COLUMNS, Adapter, Beside, columns_of
 from sft_play.models.fast.linears.copies import AdapterCopies, float32_adapters
