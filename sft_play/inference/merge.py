@@ -30,6 +30,7 @@ from sft_play.inference.adapter_checks import refuse_other_adapter
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.masking import mask_secrets
+from sft_play.models.base_parts import copy_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
 from sft_play.models.load import weight_dtype
 from sft_play.models.merging import CannotStream, Merge, merge_files
@@ -184,6 +185,7 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
     if (merge.adapter / GENERATION_CONFIG_NAME).is_file():  # a model built for its names has none
         model.generation_config = GenerationConfig.from_pretrained(merge.adapter)
     write_stops(target, stops, tokenizer, model)
+    copy_processors(merge.config, target)
     published = folder.path / "merged"
     report = folder.read_report()
     facts = CardFacts.of(folder, merge.config, report)

@@ -300,8 +300,8 @@ def _targets(names: list[str], every_name: list[str]) -> list[str] | str:
     words = sorted({name.rpartition(".")[2] for name in names})
     if _names_exactly(words, names, every_name):
         return words
-    path = os.path.commonprefix([name.split(".") for name in names])
-    expression = rf"{re.escape('.'.join(path))}\..*\.({'|'.join(words)})"
+    path = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    expression = rf"{re.escape(path)}\..*\.({'|'.join(words)})"
     found = {name for name in every_name if re.fullmatch(expression, name)}
     return expression if found == set(names) else names
 

@@ -6,8 +6,8 @@ shard and the adapter, whatever the size of the base.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,15 +24,13 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models.architecture import empty_model
+from sft_play.models.base_parts import write_config
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
 from sft_play.models.load import loading_options, stored_config, stored_format
 from sft_play.models.rounding import Quantization, quantised_names, rounded
+from sft_play.models.shards import ShardWriter, read_in_order, shapes_of
 from sft_play.models.vocabulary import tensor_files
-from sft_play.runs.files import write_json
 
-SHARD_BYTES = 1 << 30
-CHECKED_AT_A_TIME = 1 << 24  # weights; the check makes copies
-INDEX = "model.safetensors.index.json"
 Change = Callable[[Tensor], Tensor]  # of a weight in float32
 
 
@@ -60,52 +57,6 @@ class Merge:
     dtype: torch.dtype | None = None  # of what is written; None is that of each tensor of the base
     quantization: Quantization | None = None  # round the base as training did
     base_dtype: torch.dtype | None = None  # of the weights that were quantised in training
-
-
-@dataclass
-class ShardWriter:
-    """Writes tensors to files of at most SHARD_BYTES, and the index of them."""
-
-    folder: Path
-    names: list[list[str]] = field(default_factory=list)  # of the tensors of each written file
-    total: int = 0
-    _held: dict[str, Tensor] = field(default_factory=dict)
-    _bytes: int = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor. Raises: CheckpointError where it holds NaN or infinity."""
-        if not all(
-            torch.isfinite(part).all() for part in tensor.flatten().split(CHECKED_AT_A_TIME)
-        ):
-            raise CheckpointError(f"{name}: the merged weight holds NaN or infinity")
-        size = tensor.nbytes
-        if self._held and self._bytes + size > SHARD_BYTES:
-            self._flush()
-        self._held[name] = tensor.contiguous()
-        self._bytes += size
-
-    def close(self) -> None:
-        """Write what is left, give the files their names, and write the index."""
-        self._flush()
-        count = len(self.names)
-        where: dict[str, str] = {}
-        for number, names in enumerate(self.names, 1):
-            name = f"model-{number:05d}-of-{count:05d}.safetensors"
-            name = "model.safetensors" if count == 1 else name
-            self._part(number).rename(self.folder / name)
-            where.update(dict.fromkeys(names, name))
-        if count > 1:
-            metadata = {"total_size": self.total}
-            write_json(self.folder / INDEX, {"metadata": metadata, "weight_map": where})
-
-    def _flush(self) -> None:
-        self.names.append(list(self._held))
-        self.total += self._bytes
-        save_file(self._held, self._part(len(self.names)), metadata={"format": "pt"})
-        self._held, self._bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number:05d}.safetensors"
 
 
 def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
@@ -139,7 +90,8 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
                 head, skeleton.changes[head](in_float32(tensor)).to(_dtype_of(tensor, merge))
             )
     writer.close()
-    _write_config(skeleton, merge, target)
+    dtype = merge.dtype or _dtype_of_files(target)
+    write_config(merge.config, skeleton.model, target, dtype, skeleton.head_unties)
     return skeleton.model
 
 
@@ -240,35 +192,6 @@ def sources_of(skeleton: Skeleton, files: Mapping[str, Path]) -> dict[str, str]:
     return sources
 
 
-def shapes_of(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    return shapes
-
-
-def read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files. A file is opened anew after SHARD_BYTES: its pages are freed."""
-    by_file: dict[Path, list[str]] = {}
-    for name, path in files.items():
-        by_file.setdefault(path, []).append(name)
-    for path, names in by_file.items():
-        remaining = iter(names)
-        name = next(remaining, None)
-        while name is not None:
-            read = 0
-            with safe_open(path, framework="pt") as file:
-                while name is not None and read < SHARD_BYTES:
-                    tensor = file.get_tensor(name)
-                    read += tensor.nbytes
-                    yield name, tensor
-                    del tensor
-                    name = next(remaining, None)
-
-
 def in_float32(tensor: Tensor) -> Tensor:
     """Return a copy in float32: PEFT adds to the tensor that it is given."""
     return tensor.to(torch.float32, copy=True)
@@ -354,17 +277,12 @@ def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
     return named
 
 
-def _write_config(skeleton: Skeleton, merge: Merge, target: Path) -> None:
-    config = skeleton.model.config
-    dtypes = {
+def _dtype_of_files(target: Path) -> torch.dtype | None:
+    """Return the one floating-point type of the written tensors, None for several."""
+    found = {
         dtype for path in target.glob("*.safetensors") for dtype in _float_types(path) if dtype
     }
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.dtype = merge.dtype or (dtypes.pop() if len(dtypes) == 1 else None) or part.dtype
-        if skeleton.head_unties:
-            part.tie_word_embeddings = False
-    config.architectures = [type(skeleton.model).__name__]
-    config.save_pretrained(target)
+    return found.pop() if len(found) == 1 else None
 
 
 def _float_types(path: Path) -> set[torch.dtype | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from sft_play.models.base_parts import keep_untrained, write_config
 from sft_play.models.expert_adapters import load_adapter
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge
@@ -33,4 +34,6 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     if merge.dtype is not None:
         merged = merged.to(merge.dtype)
     merged.save_pretrained(target)
+    write_config(merge.config, merged, target, merge.dtype, unties=False)
+    keep_untrained(merge.config, merged, target)
     return merged

@@ -19,9 +19,10 @@ mean_resizing=False) cannot be told from trained ones.
 Rows are read one by one, never a whole matrix at once. Legend: V rows, D features.
 """
 
+import functools
 import json
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -131,19 +132,26 @@ def find_matrices(config: Config) -> VocabularyMatrices:
 
 
 def tensor_files(config: Config) -> dict[str, Path]:
-    """Return the file of each tensor that is on disk.
+    """Return the file of each tensor of a base that is on disk."""
+    return _files(functools.partial(_on_disk, config))
 
-    As in transformers, a single weight file is preferred to an index of shards.
-    """
-    single = _on_disk(config, SAFE_WEIGHTS_NAME)
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor in a folder."""
+    return _files(lambda name: folder / name if (folder / name).is_file() else None)
+
+
+def _files(find: Callable[[str], Path | None]) -> dict[str, Path]:
+    """As in transformers, a single weight file is preferred to an index of shards."""
+    single = find(SAFE_WEIGHTS_NAME)
     if single:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
-    index = _on_disk(config, SAFE_WEIGHTS_INDEX_NAME)
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return {}
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    shards = {name: _on_disk(config, name) for name in set(names.values())}
+    shards = {name: find(name) for name in set(names.values())}
     return {tensor: shards[name] for tensor, name in names.items() if shards[name]}
 
 

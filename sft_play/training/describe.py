@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from sft_play.config.schema import Config
+from sft_play.models.base_parts import copy_processors, keep_untrained, write_config
 from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
+from sft_play.models.load import weight_dtype
 from sft_play.models.rope import write_rope_beside_adapter
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
@@ -20,6 +22,11 @@ def describe_weights(
     tokenizer = trainer.processing_class
     own = stops_of(trainer.model)
     stops = trained_stops(trainer.train_dataset.samples, tokenizer, own)
+    if config.tuning.mode == "full":
+        dtype = weight_dtype(config, trainer.process.compute_dtype)
+        write_config(config, trainer.model, staged, dtype, unties=False)
+        keep_untrained(config, trainer.model, staged)
+    copy_processors(config, staged)
     write_stops(staged, stops, tokenizer, trainer.model)
     write_rope_beside_adapter(config, trainer.model.config, staged)
     facts = CardFacts.of(RunFolder(weights.parent), config, report)

@@ -1,0 +1,128 @@
+"""What a saved model keeps of its base: config.json, processors, tensors that nobody trained.
+
+transformers would write config.json anew, without what is a default of its version, and only the
+tensors that its class loads: a head that drafts tokens (MTP) would be lost.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import (
+    CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+)
+
+from sft_play.config.schema import Config
+from sft_play.models.architecture import towers_of
+from sft_play.models.packed import dtype_name
+from sft_play.models.shards import ShardWriter, read_in_order
+from sft_play.models.vocabulary import files_in, tensor_files
+from sft_play.runs.files import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
+
+
+def copy_processors(config: Config, target: Path) -> None:
+    """Copy the base's processor files, and its code where that is trusted, beside saved weights."""
+    paths = [_base_file(config, name) for name in PROCESSOR_FILES]
+    stored = _base_file(config, CONFIG_NAME)
+    if config.model.trust_remote_code and stored is not None:
+        paths += stored.parent.glob("*.py")
+    for path in paths:
+        if path is not None:
+            shutil.copyfile(path, target / path.name)
+
+
+def write_config(
+    config: Config, model: PreTrainedModel, target: Path, dtype: torch.dtype | None, unties: bool
+) -> None:
+    """Write the base's config.json beside 16- or 32-bit weights of `dtype`, None for several types.
+
+    `unties`: the output head is no longer the embedding. A stretched rope is the model's own.
+    """
+    stored = _base_file(config, CONFIG_NAME)
+    if config.model.rope_scaling.rope_type or stored is None:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(target)
+        stored = target / CONFIG_NAME
+    values = read_json(stored)
+    values.setdefault("architectures", [type(model).__name__])
+    text = values.get("text_config")
+    for part in (values, text) if isinstance(text, dict) else (values,):
+        part.pop("quantization_config", None)
+        if unties:
+            part["tie_word_embeddings"] = False
+        if dtype is not None and ("dtype" in part or "torch_dtype" in part or part is values):
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype_name(dtype)
+    write_json(target / CONFIG_NAME, values)
+
+
+def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
+    """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
+
+    They are those of towers, and those that the model's class does not load. A base without
+    safetensors files here, and one of quantised weights, keeps what transformers saved.
+    """
+    base = tensor_files(config)
+    if not base or getattr(model, "hf_quantizer", None) is not None:
+        return
+    towers = tuple(f"{name}." for name in towers_of(model))
+    loaded = loaded_names(model, base)
+    kept = {name for name, own in loaded.items() if own is None or own.startswith(towers)}
+    if not kept:
+        return
+    saved = files_in(folder)
+    replaced = {loaded[name] for name in kept}
+    trained = loaded_names(model, saved)
+    staging = folder / "complete"
+    staging.mkdir()
+    writer = ShardWriter(staging)
+    for name, tensor in read_in_order(saved):
+        if trained[name] is None or trained[name] not in replaced:
+            writer.add(name, tensor)
+    for name, tensor in read_in_order({name: base[name] for name in sorted(kept)}):
+        writer.add(name, tensor)
+    writer.close()
+    for path in {*saved.values(), *folder.glob("*.safetensors.index.json")}:
+        path.unlink()
+    for path in staging.iterdir():
+        path.rename(folder / path.name)
+    staging.rmdir()
+    logger.info("model: %d tensors are the base's own, as they were", len(kept))
+
+
+def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str | None]:
+    """Return the tensor of a model that each tensor of files becomes, None if it becomes none."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    own = model.state_dict()
+    found: dict[str, str | None] = {}
+    for name in names:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        found[name] = renamed if renamed in own else None
+    return found
+
+
+def _base_file(config: Config, name: str) -> Path | None:
+    """Return a file of the base, None if it has none."""
+    options: dict[str, Any] = {
+        "revision": config.model.revision,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    path = cached_file(config.model.name, name, **options)
+    return None if path is None else Path(path)
