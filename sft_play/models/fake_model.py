@@ -24,8 +24,6 @@ from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.load import weight_dtype
 from sft_play.plan.model_shape import known_config
 
-TEXT_MODEL_TYPES = {"gemma3": "gemma3_text"}  # known configs are without the vision part
-
 
 def build_on_meta(
     config: Config, compute_dtype: torch.dtype, zero_stage: int = 0
@@ -67,9 +65,7 @@ def load_architecture(config: Config) -> PretrainedConfig:
     name = config.model.name
     sizes = None if Path(name).is_dir() else known_config(name)
     if sizes is not None:
-        model_type = sizes["model_type"]
-        text_model_type = TEXT_MODEL_TYPES.get(model_type, model_type)
-        return AutoConfig.for_model(**{**sizes, "model_type": text_model_type})
+        return AutoConfig.for_model(**sizes)
     try:
         return AutoConfig.from_pretrained(
             name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code

@@ -19,11 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import Config, LoraSection
 from sft_play.errors import SftPlayError, first_line
-from sft_play.models.architecture import decoder_layers, empty_model, text_modules
+from sft_play.models.architecture import decoder_layers, empty_model, text_modules, towers_of
 from sft_play.models.expert_adapters import choose_targets
 from sft_play.models.experts import expert_weights, linear_names, routing_linears
 from sft_play.models.fake_model import load_architecture
-from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE
+from sft_play.plan.model_shape import KNOWN, LLAMA_LIKE, is_composite
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure
 from sft_play.runs.files import write_text
 
@@ -71,6 +71,11 @@ def structure_of(model: PreTrainedModel) -> Structure:
         active_parameters=parameters - modules.unmet_parameters(),
         matrices=modules.matrices(),
         layers=modules.layer_kinds(),
+        towers=sum(
+            parameter.numel()
+            for tower in towers_of(model).values()
+            for parameter in tower.parameters()
+        ),
     )
 
 
@@ -87,6 +92,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def as_json(structure: Structure) -> dict[str, Any]:
     """Return a structure as plain data, without what a field is by default."""
     facts = asdict(structure)
+    if not structure.towers:
+        del facts["towers"]
     for name in ("matrices", "layers"):
         facts[name] = [_without_defaults(kind) for kind in getattr(structure, name)]
     return facts
@@ -106,7 +113,7 @@ def write_known_models() -> None:
     models = json.loads(KNOWN.read_text(encoding="utf-8"))
     lines = []
     for name, facts in models.items():
-        if facts["model_type"] not in LLAMA_LIKE:
+        if facts["model_type"] not in LLAMA_LIKE or is_composite(facts):
             config = Config.model_validate({"model": {"name": name}})
             facts["structure"] = as_json(count_structure(load_architecture(config)))
         lines.append(f"  {json.dumps(name)}: {json.dumps(facts)}")

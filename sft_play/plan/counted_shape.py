@@ -24,7 +24,8 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     """
     model = config.model
     shape = load_shape(model.name, model.revision, environ)
-    if shape.structure is not None or shape.model_type in LLAMA_LIKE:
+    is_known = shape.model_type in LLAMA_LIKE and shape.composite is None
+    if shape.structure is not None or is_known:
         return shape
     if not shape.model_type:
         return replace(shape, guess="its config.json names no model_type")

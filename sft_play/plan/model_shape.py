@@ -20,7 +20,12 @@ KNOWN = Path(__file__).parent / "known_models.json"
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings")
+OPTIONAL = (
+    *("intermediate_size", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    "model_type",
+)
+# what config.json has beside a language model's sizes where the model also reads something else
+TOWERS = ("vision_config", "audio_config", "speech_config")
 # Architectures like Llama, for which the sizes in config.json are the structure
 LLAMA_LIKE = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi3")
@@ -43,7 +48,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int  # features of a head
     is_tied: bool  # the output head shares the embedding's weights
-    model_type: str = ""  # as config.json names the architecture
+    model_type: str = ""  # as config.json names the architecture, of a composite one its text part
+    composite: str | None = None  # the class of a model that has towers beside its text part
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, where the layers may not be those of Llama
 
@@ -105,6 +111,11 @@ class ModelShape:
         return self.structure.active_parameters if self.structure else self.parameters
 
     @property
+    def towers(self) -> int:
+        """Weights in towers beside the language model, which no mode trains."""
+        return self.structure.towers if self.structure else 0
+
+    @property
     def kv_features(self) -> int:
         """Features of a token's keys in all layers: half of what a cache holds."""
         if self.structure is not None:
@@ -144,9 +155,15 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
         heads=heads,
         kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        model_type=config.get("model_type") or "",
+        model_type=text.get("model_type") or config.get("model_type") or "",
+        composite=(config.get("architectures") or [""])[0] if is_composite(config) else None,
         is_tied=bool(is_tied),
     )
+
+
+def is_composite(config: ModelConfigJson) -> bool:
+    """Return whether a config.json describes a language model with towers beside it."""
+    return any(isinstance(config.get(key), Mapping) for key in TOWERS)
 
 
 def _widest(sizes: int | Sequence[int] | None) -> int | None:

@@ -12,8 +12,9 @@ from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
+from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.precision import DTYPE_NAMES, precision
-from sft_play.plan.recipe import weights_in_words
+from sft_play.plan.recipe import count_in_words, weights_in_words
 from sft_play.plan.resolve import RESERVE
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed_words import float8_words, run_words, speed_words
@@ -133,7 +134,9 @@ def lines(
     run; `workload` is what it trains, or why that is not known.
     """
     plan = planned.plan
-    shown = [
+    model = plan.step.model
+    shown = [] if model.composite is None else _labelled("model", composite_words(model))
+    shown += [
         *_labelled("plan", _what(planned)),
         *_labelled("on", _where(plan)),
     ]
@@ -216,6 +219,14 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
         rows[-1] += f" {word}"
         is_empty = False
     return rows
+
+
+def composite_words(model: ModelShape) -> str:
+    """Return what is trained of a model with towers, and what becomes of those."""
+    size = f", {count_in_words(model.towers)} weights" if model.towers else ""
+    return (
+        f"text of {model.composite or model.model_type}; towers frozen{size}, kept in what leaves"
+    )
 
 
 def _what(planned: PlannedRun) -> str:

@@ -108,7 +108,9 @@ class StepSpec:
 
     @property
     def trained_weights(self) -> int:
-        return self.model.parameters if self.is_full else self.adapter_weights
+        if self.is_full:
+            return self.model.parameters - self.model.towers
+        return self.adapter_weights
 
     @property
     def trained_bytes(self) -> int:

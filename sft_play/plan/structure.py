@@ -82,6 +82,7 @@ class Structure:
     active_parameters: int  # without the experts that a token does not meet
     matrices: tuple[MatrixKind, ...]
     layers: tuple[LayerKind, ...]
+    towers: int = 0  # of the parameters: in towers beside the language model, which are not trained
 
     @property
     def experts(self) -> int:
@@ -165,4 +166,5 @@ def structure_from_json(facts: Mapping[str, Any]) -> Structure:
         active_parameters=facts["active_parameters"],
         matrices=tuple(matrices),
         layers=tuple(LayerKind(**kind) for kind in facts["layers"]),
+        towers=facts.get("towers", 0),
     )
