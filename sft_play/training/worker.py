@@ -35,6 +35,7 @@ from sft_play.training.arguments import training_arguments
 from sft_play.training.best import take_best, warning_of
 from sft_play.training.build import build_evaluator, build_trainer
 from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
+from sft_play.training.causality import check_causality
 from sft_play.training.checks import check_engine
 from sft_play.training.context import RunContext
 from sft_play.training.cross_document import check_cross_document
@@ -206,11 +207,12 @@ def before_first_step(
     context.memory.watch_optimizer(trainer.optimizer)
     if context.config.train.probe:  # first: it may choose another batch
         apply_probe(Probe(context, trainer), [trainer.evaluator, held_out.evaluator], recorder)
+    vocabulary, device = trainer.text_config.vocab_size, context.process.device
+    with recorder.check("no prediction depends on later tokens"):
+        check_causality(trainer.model_wrapped, vocabulary, device)
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
-            vocabulary = trainer.model.config.get_text_config().vocab_size
-            batches = (trainer.data_collator, vocabulary, context.process.device)
-            check_cross_document(trainer.model_wrapped, *batches)
+            check_cross_document(trainer.model_wrapped, trainer.data_collator, vocabulary, device)
     if "before" not in recorder.report.metrics:  # the run goes on in its folder
         held_out.score("before")
     trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])

@@ -158,5 +158,8 @@ def _rows(x: Tensor, tokens: Tensor, room: int) -> Tensor:
 
 
 def _spread(y: Tensor, tokens: Tensor, places: torch.Size) -> Tensor:
-    whole = y.new_zeros(places.numel(), y.shape[-1])
-    return whole.index_copy_(0, tokens, flat_rows(y)).view(*places, -1)
+    whole = y.new_zeros(
+        *places, y.shape[-1]
+    )  # returned itself: a view may not be added to in place
+    whole.view(-1, y.shape[-1]).index_copy_(0, tokens, flat_rows(y))
+    return whole
