@@ -38,6 +38,10 @@ ROUNDED = Bound(kl=1e-2, loss=2e-2)
 # the base's own weights. The embedded model, whose matrices are small: 1.4e-2 and 8e-2
 FROM_FLOAT8 = Bound(kl=5e-2, loss=2e-1)
 
+# Beyond these no 16-bit rounding explains a difference: the folder is another model
+OTHER_LOSS = 0.05  # nats a token
+SAME_AGREEMENT = 0.9  # share of equal most likely tokens
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -89,6 +93,12 @@ class Reopened:
                 f"{self.bound.loss:g}"
             )
         return found
+
+    @property
+    def is_another_model(self) -> bool:
+        """Return whether the scores differ by more than rounding of large models could explain."""
+        is_far = abs(self.eval_loss - self.run_loss) > max(OTHER_LOSS, self.bound.loss)
+        return is_far or (self.agreement < SAME_AGREEMENT and self.bound != FROM_FLOAT8)
 
     def faults(self) -> list[str]:
         """Return all that is not as in the evaluated model."""
