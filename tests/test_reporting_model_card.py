@@ -12,6 +12,7 @@ from sft_play.reporting.card_facts import (
     CardFacts,
     ChosenSetting,
     Energy,
+    base_config,
     energy_of,
     hardware_of,
     has_soft_caps,
@@ -120,8 +121,8 @@ def test_an_export_says_what_its_own_files_scored():
 
 def test_a_base_with_soft_caps_is_loaded_with_the_attention_that_computes_them(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"attn_logit_softcapping": 50.0}}')
-    assert has_soft_caps(ModelSection(name=str(tmp_path)))
-    assert not has_soft_caps(ModelSection(name="me/not-in-the-cache"))
+    assert has_soft_caps(base_config(ModelSection(name=str(tmp_path))))
+    assert not has_soft_caps(base_config(ModelSection(name="me/not-in-the-cache")))
     facts = replace(NOTHING, has_soft_caps=True)
     assert "generation_config=stops, attn_implementation='eager')" in card(facts=facts)
     assert "attn_implementation" not in card()

@@ -13,9 +13,10 @@ from pathlib import Path
 from sft_play.commands import exports
 from sft_play.config import loader
 from sft_play.config.messages import refuse
+from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.launch import Launch, execute
-from sft_play.reporting.card_facts import names_soft_cap
+from sft_play.reporting.card_facts import base_config, has_soft_caps
 
 LOOPBACK = "127.0.0.1"
 PORT = 8000
@@ -62,7 +63,9 @@ def server_of(folder: Path, address: Address, device: str) -> Launch:
     require(NEEDED, " ".join(NEEDED))
     words = ("-m", "transformers.cli.transformers", "serve", str(folder))
     own = ("--device", device)
-    if names_soft_cap(folder):  # transformers' sdpa leaves it out without a word
+    if has_soft_caps(
+        base_config(ModelSection(name=str(folder)))
+    ):  # transformers' sdpa leaves it out without a word
         own += ("--attn-implementation", "eager")
     return Launch((sys.executable, *words, *where, *own), {})
 

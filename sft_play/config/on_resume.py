@@ -43,6 +43,7 @@ PLANNED = (
     "train.probe",
     "train.strategy",
     "train.fsdp_offload",
+    "tuning.towers",
 )
 FREE = (
     "model.attn_implementation",

@@ -93,6 +93,13 @@ def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     return dict(_outside(model, "", text))
 
 
+def drop_towers(model: PreTrainedModel) -> None:
+    """Free the towers of a model, which reads text alone from then on."""
+    for name in towers_of(model):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, None)
+
+
 def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that read text with their names, in the order of `named_modules`."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model

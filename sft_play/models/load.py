@@ -23,7 +23,7 @@ from transformers import (
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
-from sft_play.models.architecture import auto_class_of, towers_of
+from sft_play.models.architecture import auto_class_of, drop_towers, towers_of
 from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
 from sft_play.models.experts import expert_weights
 from sft_play.models.export import savable_generation_config
@@ -153,13 +153,20 @@ def load_base(
         _finish_mxfp4(model, quantization, base_dtype)
     if quantization is not None:
         bnb.finish_loading(model)
+    _finish_loading(model, config)
+    return model
+
+
+def _finish_loading(model: PreTrainedModel, config: Config) -> None:
+    """Correct what transformers leaves otherwise than training needs it."""
+    if config.tuning.towers == "drop":
+        drop_towers(model)
     refuse_longer_rows(model, config.model.max_seq_len)
     keep_soft_caps(model)
     keep_angles_exact(model)
     bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
-    return model
 
 
 def _reading(

@@ -14,7 +14,7 @@ COUNTER = "sft_play.models.structure"
 
 
 def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
-    """Return the shape of a run's model with its structure.
+    """Return the shape of a run's model with its structure, without towers that are dropped.
 
     Architectures like Llama need none, and that of well-known models is at hand. Any other model is
     built without weights in a process of its own, once. Where that fails the shape has the reason
@@ -22,6 +22,11 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
 
     Raises: EnvironmentFault where there is no config.json.
     """
+    shape = _counted_shape(config, environ)
+    return shape.without_towers() if config.tuning.towers == "drop" else shape
+
+
+def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
     model = config.model
     shape = load_shape(model.name, model.revision, environ)
     is_known = shape.model_type in LLAMA_LIKE and shape.composite is None

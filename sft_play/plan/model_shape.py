@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from sft_play.config.schema import ModelSection
 from sft_play.errors import EnvironmentFault, first_line
@@ -114,6 +114,12 @@ class ModelShape:
     def towers(self) -> int:
         """Weights in towers beside the language model, which no mode trains."""
         return self.structure.towers if self.structure else 0
+
+    def without_towers(self) -> Self:
+        """Return the shape of the language model alone."""
+        if self.structure is None:
+            return self
+        return replace(self, structure=self.structure.without_towers())
 
     @property
     def kv_features(self) -> int:

@@ -223,10 +223,8 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
 
 def composite_words(model: ModelShape) -> str:
     """Return what is trained of a model with towers, and what becomes of those."""
-    size = f", {count_in_words(model.towers)} weights" if model.towers else ""
-    return (
-        f"text of {model.composite or model.model_type}; towers frozen{size}, kept in what leaves"
-    )
+    size = f"frozen, {count_in_words(model.towers)} weights" if model.towers else "dropped"
+    return f"text of {model.composite or model.model_type}; towers {size}, kept in what leaves"
 
 
 def _what(planned: PlannedRun) -> str:

@@ -84,6 +84,15 @@ class Structure:
     layers: tuple[LayerKind, ...]
     towers: int = 0  # of the parameters: in towers beside the language model, which are not trained
 
+    def without_towers(self) -> "Structure":
+        """Return the counts of the language model alone."""
+        return replace(
+            self,
+            parameters=self.parameters - self.towers,
+            active_parameters=self.active_parameters - self.towers,
+            towers=0,
+        )
+
     @property
     def experts(self) -> int:
         """Experts of a layer, 0 for a dense model."""

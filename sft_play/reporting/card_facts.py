@@ -5,11 +5,14 @@ guessed.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
+from sft_play.plan.model_shape import find_file, is_composite
 from sft_play.reporting import answers
 from sft_play.reporting.answer_scores import answer_scores
 from sft_play.reporting.row_losses import read_losses
@@ -25,6 +28,7 @@ from sft_play.runs.report import RunReport
 LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 JOULES_A_KWH = 3.6e6
+CAUSAL = "AutoModelForCausalLM"
 OF_PLACES = ("data.cache_dir", "train.output_dir", "train.run_name")  # say nothing of the weights
 
 
@@ -55,6 +59,7 @@ class CardFacts:
     energy: Energy | None
     licence: str | None
     has_soft_caps: bool = False  # of attention scores: transformers' sdpa leaves them out
+    model_class: str = CAUSAL  # of transformers, that opens the base and what was trained on it
 
     @classmethod
     def of(cls, folder: RunFolder, config: Config, report: RunReport) -> "CardFacts":
@@ -63,13 +68,15 @@ class CardFacts:
         losses = [read_losses(folder, when) for when in ("before", "after")]
         scores = [loss_score(report, *losses), *answer_scores(report, before, after)]
         asked = AskedRun.read(folder)
+        base = base_config(config.model)
         return cls(
             scores=[score for score in scores if score is not None],
             chosen=chosen_settings(folder, asked) if asked else [],
             hardware=hardware_of(report),
             energy=energy_of(metrics.read(folder.metrics).lines),
             licence=licence_of(Path(config.model.name)),
-            has_soft_caps=has_soft_caps(config.model),
+            has_soft_caps=has_soft_caps(base),
+            model_class=model_class_of(base) if not config.model.trust_remote_code else CAUSAL,
         )
 
 
@@ -121,21 +128,19 @@ def licence_of(base: Path) -> str | None:
     return None
 
 
-def has_soft_caps(model: ModelSection) -> bool:
-    """Return whether a base, in its folder or the hub's cache, caps its attention scores."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(model.name).is_dir():
-        return names_soft_cap(Path(model.name))
-    config = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    return isinstance(config, str) and names_soft_cap(Path(config).parent)
+def base_config(model: ModelSection) -> Mapping[str, Any]:
+    """Return the config.json of a base in its folder or the hub's cache, {} where there is none."""
+    path = find_file(model.name, "config.json", model.revision, environment())
+    return {} if path is None else read_json(path)
 
 
-def names_soft_cap(folder: Path) -> bool:
-    """Return whether the config.json of a folder names a soft cap of attention scores."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return False
-    config = read_json(path)
-    text = config.get("text_config") or config
+def has_soft_caps(base: Mapping[str, Any]) -> bool:
+    """Return whether a base's config.json caps its attention scores."""
+    text = base.get("text_config") or base
     return text.get("attn_logit_softcapping") is not None
+
+
+def model_class_of(base: Mapping[str, Any]) -> str:
+    """Return the class that a base's config.json declares, where an auto class may open another."""
+    declared = base.get("architectures")
+    return declared[0] if declared and is_composite(base) else CAUSAL

@@ -105,7 +105,7 @@ def _use_lines(config: Config, weights: Path, kind: str, facts: CardFacts) -> li
             "llama-server -m file.gguf --jinja",
             "```",
         ]
-    lines = ["```python", *_code(config, weights, kind == "adapter", facts.has_soft_caps), "```"]
+    lines = ["```python", *_code(config, weights, kind == "adapter", facts), "```"]
     if kind == "safetensors":
         lines += ["", "```bash", f"vllm serve {weights}", "```"]
     if kind == "adapter" and config.tuning.lora.r <= VLLM_RANKS[-1]:
@@ -121,7 +121,7 @@ def _use_lines(config: Config, weights: Path, kind: str, facts: CardFacts) -> li
     return lines
 
 
-def _code(config: Config, weights: Path, is_adapter: bool, has_soft_caps: bool) -> list[str]:
+def _code(config: Config, weights: Path, is_adapter: bool, facts: CardFacts) -> list[str]:
     """Return the lines of Python that load the weights and answer a question."""
     model = config.model
     options = ""
@@ -129,11 +129,12 @@ def _code(config: Config, weights: Path, is_adapter: bool, has_soft_caps: bool) 
         options += f", revision={model.revision!r}"
     if model.trust_remote_code:
         options += ", trust_remote_code=True"
-    if has_soft_caps:  # transformers' sdpa leaves them out
+    if facts.has_soft_caps:  # transformers' sdpa leaves them out
         options += ", attn_implementation='eager'"
-    classes = "AutoModelForCausalLM, AutoTokenizer"
+    model_class = facts.model_class
+    classes = ", ".join(sorted((model_class, "AutoTokenizer")))
     imports = [f"from transformers import {classes}"]
-    load = [f"model = AutoModelForCausalLM.from_pretrained(folder{options}).eval()"]
+    load = [f"model = {model_class}.from_pretrained(folder{options}).eval()"]
     if is_adapter:
         imports = [
             "from peft import PeftModel",
@@ -145,7 +146,7 @@ def _code(config: Config, weights: Path, is_adapter: bool, has_soft_caps: bool) 
         load = [
             f"base = {model.name!r}",
             "stops = GenerationConfig.from_pretrained(folder)  # else answers run on",
-            f"model = AutoModelForCausalLM.from_pretrained(base, generation_config=stops{options})",
+            f"model = {model_class}.from_pretrained(base, generation_config=stops{options})",
             "model = PeftModel.from_pretrained(model, folder).eval()",
         ]
     messages = "[{'role': 'user', 'content': 'Hello!'}]"

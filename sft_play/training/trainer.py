@@ -97,9 +97,8 @@ class SftTrainer(Trainer):
         gradients: GradientWatch | None = None,
         **kwargs: Any,
     ):
-        # Trainer sets that of the outermost config to False; it is saved with the weights
         self.text_config = kwargs["model"].config.get_text_config()
-        self.base_use_cache = getattr(self.text_config, "use_cache", None)
+        self.base_use_cache = getattr(self.text_config, "use_cache", None)  # saved with the weights
         super().__init__(compute_loss_func=token_mean_loss, **kwargs)
         self.text_config.use_cache = False
         self.order = order

@@ -257,6 +257,11 @@ class TuningSection(Section):
         description="float8: the frozen linear weights of a lora base in 8 bits (e4m3, a scale a "
         "row), and products of 8-bit numbers; a GPU needs capability 8.9. auto keeps model.dtype.",
     )
+    towers: Literal["frozen", "drop"] = Field(
+        "frozen",
+        description="What a model has beside its language model, for images or sound: frozen keeps "
+        "it in memory, drop does not. Neither trains it, and it is a part of what leaves.",
+    )
     allow_untrained_tokens: bool = Field(
         False,
         description="Train adapters although the rows use added tokens whose embedding or output "
