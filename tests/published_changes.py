@@ -114,7 +114,14 @@ def _of_language(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "text_config": {
                 "interleave_moe_layer_step": 2,
                 "moe_layers": [1],
+                "attention_chunk_size": 512,
                 "num_experts_per_tok": 1,
+            }
+        },
+        "minimax_m3_vl": {
+            "text_config": {
+                "mlp_layer_types": ["dense", "sparse"],
+                "layer_types": ["full_attention", "minimax_m3_sparse"],
             }
         },
         "mistral3": {"tie_word_embeddings": False},
@@ -160,7 +167,10 @@ def _of_towers(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "text_config": {"head_dim": sizes.head},
             "vision_config": {"max_image_size": 64, "max_vit_seq_len": 64},
         },
-        "inkling_mm_model": {"vision_config": {"n_layers": 3, "patch_size": 2}},
+        "inkling_mm_model": {
+            "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+            "vision_config": {"n_layers": 3, "patch_size": 2},
+        },
         "janus": {"vq_config": codes},
         "mllama": {
             "text_config": {"bos_token_id": 1, "num_hidden_layers": 3},

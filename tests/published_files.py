@@ -81,7 +81,8 @@ def _place_template(model_type: str, folder: Path) -> None:
 
 def _image_fields(model_type: str) -> dict[str, Any]:
     """Return what preprocessor_config.json says of images, empty where the type reads none."""
-    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type)
+    shared = "qwen2_vl" if model_type in PREPROCESSOR_ALONE else model_type
+    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(shared)
     if not classes:
         return {}
     name = classes if isinstance(classes, str) else next(iter(classes.values()))

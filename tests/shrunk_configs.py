@@ -105,7 +105,7 @@ def shrunk_config(model_type: str, sizes: Sizes, changes: dict[str, Any]) -> Pre
             default[part] = part_class().to_dict()  # most repositories have these towers
     if model_type in _TEXT_TYPES:
         default["text_config"] = {"model_type": _TEXT_TYPES[model_type]}
-    fields = _merged(_shrunk(default, sizes, {}), changes)
+    fields = merged(_shrunk(default, sizes, {}), changes)
     config = config_class(**fields)
     _set_rope_sections(config.get_text_config())
     return config
@@ -194,10 +194,11 @@ def _set_rope_sections(text: PreTrainedConfig) -> None:
             own["mrope_section"] = [time, height, half - time - height]
 
 
-def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(fields)
+def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with changes on top, those of dictionaries within them joined likewise."""
+    joined = dict(fields)
     for key, value in changes.items():
-        inner = merged.get(key)
+        inner = joined.get(key)
         both = isinstance(inner, dict) and isinstance(value, dict)
-        merged[key] = _merged(inner, value) if both else value
-    return merged
+        joined[key] = merged(inner, value) if both else value
+    return joined
