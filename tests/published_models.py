@@ -14,8 +14,9 @@ from huggingface_hub import save_torch_state_dict
 from published_changes import NOT_BUILT, changes_by_type
 from published_files import hub_tensors, write_processor
 from safetensors.torch import load_file
-from shrunk_configs import shrunk_config
+from shrunk_configs import merged, shrunk_config
 from tiny_models import TINY, Sizes, draw_weights
+from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -44,7 +45,7 @@ def auto_class(model_type: str) -> type:
 def published_config(model_type: str, sizes: Sizes = TINY, **changes: Any) -> PreTrainedConfig:
     """Return the tiny composite config of a type; `changes` are fields of it and of its parts."""
     return shrunk_config(
-        model_type, sizes, {**changes_by_type(sizes).get(model_type, {}), **changes}
+        model_type, sizes, merged(changes_by_type(sizes).get(model_type, {}), changes)
     )
 
 
@@ -55,6 +56,9 @@ def published_model(
     torch.manual_seed(seed)
     model = auto_class(model_type).from_config(published_config(model_type, sizes, **changes))
     draw_weights(model)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight.data[module.padding_idx] = 0  # as transformers does when it loads Kosmos
     model.generation_config.bos_token_id = None
     return model.train()
 
