@@ -37,7 +37,7 @@ NO_TEXT_ROWS = {
     **dict.fromkeys(
         ("qwen2_5_omni", "qwen3_omni_moe"), "has no forward: its thinker is the language model"
     ),
-    "t5gemma2": "is an encoder and a decoder: text goes to both",
+    **dict.fromkeys(("florence2", "t5gemma2"), "is an encoder and a decoder: text goes to both"),
     "udop": "wants the place of each token on the page",
     "voxtral_realtime": "wants sound in every call",
 }
