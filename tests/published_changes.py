@@ -184,6 +184,7 @@ def _of_towers(sizes: Sizes) -> dict[str, dict[str, Any]]:
 
 def _of_sound(sizes: Sizes) -> dict[str, dict[str, Any]]:
     """Return what the parts that read or make sound need."""
+    marks = {"vision_start_token_id": 2285, "vision_end_token_id": 2286}
     codec = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
     return {
         "fun_asr_nano": {
@@ -197,7 +198,10 @@ def _of_sound(sizes: Sizes) -> dict[str, dict[str, Any]]:
                 "num_key_value_heads": 4,
             }
         },
+        "qwen2_5_omni_thinker": marks,
+        "qwen3_omni_moe_thinker": marks,
         "qwen2_5_omni": {
+            "thinker_config": marks,
             "token2wav_config": {
                 "dit_config": {
                     "enc_channels": [16, 16, 16, 16, 48],
@@ -205,13 +209,14 @@ def _of_sound(sizes: Sizes) -> dict[str, dict[str, Any]]:
                     "look_backward_layers": [0],
                 },
                 "bigvgan_config": {"upsample_initial_channel": 64},
-            }
+            },
         },
         "qwen3_omni_moe": {
+            "thinker_config": marks,
             "talker_config": {
                 "spatial_merge_size": 2,
                 "text_config": {"shared_expert_intermediate_size": sizes.expert},
-            }
+            },
         },
         "vibevoice_asr": {
             "acoustic_tokenizer_encoder_config": codec,

@@ -29,6 +29,8 @@ TEMPLATE_IN_JSON = (
     *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_next_video"),
     *("llava_onevision", "vipllava"),
 )
+# Their config.json has no text_config: its fields lie beside vision_config, in older words
+FLAT_CONFIG = ("qwen2_vl", "qwen2_5_vl")
 # One file describes the processor of the others
 PREPROCESSOR_ALONE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *MTP_TYPES)
 
@@ -46,6 +48,24 @@ def hub_tensors(
     if model_type == "qwen3_5_moe":
         tensors = _fused_experts(tensors)
     return {**tensors, **head}
+
+
+def age_config(model_type: str, folder: Path) -> None:
+    """Write config.json as transformers 4 did, where the type's repositories still have that."""
+    if model_type not in FLAT_CONFIG:
+        return
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    text = fields.pop("text_config")
+    rope = text.pop("rope_parameters")
+    for name in ("model_type", "layer_types"):
+        text.pop(name)
+    old = {
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        "rope_theta": rope["rope_theta"],
+        "torch_dtype": fields.pop("dtype"),
+    }
+    _write_json(path, {**text, **fields, **old})
 
 
 def write_processor(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from published_changes import NOT_BUILT, changes_by_type
-from published_files import hub_tensors, write_processor
+from published_files import age_config, hub_tensors, write_processor
 from safetensors.torch import load_file
 from shrunk_configs import merged, shrunk_config
 from tiny_models import TINY, Sizes, draw_weights
@@ -81,6 +81,7 @@ def write_published(
         if tensor.is_floating_point():  # not the complex angles of Llama 4's tower
             tensor.data = tensor.data.to(dtype)
     model.save_pretrained(folder)
+    age_config(model_type, folder)
     written = folder / "model.safetensors"
     tensors = hub_tensors(model, load_file(written))
     written.unlink()

@@ -195,3 +195,12 @@ def test_a_chat_template_lies_where_the_repository_has_it(tmp_path, tokenizer):
         fields = json.loads((folder / "tokenizer_config.json").read_text())
         assert ("chat_template" in fields) == in_config
     assert (tmp_path / "gemma3" / "preprocessor_config.json").exists()
+
+
+def test_an_old_config_has_the_fields_of_its_text_on_top(tmp_path, tokenizer):
+    folder = write_published("qwen2_5_vl", tmp_path, tokenizer)
+    fields = json.loads((folder / "config.json").read_text())
+    assert "text_config" not in fields and "rope_parameters" not in fields
+    text, drawn = reopened(folder).config.text_config, published_config("qwen2_5_vl").text_config
+    assert text.rope_parameters["mrope_section"] == drawn.rope_parameters["mrope_section"]
+    assert (text.hidden_size, text.vocab_size) == (drawn.hidden_size, drawn.vocab_size)
