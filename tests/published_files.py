@@ -54,6 +54,8 @@ def write_weights(model: PreTrainedModel, folder: Path) -> None:
     if model_type in SEVERAL_TOKENS:
         tensors |= _several_tokens(tensors, model.config.get_text_config())
     save_file(tensors, path, metadata={"format": "pt"})
+    if model_type == "qwen2_5_omni":  # its class does not open a folder without voices
+        torch.save({}, folder / "spk_dict.pt")
 
 
 def _several_tokens(tensors: dict[str, torch.Tensor], text: Any) -> dict[str, torch.Tensor]:

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 import transformers
-from published_corrections import CORRECTIONS, NOT_BUILT, ROTATED_BY_SECTIONS
+from published_corrections import (
+    NOT_BUILT,
+    PARTS,
+    ROTATED_BY_SECTIONS,
+    TIME_LAST,
+    TWINS,
+    class_fields,
+    small_fields,
+)
 from published_files import write_processor, write_weights
 from tiny_models import MODEL_TYPES, TINY, Sizes, draw_weights, tiny_config
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,11 +32,10 @@ IMAGE_TEXT_CLASSES = {
     **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
 IMAGE_TEXT_TYPES = tuple(sorted(IMAGE_TEXT_CLASSES))
+BUILT_TYPES = tuple(name for name in IMAGE_TEXT_TYPES if name not in NOT_BUILT)
 
 # The last ids of the vocabulary stand for images, sound and their ends.
 SPECIAL_IDS = 32
-IMAGE_SIZE = 32  # pixels of a side
-PATCH_SIZE = 8
 
 HIDDEN = {
     *("hidden_size", "d_model", "embed_dim", "out_hidden_size", "projection_dim", "hidden_dim"),
@@ -42,11 +49,13 @@ HEADS = {
     *("num_attention_heads", "attention_heads", "num_heads", "encoder_attention_heads"),
     *("decoder_attention_heads", "conf_num_attention_heads", "resampler_n_heads"),
     *("swa_num_attention_heads", "num_sliding_attention_heads", "n_heads"),
+    *("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
 }
 KEY_VALUE_HEADS = {"num_key_value_heads", "swa_num_key_value_heads"}
 HEAD_SIZES = {
     *("head_dim", "d_kv", "resampler_head_dim", "dim_head", "swa_head_dim", "global_head_dim"),
     *("index_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"),
 }
 INTERMEDIATE = {
     *("intermediate_size", "mlp_dim", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
@@ -62,7 +71,7 @@ EXPERTS = {
 LAYERS = {
     *("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers"),
     *("num_decoder_layers", "num_global_layers", "n_layers", "conf_num_hidden_layers"),
-    *("num_blocks", "resampler_depth"),
+    *("num_blocks", "resampler_depth", "layers"),
 }
 EXPERTS_PER_TOKEN = {"num_experts_per_tok", "moe_topk", "moe_k"}
 RANKS = {"q_lora_rank", "kv_lora_rank", "laurel_rank", "hc_lowrank"}
@@ -82,9 +91,19 @@ def published_config(
     """
     if model_type in NOT_BUILT:
         raise ValueError(f"{model_type}: {NOT_BUILT[model_type]}")
-    default = CONFIG_MAPPING[model_type]()
+    return shrink_default(model_type, sizes, text_type)
+
+
+def shrink_default(
+    model_type: str, sizes: Sizes = TINY, text_type: str | None = None
+) -> PreTrainedConfig:
+    """Return the default config of a type made small, also of one that is not built."""
+    parts = dict(PARTS.get(model_type, {}))
     if text_type is not None:
-        default.text_config = CONFIG_MAPPING[text_type]()
+        parts["text_config"] = text_type
+    default = CONFIG_MAPPING[model_type](
+        **{name: CONFIG_MAPPING[part]() for name, part in parts.items()}
+    )
     return _shrink(default, default.get_text_config(), sizes)
 
 
@@ -113,7 +132,7 @@ def write_published(
 ) -> Path:
     """Write a tiny checkpoint as its repository has it: weights, configs, tokenizer, processor."""
     model = published_model(model_type, sizes, text_type)
-    if model.generation_config is not None:
+    if model.can_generate():
         model.generation_config.bos_token_id = None
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -130,13 +149,14 @@ def _shrink(config: PreTrainedConfig, text: PreTrainedConfig, sizes: Sizes) -> P
         if isinstance(value, PreTrainedConfig):
             fields[name] = _shrink(value, text, sizes).to_dict()
     small = _text_fields if config is text else _small_fields
-    own = CORRECTIONS.get(type(config).__name__, {})
+    own = class_fields(sizes).get(type(config).__name__, {})
     return type(config)(**{**fields, **small(config, sizes), **own})
 
 
 def _text_fields(config: PreTrainedConfig, sizes: Sizes) -> dict[str, Any]:
     """Return the fields of a language model: those of its tiny twin, or what its names tell."""
     twin = config.model_type.removesuffix("_text")
+    twin = TWINS.get(twin, twin)
     if twin in MODEL_TYPES:
         known = tiny_config(twin, sizes).to_dict()
         fields = {
@@ -145,9 +165,12 @@ def _text_fields(config: PreTrainedConfig, sizes: Sizes) -> dict[str, Any]:
     else:
         fields = _small_fields(config, sizes)
         common = {**sizes.common(), "num_hidden_layers": fields.get("num_hidden_layers", 2)}
-        fields |= {name: common[name] for name in common if hasattr(config, name)}
+        fields |= {name: common[name] for name in common if name in vars(config)}
     if type(config).__name__ in ROTATED_BY_SECTIONS:
-        fields["rope_parameters"] = _sections(config.rope_parameters, sizes)
+        sections = _sections(config.rope_parameters, sizes)
+        if type(config).__name__ in TIME_LAST:
+            sections["mrope_section"] = [sizes.head // 8, sizes.head // 8, sizes.head // 4]
+        fields["rope_parameters"] = sections
     return fields
 
 
@@ -220,18 +243,4 @@ def _sizes_by_name(sizes: Sizes, layers: int) -> dict[str, Any]:
         (LAYERS, layers),
     )
     named = {name: value for names, value in groups for name in names}
-    return named | {
-        "vocab_size": sizes.vocabulary,
-        "vocab_size_per_layer_input": sizes.vocabulary,
-        "hidden_size_per_layer_input": sizes.head,
-        "max_position_embeddings": 512,
-        "sliding_window": sizes.window,
-        "image_size": IMAGE_SIZE,
-        "patch_size": PATCH_SIZE,
-        "num_position_embeddings": (IMAGE_SIZE // PATCH_SIZE) ** 2,
-        "deepstack_visual_indexes": [0, 1],
-        "fullatt_block_indexes": [1],
-        "global_attn_indexes": [1],
-        "n_group": 1,
-        "topk_group": 1,
-    }
+    return named | small_fields(sizes)
