@@ -170,6 +170,7 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "rope_parameters": {**rope, "mrope_section": [sizes.head // 8] * 4},
         },
         "HunYuanVLVisionConfig": {"max_image_size": IMAGE_SIZE, "min_image_size": PATCH_SIZE},
+        "Kimi_K25Config": {"tie_word_embeddings": False},
         "KyutaiSpeechToTextConfig": {
             "num_codebooks": 4,
             "codebook_vocab_size": 33,

@@ -17,6 +17,21 @@ TRANSPOSED_EXPERTS = {"qwen3_vl_moe"}
 # Types with a head for several tokens that transformers leaves out; its layer is like the last one
 SEVERAL_TOKENS = {"qwen3_5", "qwen3_5_moe"}
 
+# Beginnings of names that transformers writes, where its conversions cannot be turned round, and
+# those of the repositories. Its own conversions read the latter.
+LISTENERS = (
+    *("glmasr", "granite_speech", "granite_speech_plus", "qwen2_audio"),
+    *("vibevoice_asr", "voxtral", "voxtral_realtime"),
+)
+RENAMED = {
+    **{name: {"language_model.model.model.": "language_model.model."} for name in LISTENERS},
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.mm_projector.": "mm_projector.",
+    },
+    "qianfan_ocr": {"language_model.model.encoder.": "language_model.model."},
+}
+
 # Published repositories that have their template in chat_template.json alone
 JSON_TEMPLATES = {
     *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision", "mllama"),
@@ -47,7 +62,7 @@ def write_weights(model: PreTrainedModel, folder: Path) -> None:
     model._weight_conversions = conversions
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
-    tensors = load_file(path)
+    tensors = _renamed(load_file(path), RENAMED.get(model_type, {}))
     if model_type in TRANSPOSED_EXPERTS:
         for name in [name for name in tensors if ".mlp.experts." in name]:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
@@ -56,6 +71,19 @@ def write_weights(model: PreTrainedModel, folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     if model_type == "qwen2_5_omni":  # its class does not open a folder without voices
         torch.save({}, folder / "spk_dict.pt")
+
+
+def _renamed(
+    tensors: dict[str, torch.Tensor], beginnings: dict[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors under names with other beginnings."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in beginnings.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        renamed[name] = tensor
+    return renamed
 
 
 def _several_tokens(tensors: dict[str, torch.Tensor], text: Any) -> dict[str, torch.Tensor]:

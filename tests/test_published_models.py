@@ -169,6 +169,16 @@ def test_the_language_model_can_be_chosen():
             "multi_modal_projector.linear_1.weight",
         ),
         (
+            "kimi_k25",
+            "language_model.model.layers.1.mlp.experts.0.gate_proj.weight "
+            "language_model.lm_head.weight vision_tower.encoder.blocks.0.wqkv.weight "
+            "mm_projector.pre_norm.weight mm_projector.proj.0.weight",
+        ),
+        (
+            "qwen2_audio",
+            "language_model.model.layers.0.self_attn.q_proj.weight audio_tower.layers.0.fc1.weight",
+        ),
+        (
             "smolvlm",
             "model.text_model.layers.0.self_attn.q_proj.weight lm_head.weight "
             "model.vision_model.encoder.layers.0.mlp.fc1.weight "
