@@ -1,173 +1,233 @@
-"""The files of a published checkpoint: names of tensors, processors, chat templates.
-
-What transformers writes differs from the repositories in a few names: `hub_tensors` knows them.
-"""
+"""What lies in a published folder: tensors under their published names, processors, templates."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    CLIPVisionModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Siglip2VisionModel,
-    SiglipVisionModel,
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+# Types whose experts are published as one tensor, though transformers would write each by itself
+STACKED_EXPERTS = {"qwen3_5_moe"}
+# Types whose experts are published with the input features first
+TRANSPOSED_EXPERTS = {"qwen3_vl_moe"}
+# Types with a head for several tokens that transformers leaves out; its layer is like the last one
+SEVERAL_TOKENS = {"qwen3_5", "qwen3_5_moe"}
+
+# Beginnings of names that transformers writes, where its conversions cannot be turned round, and
+# those of the repositories. Its own conversions read the latter.
+LISTENERS = (
+    *("glmasr", "granite_speech", "granite_speech_plus", "qwen2_audio"),
+    *("vibevoice_asr", "voxtral", "voxtral_realtime"),
 )
-from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+RENAMED = {
+    **{name: {"language_model.model.model.": "language_model.model."} for name in LISTENERS},
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.mm_projector.": "mm_projector.",
+    },
+    "qianfan_ocr": {"language_model.model.encoder.": "language_model.model."},
+}
 
-# Towers that transformers 4 kept one module further down, as most repositories still have them
-NESTED_TOWERS = (CLIPVisionModel, SiglipVisionModel, Siglip2VisionModel)
-MTP_TYPES = ("qwen3_5", "qwen3_5_moe")
-# The chat template is in chat_template.json, and also in the tokenizer's config or nowhere else
-TEMPLATE_IN_BOTH = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llama4", "mllama")
-TEMPLATE_IN_JSON = (
-    *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_next_video"),
-    *("llava_onevision", "vipllava"),
-)
-# Their config.json has no text_config: its fields lie beside vision_config, in older words
-FLAT_CONFIG = ("qwen2_vl", "qwen2_5_vl")
-# One file describes the processor of the others
-PREPROCESSOR_ALONE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *MTP_TYPES)
+# Published repositories that have their template in chat_template.json alone
+JSON_TEMPLATES = {
+    *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision", "mllama"),
+}
+TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|' + message['role'] + '|>' -}}
+    {%- if message['content'] is string -%}
+        {{- message['content'] -}}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {%- if message['role'] == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
 
 
-def hub_tensors(
-    model: PreTrainedModel, tensors: dict[str, torch.Tensor]
+def write_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Write the weights under their published names, and both configs."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model_type = model.config.model_type
+    if model_type in STACKED_EXPERTS:
+        conversions = [each for each in conversions if not isinstance(each, WeightConverter)]
+    # As after loading: a model that was built writes no prefix such as `vision_model.`
+    model._weight_conversions = conversions
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = _renamed(load_file(path), RENAMED.get(model_type, {}))
+    if model_type in TRANSPOSED_EXPERTS:
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    if model_type in SEVERAL_TOKENS:
+        tensors |= _several_tokens(tensors, model.config.get_text_config())
+    save_file(tensors, path, metadata={"format": "pt"})
+    if model_type == "qwen2_5_omni":  # its class does not open a folder without voices
+        torch.save({}, folder / "spk_dict.pt")
+
+
+def _renamed(
+    tensors: dict[str, torch.Tensor], beginnings: dict[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers writes under the names of the type's repositories."""
-    for name, module in model.named_modules():
-        if isinstance(module, NESTED_TOWERS):
-            tower = re.compile(rf"(^|\.){name.rsplit('.', 1)[-1]}\.")
-            tensors = {tower.sub(r"\g<0>vision_model.", key, 1): tensors[key] for key in tensors}
-    model_type = model.config.model_type
-    head = _mtp_tensors(tensors) if model_type in MTP_TYPES else {}
-    if model_type == "qwen3_5_moe":
-        tensors = _fused_experts(tensors)
-    return {**tensors, **head}
+    """Return the tensors under names with other beginnings."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in beginnings.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        renamed[name] = tensor
+    return renamed
 
 
-def age_config(model_type: str, folder: Path) -> None:
-    """Write config.json as transformers 4 did, where the type's repositories still have that."""
-    if model_type not in FLAT_CONFIG:
-        return
-    path = folder / "config.json"
-    fields = json.loads(path.read_text())
-    text = fields.pop("text_config")
-    rope = text.pop("rope_parameters")
-    for name in ("model_type", "layer_types"):
-        text.pop(name)
-    old = {
-        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
-        "rope_theta": rope["rope_theta"],
-        "torch_dtype": fields.pop("dtype"),
-    }
-    _write_json(path, {**text, **fields, **old})
-
-
-def write_processor(
-    model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Write the tokenizer, its chat template and what describes the processor."""
-    model_type = model.config.model_type
-    tokenizer.save_pretrained(folder)
-    _place_template(model_type, folder)
-    processor = {"processor_class": PROCESSOR_MAPPING_NAMES.get(model_type)}
-    if processor["processor_class"] and model_type not in PREPROCESSOR_ALONE:
-        _write_json(folder / "processor_config.json", {"image_seq_length": 4, **processor})
-    fields = {**_image_fields(model_type), **_sound_fields(model_type)}
-    if fields:
-        _write_json(folder / "preprocessor_config.json", {**fields, **processor})
-    if model_type in ("qwen3_vl", "qwen3_vl_moe", *MTP_TYPES):
-        video = {**fields, **processor, "video_processor_type": "Qwen3VLVideoProcessor"}
-        _write_json(folder / "video_preprocessor_config.json", video)
-    if model_type == "qwen2_5_omni":
-        torch.save({"Chelsie": {"bos_token": 2300}}, folder / "spk_dict.pt")  # of its voices
-
-
-def _place_template(model_type: str, folder: Path) -> None:
-    template = folder / "chat_template.jinja"
-    if model_type in TEMPLATE_IN_BOTH:
-        path = folder / "tokenizer_config.json"
-        fields = json.loads(path.read_text())
-        _write_json(path, {**fields, "chat_template": template.read_text()})
-    if model_type in (*TEMPLATE_IN_BOTH, *TEMPLATE_IN_JSON):
-        _write_json(folder / "chat_template.json", {"chat_template": template.read_text()})
-        template.unlink()
-
-
-def _image_fields(model_type: str) -> dict[str, Any]:
-    """Return what preprocessor_config.json says of images, empty where the type reads none."""
-    shared = "qwen2_vl" if model_type in PREPROCESSOR_ALONE else model_type
-    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(shared)
-    if not classes:
-        return {}
-    name = classes if isinstance(classes, str) else next(iter(classes.values()))
-    fields = {
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_processor_type": name.removesuffix("Pil"),
-        "image_std": [0.5, 0.5, 0.5],
-        "resample": 3,
-        "rescale_factor": 1 / 255,
-    }
-    if name.startswith("Qwen2VL"):
-        sizes = {"longest_edge": 16777216, "shortest_edge": 65536}
-        return {
-            **fields,
-            "size": sizes,
-            "patch_size": 8,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-        }
-    return {**fields, "size": {"height": 32, "width": 32}}
-
-
-def _sound_fields(model_type: str) -> dict[str, Any]:
-    name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type)
-    if not name:
-        return {}
-    return {"feature_extractor_type": name, "feature_size": 80, "sampling_rate": 16000}
-
-
-def _mtp_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a head that predicts the token after the next: a layer of full attention and norms.
-
-    No class of transformers loads it.
-    """
-    query = next(name for name in tensors if name.endswith("self_attn.q_proj.weight"))
-    layer = query.removesuffix("self_attn.q_proj.weight")
+def _several_tokens(tensors: dict[str, torch.Tensor], text: Any) -> dict[str, torch.Tensor]:
+    """Return random tensors of a head for several tokens, with one layer like the model's last."""
+    last = f"model.language_model.layers.{text.num_hidden_layers - 1}."
     head = {
-        "mtp.layers.0." + name.removeprefix(layer): torch.rand_like(tensor)
+        name.replace(last, "mtp.layers.0."): torch.randn_like(tensor)
         for name, tensor in tensors.items()
-        if name.startswith(layer)
+        if name.startswith(last)
     }
-    norm = head["mtp.layers.0.input_layernorm.weight"]
-    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        head[f"mtp.{name}.weight"] = torch.rand_like(norm)
-    head["mtp.fc.weight"] = torch.rand(len(norm), 2 * len(norm)).to(norm.dtype)
+    hidden = text.hidden_size
+    head["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden)
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        head[f"mtp.{norm}.weight"] = torch.randn(hidden)
     return head
 
 
-def _fused_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the matrices of a layer's experts, which transformers writes one by one."""
-    fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
-    layers = {name.split("experts.")[0] for name in tensors if ".mlp.experts." in name}
-    for layer in sorted(layers):
-        count = sum(name.startswith(f"{layer}experts.") for name in tensors) // 3
-        gate, up, down = (
-            torch.stack([tensors[f"{layer}experts.{i}.{part}.weight"] for i in range(count)])
-            for part in ("gate_proj", "up_proj", "down_proj")
-        )
-        fused[f"{layer}experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        fused[f"{layer}experts.down_proj"] = down
-    return fused
+def write_processor(model_type: str, folder: Path) -> None:
+    """Write the files of the image processor, and the template where its repositories have it."""
+    for name, content in PROCESSORS.get(model_type, DEFAULT_PROCESSOR).items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if model_type in JSON_TEMPLATES:
+        (folder / "chat_template.jinja").unlink()
+        text = json.dumps({"chat_template": TEMPLATE}, indent=2)
+        (folder / "chat_template.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+IMAGENET = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+STEPS = {
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "rescale_factor": 0.00392156862745098,
+}
+DEFAULT_PROCESSOR: dict[str, Any] = {
+    "preprocessor_config.json": {**STEPS, **IMAGENET, "size": {"height": 32, "width": 32}}
+}
+
+
+def _of_qwen(image: str, processor: str, merge_size: int = 2, **changes: Any) -> dict[str, Any]:
+    own = {
+        "image_processor_type": image,
+        "merge_size": merge_size,
+        "patch_size": 8,
+        "processor_class": processor,
+        "temporal_patch_size": 2,
+    }
+    return {"preprocessor_config.json": {**own, **changes}}
+
+
+_VIDEO = {
+    **HALVES,
+    "merge_size": 2,
+    "patch_size": 8,
+    "processor_class": "Qwen3VLProcessor",
+    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+    "temporal_patch_size": 2,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+}
+_QWEN3 = {
+    **_of_qwen(
+        "Qwen2VLImageProcessorFast",
+        "Qwen3VLProcessor",
+        **HALVES,
+        size={"longest_edge": 16777216, "shortest_edge": 65536},
+    ),
+    "video_preprocessor_config.json": _VIDEO,
+}
+_QWEN2 = {"max_pixels": 12845056, "min_pixels": 3136, **IMAGENET}
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "preprocessor_config.json": {
+            **STEPS,
+            **HALVES,
+            "do_convert_rgb": None,
+            "do_pan_and_scan": None,
+            "image_processor_type": "Gemma3ImageProcessor",
+            "image_seq_length": 4,
+            "processor_class": "Gemma3Processor",
+            "resample": 2,
+            "size": {"height": 32, "width": 32},
+        },
+        "processor_config.json": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
+    },
+    "llama4": {
+        "preprocessor_config.json": {
+            **STEPS,
+            **HALVES,
+            "image_processor_type": "Llama4ImageProcessorFast",
+            "max_patches": 16,
+            "processor_class": "Llama4Processor",
+            "resample": 2,
+            "size": {"height": 32, "width": 32},
+        },
+        "processor_config.json": {
+            "patch_size": 8,
+            "pixel_shuffle_ratio": 0.5,
+            "processor_class": "Llama4Processor",
+        },
+    },
+    "mistral3": {
+        "preprocessor_config.json": {
+            **STEPS,
+            **IMAGENET,
+            "do_convert_rgb": True,
+            "image_processor_type": "PixtralImageProcessorFast",
+            "patch_size": 8,
+            "processor_class": "PixtralProcessor",
+            "resample": 3,
+            "size": {"longest_edge": 32},
+        },
+        "processor_config.json": {
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+            "image_token": "[IMG]",
+            "patch_size": 8,
+            "processor_class": "PixtralProcessor",
+            "spatial_merge_size": 2,
+        },
+    },
+    "smolvlm": {
+        "preprocessor_config.json": {
+            **STEPS,
+            **HALVES,
+            "do_convert_rgb": True,
+            "do_image_splitting": True,
+            "do_pad": True,
+            "image_processor_type": "SmolVLMImageProcessor",
+            "max_image_size": {"longest_edge": 32},
+            "processor_class": "SmolVLMProcessor",
+            "resample": 1,
+            "size": {"longest_edge": 64},
+        },
+        "processor_config.json": {"image_seq_len": 4, "processor_class": "SmolVLMProcessor"},
+    },
+    "qwen2_vl": _of_qwen("Qwen2VLImageProcessor", "Qwen2VLProcessor", **_QWEN2),
+    "qwen2_5_vl": _of_qwen("Qwen2VLImageProcessor", "Qwen2_5_VLProcessor", **_QWEN2),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+}

@@ -15,7 +15,7 @@ from sft_play import cli
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
-from sft_play.models import merging
+from sft_play.models import merging, shards
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.seal import find_damage, is_sealed, seal
 
@@ -226,13 +226,12 @@ def test_a_4_bit_adapter_is_not_merged_into_another_base(
 
 
 def test_a_tied_head_that_is_lost_is_found(copied, monkeypatch):
-    really = merging._write_config
+    really = merging.write_config
 
-    def untied(skeleton, merge, target):
-        really(skeleton, merge, target)
-        change(target / "config.json", tie_word_embeddings=False)
+    def untied(config, model, target, dtype, unties):
+        really(config, model, target, dtype, unties=True)
 
-    monkeypatch.setattr(merging, "_write_config", untied)
+    monkeypatch.setattr(merging, "write_config", untied)
     assert why_not(copied)[0].startswith("KL=")
 
 
@@ -285,7 +284,7 @@ def test_a_run_without_a_reference_is_measured_against_its_own_model(copied):
 def test_shards_of_any_size_hold_the_same_weights_and_an_index(copied, monkeypatch):
     merge_run(copied)
     whole = load_file(copied.path / "merged" / "model.safetensors")
-    monkeypatch.setattr(merging, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 40_000)
     merge_run(copied, "bfloat16")
     target = copied.path / "merged"
     parts = sorted(target.glob("model-*-of-*.safetensors"))

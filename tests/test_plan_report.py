@@ -234,7 +234,7 @@ def test_packing_that_is_off_is_told_and_why(monkeypatch: pytest.MonkeyPatch) ->
     assert line(plan_for("1xH200", "train.packing=false"), "packing") == "off"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Unsloth is installed
     gemma = plan_for("1xH200", "model.name=google/gemma-3-4b-it", "tuning.backend=unsloth")
-    expected = "off: nobody has looked whether gemma3 keeps packed documents apart"
+    expected = "off: nobody has looked whether gemma3_text keeps packed documents apart"
     assert line(gemma, "packing").startswith(expected)
 
 
