@@ -12,7 +12,6 @@ NOT_BUILT: dict[str, str] = {
     "fast_vlm": "its tower needs timm",
     "gemma3n": "its tower needs timm",
     "perception_lm": "its tower needs timm",
-    "inkling_mm_model": "its tower needs scipy",
     "shieldgemma2": "its repositories declare a classifier of images",
     "vision-encoder-decoder": "it has no config of its own",
 }
@@ -170,6 +169,10 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "rope_parameters": {**rope, "mrope_section": [sizes.head // 8] * 4},
         },
         "HunYuanVLVisionConfig": {"max_image_size": IMAGE_SIZE, "min_image_size": PATCH_SIZE},
+        "InklingAudioConfig": {"mel_vocab_size": 8, "n_mel_bins": 8},
+        "InklingTextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+        # Fewer layers than steps from a pixel to a patch would need scipy
+        "InklingVisionConfig": {"n_layers": 3, "patch_size": 2},
         "Kimi_K25Config": {"tie_word_embeddings": False},
         "KyutaiSpeechToTextConfig": {
             "num_codebooks": 4,
@@ -182,6 +185,10 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "interleave_moe_layer_step": 2,
             "moe_layers": [1],
             "no_rope_layers": [1, 0],
+        },
+        "MiniMaxM3VLTextConfig": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
         },
         "Mistral3Config": {"tie_word_embeddings": False},
         "Mistral4Config": {
@@ -214,9 +221,21 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "indexer_head_dim": sizes.head,
             "indexer_budget": 8,
             "indexer_compress_ratio": 4,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": sizes.hidden,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 64,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 2,
         },
         "SiglipVisionConfig": {"vision_use_head": False},
-        "Step3p7TextConfig": {"sliding_window": sizes.window},
+        "Step3p7TextConfig": {
+            "sliding_window": sizes.window,
+            "layer_types": SLIDING_AND_FULL,
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
+            "num_hidden_layers": 2,
+        },
     }
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -32,7 +33,12 @@ RENAMED = {
     "qianfan_ocr": {"language_model.model.encoder.": "language_model.model."},
 }
 
-# Published repositories that have their template in chat_template.json alone
+# Published repositories without text_config: its fields lie beside vision_config, in older words
+FLAT_CONFIG = {"qwen2_vl", "qwen2_5_vl"}
+
+# Published repositories that have their template in chat_template.json and the tokenizer's config
+REPEATED_TEMPLATES = {"gemma3", "qwen2_vl", "qwen2_5_vl"}
+# Published repositories that have it in chat_template.json alone
 JSON_TEMPLATES = {
     *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision", "mllama"),
 }
@@ -52,8 +58,11 @@ TEMPLATE = """\
 """
 
 
-def write_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Write the weights under their published names, and both configs."""
+def write_weights(model: PreTrainedModel, folder: Path, shard_bytes: int | None = None) -> None:
+    """Write the weights under their published names, and both configs.
+
+    A file of weights holds at most `shard_bytes`; None writes one file.
+    """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model_type = model.config.model_type
     if model_type in STACKED_EXPERTS:
@@ -63,14 +72,42 @@ def write_weights(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = _renamed(load_file(path), RENAMED.get(model_type, {}))
+    path.unlink()
     if model_type in TRANSPOSED_EXPERTS:
         for name in [name for name in tensors if ".mlp.experts." in name]:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
     if model_type in SEVERAL_TOKENS:
         tensors |= _several_tokens(tensors, model.config.get_text_config())
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes or "1GB")
+    if model_type in FLAT_CONFIG:
+        _flatten_config(folder / "config.json")
     if model_type == "qwen2_5_omni":  # its class does not open a folder without voices
         torch.save({}, folder / "spk_dict.pt")
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a checkpoint, by name."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        places = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in places.items()}
+    whole = folder / "model.safetensors"
+    return dict.fromkeys(load_file(whole), whole)
+
+
+def _flatten_config(path: Path) -> None:
+    """Write a config as transformers 4 did before the language model had a part of its own."""
+    fields = json.loads(path.read_text())
+    text = fields.pop("text_config")
+    rope = text.pop("rope_parameters")
+    for name in ("model_type", "layer_types"):
+        text.pop(name)
+    old = {
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        "rope_theta": rope["rope_theta"],
+        "torch_dtype": fields.pop("dtype"),
+    }
+    path.write_text(json.dumps({**text, **fields, **old}, indent=2) + "\n", encoding="utf-8")
 
 
 def _renamed(
@@ -94,17 +131,40 @@ def _several_tokens(tensors: dict[str, torch.Tensor], text: Any) -> dict[str, to
         for name, tensor in tensors.items()
         if name.startswith(last)
     }
-    hidden = text.hidden_size
-    head["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden)
-    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        head[f"mtp.{norm}.weight"] = torch.randn(hidden)
+    for name in [name for name in head if ".experts." in name]:
+        head |= _single_experts(name, head.pop(name))
+    norm = head["mtp.layers.0.input_layernorm.weight"]
+    head["mtp.fc.weight"] = torch.randn(len(norm), 2 * len(norm)).to(norm.dtype)
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        head[f"mtp.{name}.weight"] = torch.randn_like(norm)
     return head
+
+
+def _single_experts(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the matrices of stacked experts one by one, as the head of Qwen3.5 has them.
+
+    That of Qwen3.6 has them stacked.
+    """
+    layer, kind = name.rsplit(".", 1)
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    parts = zip(kinds, stacked.chunk(len(kinds), dim=1), strict=True)
+    return {
+        f"{layer}.{expert}.{one}.weight": matrix.clone()
+        for one, matrices in parts
+        for expert, matrix in enumerate(matrices)
+    }
 
 
 def write_processor(model_type: str, folder: Path) -> None:
     """Write the files of the image processor, and the template where its repositories have it."""
     for name, content in PROCESSORS.get(model_type, DEFAULT_PROCESSOR).items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    template, tokenizer = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if model_type in REPEATED_TEMPLATES:
+        text = {"chat_template": template.read_text()}
+        template.unlink()
+        tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), **text}, indent=2))
+        (folder / "chat_template.json").write_text(json.dumps(text, indent=2))
     if model_type in JSON_TEMPLATES:
         (folder / "chat_template.jinja").unlink()
         text = json.dumps({"chat_template": TEMPLATE}, indent=2)
