@@ -4,11 +4,14 @@ A composite model has a language model, which is trained, and towers beside it f
 which are not. Both are found by structure. Imports no code of other rooms.
 """
 
+import copy
+import inspect
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -18,8 +21,10 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault, first_line
 
+TOWERS = "tower_names"  # attribute of a model: found once
+TOKENS = 8
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 
@@ -78,26 +83,97 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     if found is model.get_output_embeddings():
         return model.base_model
     while found is not model and _has_head(found):
-        model, found = found, found.get_decoder()
+        inside = found.get_decoder()
+        if inside is found:
+            inside = next((part for part in found.children() if _is_model(part)), found)
+        model, found = found, inside
     return found
 
 
 def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules of a composite model that read no text, by name: towers and projectors.
 
-    A model of text has none.
+    They are those beside the decoder, and those inside it that a text does not run, such as the
+    cross-attention of Mllama. A model of text has none.
+
+    Raises: ConfigError for a model that cannot be run on text alone.
     """
-    if not is_composite(model.config):
+    if not model.config.sub_configs:
         return {}
-    text = {decoder_of(model), model.get_input_embeddings(), model.get_output_embeddings()}
-    return dict(_outside(model, "", text))
+    names = vars(model).get(TOWERS)
+    if names is None:
+        with torch.device("meta"):
+            twin = type(model)._from_config(
+                copy.deepcopy(model.config), attn_implementation="eager"
+            )
+        names = vars(model)[TOWERS] = _tower_names(twin)
+    modules = dict(model.named_modules())
+    return {name: modules[name] for name in names if name in modules}
+
+
+def _tower_names(twin: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of an empty model's towers."""
+    try:
+        text = {twin.get_input_embeddings(), twin.get_output_embeddings()}
+        ran = _modules_of_a_text(twin)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model.name: {type(twin).__name__} cannot be run on text alone: {first_line(error)}; "
+            "set MODEL_NAME to a model that can"
+        ) from None
+    found = {}
+    if is_composite(twin.config):
+        found |= _apart(twin, "", text | {decoder_of(twin)})
+    if ran:
+        for name, module in _apart(twin, "", text | ran, enters=True).items():
+            is_leaf = next(module.children(), None) is None  # its weight may be read by its name
+            if not is_leaf and not f"{name}.".startswith(tuple(f"{tower}." for tower in found)):
+                found[name] = module
+    return tuple(found)
+
+
+def _modules_of_a_text(twin: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules of an empty model that a text runs; none if it cannot be told.
+
+    Experts are passed over: which of them a token is sent to follows from numbers.
+
+    Raises: TypeError, ValueError where the model asks for more than text.
+    """
+    ran: set[nn.Module] = set()
+
+    def note(module: nn.Module, _: tuple[Any, ...]) -> None:
+        ran.add(module)
+
+    for module in twin.modules():
+        module.register_forward_pre_hook(note)
+        own = module.parameters(recurse=False)
+        has_experts = any(weight.dim() == 3 and len(weight) > 1 for weight in own)
+        if has_experts and not isinstance(module, _ConvNd):
+            module.forward = lambda hidden, *_, **__: hidden
+    inputs = {
+        "input_ids": torch.zeros(1, TOKENS, dtype=torch.int64, device="meta"),
+        "position_ids": torch.arange(TOKENS, device="meta")[None],
+        "attention_mask": torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"),
+        "use_cache": False,
+    }
+    parameters = inspect.signature(type(twin).forward).parameters
+    if "kwargs" not in parameters:
+        inputs = {name: value for name, value in inputs.items() if name in parameters}
+    try:
+        with torch.no_grad():
+            twin.eval()(**inputs)
+    except RuntimeError:  # it branches on numbers, which an empty model has not
+        return set()
+    return ran
 
 
 def drop_towers(model: PreTrainedModel) -> None:
     """Free the towers of a model, which reads text alone from then on."""
     for name in towers_of(model):
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, None)
+        holder, _, own = name.rpartition(".")
+        holder = model.get_submodule(holder)
+        if not isinstance(holder, nn.ModuleList):  # such as a layer of Mllama, which is passed over
+            setattr(holder, own, None)
 
 
 def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -121,17 +197,26 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return longest
 
 
+def _is_model(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)
+
+
 def _has_head(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
+    return _is_model(module) and module.get_output_embeddings() is not None
 
 
-def _outside(module: nn.Module, name: str, text: set[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the largest modules that neither are, nor are in, nor hold one of `text`."""
-    if module in text:
-        return []
-    if not any(part in text for part in module.modules()):
-        return [(name, module)]
-    found = []
+def _apart(
+    module: nn.Module, name: str, kept: set[nn.Module], enters: bool = False
+) -> dict[str, nn.Module]:
+    """Return the largest modules that hold none of `kept`; what is in those is left out too.
+
+    With `enters` the modules inside `kept` are looked at.
+    """
+    if module in kept and not enters:
+        return {}
+    if not any(part in kept for part in module.modules()):
+        return {name: module}
+    found = {}
     for own, child in module.named_children():
-        found += _outside(child, f"{name}.{own}".lstrip("."), text)
+        found |= _apart(child, f"{name}.{own}".lstrip("."), kept, enters)
     return found

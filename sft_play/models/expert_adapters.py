@@ -99,7 +99,7 @@ def adapter_config(
             every_parameter.append(f"{name}.weight")
     return replace(
         config,
-        target_modules=_targets(modules, every_module),
+        target_modules=_targets(modules, every_module, bool(towers_of(model))),
         target_parameters=_without_layers(parameters, every_parameter) or None,
     )
 
@@ -291,19 +291,22 @@ def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
     return short if _names_exactly(short, names, every_name) else sorted(names)
 
 
-def _targets(names: list[str], every_name: list[str]) -> list[str] | str:
-    """Return what PEFT finds the modules `names` by: last words, or else one regular expression.
+def _targets(names: list[str], every_name: list[str], has_towers: bool) -> list[str] | str:
+    """Return what PEFT finds the modules `names` by: last words, or beside towers an expression.
 
-    The expression ends in the one group of last words, which vLLM reads from there. PEFT would
+    It ends in one group, of last words where these suffice: vLLM reads them from there. PEFT would
     shorten a list of full names to endings that also name modules of a tower.
     """
     words = sorted({name.rpartition(".")[2] for name in names})
-    if _names_exactly(words, names, every_name):
-        return words
+    if not names or not has_towers:
+        return words if _names_exactly(words, names, every_name) else names
     path = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
     expression = rf"{re.escape(path)}\..*\.({'|'.join(words)})"
     found = {name for name in every_name if re.fullmatch(expression, name)}
-    return expression if found == set(names) else names
+    if found == set(names):
+        return expression
+    rests = (re.escape(name.removeprefix(f"{path}.")) for name in names)
+    return rf"{re.escape(path)}\.({'|'.join(rests)})"
 
 
 def _names_exactly(targets: list[str], names: list[str], every_name: list[str]) -> bool:

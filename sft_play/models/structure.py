@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import Config, LoraSection
-from sft_play.errors import SftPlayError, first_line
+from sft_play.errors import ConfigError, SftPlayError, first_line
 from sft_play.models.architecture import decoder_layers, empty_model, text_modules, towers_of
 from sft_play.models.expert_adapters import choose_targets
 from sft_play.models.experts import expert_weights, linear_names, routing_linears
@@ -84,6 +84,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         config = Config.model_validate({"model": request["model"]})
         structure = count_structure(load_architecture(config), config.model.trust_remote_code)
+    except ConfigError as error:  # the model is none that can be trained on text
+        return {"answer": {"unusable": str(error)}}
     except UNBUILDABLE as error:
         return {"refused": f"{type(error).__name__}: {first_line(error)}"}
     return {"answer": as_json(structure)}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sft_play.config.schema import Config
+from sft_play.errors import ConfigError
 from sft_play.plan import counting
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, load_model_config, load_shape
 from sft_play.plan.structure import structure_from_json
@@ -20,7 +21,8 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     built without weights in a process of its own, once. Where that fails the shape has the reason
     as its `guess`, and the counts of a Llama of its sizes.
 
-    Raises: EnvironmentFault where there is no config.json.
+    Raises: EnvironmentFault where there is no config.json; ConfigError for a model that cannot be
+    run on text alone.
     """
     shape = _counted_shape(config, environ)
     return shape.without_towers() if config.tuning.towers == "drop" else shape
@@ -46,4 +48,6 @@ def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
         facts = counting.answer(COUNTER, request, told, folder, environ)
     except counting.Uncounted as reason:
         return replace(shape, guess=str(reason))
+    if "unusable" in facts:
+        raise ConfigError(facts["unusable"])
     return replace(shape, structure=structure_from_json(facts))
