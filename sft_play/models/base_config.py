@@ -1,0 +1,56 @@
+"""What the files of a run's base say of it before its weights are loaded."""
+
+import contextlib
+import logging
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
+
+from sft_play.config.schema import Config
+from sft_play.models.stored_weights import reading_as_plain
+from sft_play.models.vocabulary import tensor_files
+from sft_play.plan.stored_as import SECTIONS, StoredAs, stored_as
+from sft_play.runs.weight_headers import read_headers
+
+logger = logging.getLogger(__name__)
+
+
+def stored_config(config: Config) -> PretrainedConfig | None:
+    """Return the config of the base's files, None where loading the weights will say why not."""
+    model = config.model
+    try:
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs | None:
+    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
+    if stored is None:
+        return None
+    try:
+        headers = list(read_headers(sorted(set(tensor_files(config).values()))))
+    except (SafetensorError, OSError, ValueError):  # loading the weights says why
+        headers = []
+    return stored_as(stored.to_dict(), headers)
+
+
+def forget_quantization(stored: PretrainedConfig) -> None:
+    """Remove what a config says of quantisation, of a model whose weights are dequantised."""
+    for part in (stored, stored.get_text_config()):
+        for section in SECTIONS:
+            if hasattr(part, section):
+                delattr(part, section)
+
+
+def reading_stored(
+    found: StoredAs, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which `from_pretrained` reads weights that are stored like that."""
+    logger.info("model: stored as %s, %s", found.name, found.way)
+    if found.way == "packed":
+        return contextlib.nullcontext()
+    return reading_as_plain(found.block, device if device.type == "cuda" else None)
