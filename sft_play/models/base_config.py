@@ -1,4 +1,4 @@
-"""What the files of a run's base say of it before its weights are loaded."""
+"""What the files of a run's base are, before and without its model."""
 
 import contextlib
 import logging
@@ -8,7 +8,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
 from sft_play.config.schema import Config
-from sft_play.models.stored_weights import reading_as_plain
+from sft_play.models.shards import InFile, tensors_in
+from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
 from sft_play.models.vocabulary import tensor_files
 from sft_play.plan.stored_as import SECTIONS, StoredAs, stored_as
 from sft_play.runs.weight_headers import read_headers
@@ -44,6 +45,15 @@ def forget_quantization(stored: PretrainedConfig) -> None:
         for section in SECTIONS:
             if hasattr(part, section):
                 delattr(part, section)
+
+
+def base_tensors(config: Config) -> dict[str, InFile | Stored]:
+    """Return the tensors of a base's files by name, the quantised ones as the numbers they are."""
+    tensors = tensors_in(tensor_files(config))
+    found = stored_format(config, stored_config(config))
+    if found is None:
+        return tensors
+    return as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
 
 
 def reading_stored(

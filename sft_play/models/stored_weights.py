@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in 8 bits or in MXFP4, read as the numbers that they stand for.
+"""Weights that a checkpoint stores in 8 or 4 bits, read as the numbers that they stand for.
 
 transformers is given tensors that dequantise when they are read, under the names of plain ones. So
 everything behind the files sees a 16-bit checkpoint: experts that are joined, NF4, float8, FSDP.
@@ -20,7 +20,14 @@ from transformers import modeling_utils
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Block = tuple[int, int] | None
-SCALE_ENDINGS = ("_scale_inv", "_scale")
+OF_4_BITS = (
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+    "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)
 # Of activations, which are in 16 bits here, of a key-value cache, and of how bitsandbytes packs
 UNUSED_ENDINGS = (
     "activation_scale",
@@ -42,21 +49,34 @@ INT8_STEPS = 127
 class Stored:
     """A tensor in a file, or several that are one weight: read when it is indexed."""
 
-    def __init__(self, parts: dict[str, Any], block: Block, device: torch.device | None):
+    def __init__(
+        self,
+        parts: dict[str, Any],
+        block: Block,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ):
         self.parts = parts
         self.block = block
         self.device = device
+        self.dtype = dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the weight in float32, or in bfloat16 where that is exact."""
+        """Return the weight in its dtype, else in float32, or in bfloat16 where that is exact."""
         read = {}
         for name, part in self.parts.items():
             tensor = part[...]
             read[name] = tensor if self.device is None else tensor.to(self.device)
-        return dequantised(block=self.block, **read)[index]
+        if "absmax" in read:
+            weight = unpacked(read.pop("stored"), read)
+        else:
+            weight = dequantised(block=self.block, **read)
+        return weight[index] if self.dtype is None else weight[index].to(self.dtype)
 
     def get_shape(self) -> list[int]:
         """Return the shape of the weight."""
+        if "absmax" in self.parts:
+            return list(self[...].shape)
         shape = _shape(self.parts["stored"])
         if "exponents" not in self.parts:
             return shape
@@ -95,6 +115,13 @@ def dequantised(
     return numbers.mul_(_spread(scale.float(), numbers.shape, block))
 
 
+def unpacked(packed: Tensor, stats: dict[str, Tensor]) -> Tensor:
+    """Return a weight (R, C) that bitsandbytes packed in 4 bits."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    return dequantize_4bit(packed, QuantState.from_dict(stats, packed.device))
+
+
 def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     """Return scales that multiply a weight of a shape: each of a block repeated over it."""
     if scale.numel() == 1:
@@ -115,7 +142,10 @@ def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
 
 
 def as_plain(
-    tensors: Mapping[str, Any], block: Block = None, device: torch.device | None = None
+    tensors: Mapping[str, Any],
+    block: Block = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Return tensors of a checkpoint by name, the quantised ones as `Stored`, without their scales.
 
@@ -127,13 +157,15 @@ def as_plain(
     beside = {other for others in parts.values() for other in others.values()}
     for name, others in parts.items():
         is_mxfp4 = "exponents" in others
-        if name in beside or not (is_mxfp4 or _has_eight_bits(plain[name])):
+        is_packed = is_mxfp4 or "absmax" in others
+        if name in beside or not (is_packed or _has_eight_bits(plain[name])):
             continue
         if others.keys() <= {"zero_point"}:
             raise ValueError(f"{name} is stored in 8 bits, and its scale is not in the files")
         read = {"stored": plain.pop(name)}
         read |= {role: plain.pop(other) for role, other in others.items()}
-        plain[name.removesuffix("_blocks") if is_mxfp4 else name] = Stored(read, block, device)
+        own_name = name.removesuffix("_blocks") if is_mxfp4 else name
+        plain[own_name] = Stored(read, block, device, dtype)
     return plain
 
 
@@ -170,6 +202,7 @@ def _parts(name: str, tensors: Mapping[str, Any]) -> dict[str, str]:
         ("zero_point", f"{name}_zero_point"),
         ("steps", f"{stem}.SCB"),
         ("exponents", f"{name.removesuffix('_blocks')}_scales"),
+        *((part, f"{name}.{part}") for part in OF_4_BITS),
     ]
     return {role: other for role, other in candidates if other in tensors and other != name}
 

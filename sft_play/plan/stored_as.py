@@ -1,7 +1,7 @@
 """How a checkpoint stores its weights, and in which modes it trains. Pure: no torch, no weights."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sft_play.config.schema import Config
@@ -49,13 +49,23 @@ class StoredAs:
     name: str
     way: Literal["dequantised", "packed", "refused"]
     block: Block | None = None  # rows and columns that share a scale, where config.json names them
+    dtype: str = "bfloat16"  # in which the model says that it computes
 
 
 def stored_as(config: ConfigJson, headers: Iterable[Header] = ()) -> StoredAs | None:
     """Return the format that a config.json declares, or its files show; None for plain weights."""
     declared = _declared(config)
-    if declared is None:
-        return _shown(headers)
+    found = _shown(headers) if declared is None else _format(declared)
+    if found is None:
+        return None
+    text = config.get("text_config") or config
+    dtypes = (part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype"))
+    dtype = next(filter(None, dtypes), None)
+    return replace(found, dtype=dtype) if dtype in ("float16", "float32") else found
+
+
+def _format(declared: ConfigJson) -> StoredAs:
+    """Return the format that a quantization_config declares."""
     method = str(declared.get("quant_method") or "").lower()
     if declared.get("load_in_8bit"):
         return StoredAs("8 bits of bitsandbytes", "dequantised")
