@@ -2,16 +2,18 @@
 
 import contextlib
 import logging
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
 from sft_play.config.schema import Config
+from sft_play.models import stored_weights
 from sft_play.models.shards import InFile, tensors_in
 from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
 from sft_play.models.vocabulary import tensor_files
-from sft_play.plan.stored_as import SECTIONS, StoredAs, stored_as
+from sft_play.plan.stored_as import StoredAs, stored_as
 from sft_play.runs.weight_headers import read_headers
 
 logger = logging.getLogger(__name__)
@@ -39,14 +41,6 @@ def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs |
     return stored_as(stored.to_dict(), headers)
 
 
-def forget_quantization(stored: PretrainedConfig) -> None:
-    """Remove what a config says of quantisation, of a model whose weights are dequantised."""
-    for part in (stored, stored.get_text_config()):
-        for section in SECTIONS:
-            if hasattr(part, section):
-                delattr(part, section)
-
-
 def base_tensors(config: Config) -> dict[str, InFile | Stored]:
     """Return the tensors of a base's files by name, the quantised ones as the numbers they are."""
     tensors = tensors_in(tensor_files(config))
@@ -64,3 +58,11 @@ def reading_stored(
     if found.way == "packed":
         return contextlib.nullcontext()
     return reading_as_plain(found.block, device if device.type == "cuda" else None)
+
+
+def plain_reading(config: Config) -> dict[str, Any] | None:
+    """Return how a process without this project reads a base as plain, None if it need not."""
+    found = stored_format(config, stored_config(config))
+    if found is None or found.way == "packed":
+        return None
+    return {"module": stored_weights.__file__, "block": found.block}

@@ -50,11 +50,12 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
     return {**values, "bnb_4bit_compute_dtype": dtype_name(compute_dtype)}
 
 
-def set_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> None:
-    """Let a checkpoint that is in 4 bits compute in another type than its config.json names."""
+def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:
+    """Return the config of a base in 4 bits, which computes in `compute_dtype` now."""
     for part in (stored, stored.get_text_config()):
         if getattr(part, "quantization_config", None):
             part.quantization_config["bnb_4bit_compute_dtype"] = dtype_name(compute_dtype)
+    return stored
 
 
 def finish_loading(model: torch.nn.Module, storage: torch.dtype) -> None:

@@ -23,7 +23,6 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
 from sft_play.models.architecture import auto_class_of, drop_towers, towers_of
 from sft_play.models.base_config import (
-    forget_quantization,
     reading_stored,
     stored_config,
     stored_format,
@@ -42,7 +41,7 @@ from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.loaded_names import refuse_unaccounted
 from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
-from sft_play.plan.stored_as import StoredAs, refuse_untrainable
+from sft_play.plan.stored_as import refuse_untrainable
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
 
@@ -131,10 +130,15 @@ def load_base(
     stored = stored_config(config)
     found = stored_format(config, stored)
     refuse_untrainable(config, found)
-    options = {"dtype": base_dtype} | _quantised_as(process, stored, found, quantization)
-    if config.tuning.has_float8_base:
+    options = loading_options(config, stored)
+    options["dtype"] = base_dtype
+    # one that is None is never passed: transformers would take quantised numbers for the weights
+    if found is not None and found.way == "packed":
+        options["config"] = bnb.with_compute_dtype(stored, process.compute_dtype)
+    elif quantization is not None:
+        options["quantization_config"] = quantization
+    elif config.tuning.has_float8_base:
         options["quantization_config"] = float8_config(process.device)
-    options |= loading_options(config, stored)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.device_map_of(config, process, stored, most_layers)
     if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
@@ -170,29 +174,6 @@ def _finish_loading(model: PreTrainedModel, config: Config) -> None:
     bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
-
-
-def _quantised_as(
-    process: Process,
-    stored: PretrainedConfig | None,
-    found: StoredAs | None,
-    quantization: BitsAndBytesConfig | None,
-) -> dict[str, Any]:
-    """Return the options of transformers' loader that say how weights are packed.
-
-    A quantization_config that is None is never passed: transformers would take quantised numbers
-    for the weights. What the base's own config says of quantisation is changed in place.
-    """
-    if found is not None and found.way == "packed":
-        bnb.set_compute_dtype(stored, process.compute_dtype)
-        return {"config": stored}
-    options: dict[str, Any] = {}
-    if found is not None:
-        forget_quantization(stored)
-        options["config"] = stored
-    if quantization is not None:
-        options["quantization_config"] = quantization
-    return options
 
 
 def _reading(

@@ -24,7 +24,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models.architecture import empty_model
-from sft_play.models.base_config import base_tensors, forget_quantization, stored_config
+from sft_play.models.base_config import base_tensors, stored_config
 from sft_play.models.base_parts import write_config
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
 from sft_play.models.load import loading_options
@@ -105,7 +105,6 @@ def build_skeleton(merge: Merge) -> Skeleton:
     stored = stored_config(merge.config)
     if stored is None:
         raise CannotStream("the base's config.json cannot be read")
-    forget_quantization(stored)
     options = loading_options(merge.config, stored)
     model = empty_model(
         options.get("config", stored), torch.float32, merge.config.model.trust_remote_code

@@ -16,10 +16,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import modeling_utils
+from transformers import PretrainedConfig, modeling_utils
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Block = tuple[int, int] | None
+SECTIONS = ("quantization_config", "compression_config")  # of config.json
 OF_4_BITS = (
     "absmax",
     "quant_map",
@@ -173,10 +174,18 @@ def as_plain(
 def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterator[None]:
     """Let `from_pretrained` read quantised weights as plain ones, dequantised on `device`.
 
-    Its config must say nothing of quantisation.
+    Then its config says nothing of quantisation.
     """
     load = modeling_utils.convert_and_load_state_dict_in_model
     divide = modeling_utils._load_state_dict_into_zero3_model
+    quantizer = modeling_utils.get_hf_quantizer
+
+    def quantizer_of_plain(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        for part in (config, config.get_text_config()):
+            for section in SECTIONS:
+                if hasattr(part, section):
+                    delattr(part, section)
+        return quantizer(config, *args, **kwargs)
 
     def load_plain(*args: Any, state_dict: Mapping[str, Any], **kwargs: Any) -> Any:
         return load(*args, state_dict=as_plain(state_dict, block, device), **kwargs)
@@ -186,6 +195,7 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
         return divide(model, {name: part[...] for name, part in plain.items()}, *args)
 
     with (
+        patch.object(modeling_utils, quantizer.__name__, quantizer_of_plain),
         patch.object(modeling_utils, load.__name__, load_plain),
         patch.object(modeling_utils, divide.__name__, divide_plain),
     ):
