@@ -96,7 +96,7 @@ def test_weights_in_4_bits_train_as_they_are_under_qlora_alone(twin, plain):
     assert torch.equal(model.get_parameter(name).data, stored[name]), "packed anew"
     assert largest(model) == pytest.approx(largest(plain), rel=0.02)
     for mode in ("lora", "full"):
-        with pytest.raises(ConfigError, match="in 4 bits.*set TUNING_MODE=qlora, or MODEL_NAME"):
+        with pytest.raises(ConfigError, match=r"in 4 bits.*set TUNING_MODE=qlora, or MODEL_NAME"):
             load_base(config_of(base, mode), CPU)
 
 
@@ -194,5 +194,5 @@ def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, f
     assert dtypes == {torch.float32 if mode == "full" else torch.bfloat16}
     before = run_json(folder)["metrics"]["before"]["eval_loss"]
     assert before < 3, "no better than noise"
-    merged, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
