@@ -236,9 +236,10 @@ def test_a_model_like_llama_is_not_counted(tmp_path, counted_here) -> None:
 
 def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here) -> None:
     sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    unknown = config_of(tmp_path / "one", {**sizes, "model_type": "no-such-type"}, tmp_path)
+    broken = {**sizes, "model_type": "olmo2", "hidden_act": "no-such-act"}
+    unknown = config_of(tmp_path / "one", broken, tmp_path)
     shape = load_counted_shape(unknown, {})
-    assert "no-such-type" in shape.guess
+    assert "no-such-act" in shape.guess
     assert "a guess" in weights_in_words(shape)
     load_counted_shape(unknown, {})
     assert len(counted_here) == 1, "what transformers refuses it refuses again"

@@ -5,6 +5,8 @@ is imported there. It reads a request and rows, and writes what the weights say 
 Legend: N labelled positions, V vocabulary, K tokens of a position.
 """
 
+import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -95,8 +97,12 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
         options["config"] = AutoConfig.from_pretrained(folder, **remote)
     options["generation_config"] = GenerationConfig.from_pretrained(folder)
     base = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    model = opened(base, revision=request["revision"], **options)
+    with reading(request["stored"]):
+        model = opened(base, revision=request["revision"], **options)
     for module in model.modules():
+        if request["quantization"] and hasattr(module, "compute_dtype"):
+            # a base in 4 bits names a type of its own
+            module.compute_dtype = options["quantization_config"].bnb_4bit_compute_dtype
         # On some CPUs a 4-bit layer would round its scales to bfloat16 when it is evaluated. What
         # is in the files is looked at here, not a kernel.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -104,6 +110,19 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
     adapted = PeftModel.from_pretrained(with_soft_caps(model), folder)
     refuse_dead(adapted, folder)
     return adapted.eval(), tokenizer
+
+
+def reading(stored: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which weights are read as a run read them.
+
+    Of this project it is the one file that says which numbers quantised weights are.
+    """
+    if stored is None:
+        return contextlib.nullcontext()
+    spec = importlib.util.spec_from_file_location("stored_weights", stored["module"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.reading_as_plain(stored["block"])
 
 
 def opened(name: str, trust_remote_code: bool, revision: str | None = None, **options: Any) -> Any:

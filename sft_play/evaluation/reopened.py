@@ -54,6 +54,7 @@ class Folder:
     revision: str | None = None
     trust_remote_code: bool = False
     offload_folder: Path | None = None
+    stored: Mapping[str, Any] | None = None  # how the base's quantised weights are read as plain
 
     @property
     def is_adapter(self) -> bool:
@@ -186,6 +187,7 @@ def _answer(
         "device_map": dict(folder.device_map),
         "offload_folder": str(folder.offload_folder) if folder.offload_folder else None,
         "quantization": folder.quantization,
+        "stored": folder.stored,
         "revision": folder.revision,
         "trust_remote_code": folder.trust_remote_code,
         "rows": str(temporary / "rows.safetensors"),

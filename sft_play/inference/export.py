@@ -20,6 +20,7 @@ from sft_play.inference.exported import (
 )
 from sft_play.inference.merge import publish
 from sft_play.models import bnb
+from sft_play.models.base_config import plain_reading
 from sft_play.models.load import weight_dtype
 from sft_play.models.older_readers import complete_tokenizer
 from sft_play.models.packed import dtype_name
@@ -97,4 +98,5 @@ def stranger_of_adapter(run: Exported, staging: Path) -> Folder:
         bnb.plain_quantization(config, compute_dtype),
         config.model.revision,
         config.model.trust_remote_code,
+        stored=plain_reading(config),
     )

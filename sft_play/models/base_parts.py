@@ -24,9 +24,11 @@ from transformers.utils import (
 
 from sft_play.config.schema import Config
 from sft_play.models.architecture import towers_of
+from sft_play.models.base_config import base_tensors
 from sft_play.models.packed import dtype_name
-from sft_play.models.shards import ShardWriter, read_in_order
-from sft_play.models.vocabulary import files_in, tensor_files
+from sft_play.models.shards import ShardWriter, tensors_in
+from sft_play.models.vocabulary import files_in
+from sft_play.plan.stored_as import SECTIONS
 from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,8 @@ def write_config(
     values.setdefault("architectures", [type(model).__name__])
     text = values.get("text_config")
     for part in (values, text) if isinstance(text, dict) else (values,):
-        part.pop("quantization_config", None)
+        for section in SECTIONS:
+            part.pop(section, None)
         if unties:
             part["tie_word_embeddings"] = False
         if dtype is not None and ("dtype" in part or "torch_dtype" in part or part is values):
@@ -75,7 +78,7 @@ def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None
     They are those of towers, and those that the model's class does not load. A base without
     safetensors files here, and one of quantised weights, keeps what transformers saved.
     """
-    base = tensor_files(config)
+    base = base_tensors(config)
     if not base or getattr(model, "hf_quantizer", None) is not None:
         return
     towers = tuple(f"{name}." for name in towers_of(model))
@@ -89,11 +92,12 @@ def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None
     staging = folder / "complete"
     staging.mkdir()
     writer = ShardWriter(staging)
-    for name, tensor in read_in_order(saved):
+    for name, tensor in tensors_in(saved).items():
         if trained[name] is None or trained[name] not in replaced:
-            writer.add(name, tensor)
-    for name, tensor in read_in_order({name: base[name] for name in sorted(kept)}):
-        writer.add(name, tensor)
+            writer.add(name, tensor[...])
+    for name, tensor in base.items():
+        if name in kept:
+            writer.add(name, tensor[...])
     writer.close()
     for path in {*saved.values(), *folder.glob("*.safetensors.index.json")}:
         path.unlink()

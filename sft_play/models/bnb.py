@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
@@ -50,11 +50,24 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
     return {**values, "bnb_4bit_compute_dtype": dtype_name(compute_dtype)}
 
 
-def finish_loading(model: torch.nn.Module) -> None:
+def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:
+    """Return the config of a base in 4 bits, which computes in `compute_dtype` now."""
+    for part in (stored, stored.get_text_config()):
+        if getattr(part, "quantization_config", None):
+            part.quantization_config["bnb_4bit_compute_dtype"] = dtype_name(compute_dtype)
+    return stored
+
+
+def finish_loading(model: torch.nn.Module, storage: torch.dtype) -> None:
     """Make a packed model trainable on this device, and log what is packed.
+
+    The bytes of a checkpoint that was in 4 bits become those of `storage`, too.
 
     Raises: EnvironmentFault where this CPU unpacks a weight to other numbers than were packed.
     """
+    for weight in model.parameters():
+        if isinstance(weight, Params4bit) and weight.dtype != storage:
+            weight.data, weight.quant_storage = weight.data.view(storage), storage
     keep_differentiable(model)
     refuse_wrong_unpacking(model)
     log_packed(model)

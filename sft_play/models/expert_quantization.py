@@ -14,6 +14,7 @@ import copy
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bitsandbytes import functional as bnb_functional
@@ -22,12 +23,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.errors import ConfigError
@@ -40,8 +40,7 @@ from sft_play.models.experts import (
 )
 from sft_play.models.float8.linear import Float8Linear
 
-BNB = "bitsandbytes_4bit"  # transformers' names of the quantizers
-MXFP4 = "mxfp4"
+BNB = "bitsandbytes_4bit"  # transformers' name of the quantizer
 # bitsandbytes counts the weights of a tensor in 32 bits
 MAX_WEIGHTS = 2**31 - 1
 CACHE_HOOKS = "unpacking_cache_hooks"  # attribute of a module whose packed weights are read by name
@@ -54,7 +53,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
         """Return whether a parameter is stored in 4 bits."""
         module, name = get_module_from_name(model, param_name)
         if _is_packable(module, name):
-            return True
+            return not self.pre_quantized
         return super().param_needs_quantization(model, param_name, **kwargs)
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -68,6 +67,8 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
                 "TUNING_MODE=lora, or train with make train-distributed TRAIN_STRATEGY=fsdp"
             )
         self.whole = [*sorted(routing_linears(model)), *towers_of(model)]
+        if self.pre_quantized:
+            self.whole = []  # its config.json says what is in 16 bits
         super()._process_model_before_weight_loading(model, *args, **kwargs)
 
     def get_modules_to_not_convert(self, *args: Any, **kwargs: Any) -> list[str]:
@@ -96,36 +97,11 @@ class _PackWeights(Bnb4bitQuantize):
         return packed
 
 
-class _PackDequantised(ConversionOps):
-    """Pack the experts that an operation before this one has dequantised."""
-
-    def __init__(self, quantization: BitsAndBytesConfig):
-        self.quantization = quantization
-
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
-        dtype = self.quantization.bnb_4bit_compute_dtype
-        return {
-            name: pack(tensor.to(dtype), self.quantization) for name, tensor in input_dict.items()
-        }
-
-
 @contextlib.contextmanager
-def packing_experts(quantization: BitsAndBytesConfig) -> Iterator[None]:
-    """Let `from_pretrained` pack experts in this context: of 16-bit and of MXFP4 checkpoints."""
-
-    class FromMxfp4(Mxfp4HfQuantizer):
-        def get_weight_conversions(self) -> list[WeightConverter]:
-            converters = super().get_weight_conversions()
-            for converter in converters:
-                converter.operations.append(_PackDequantised(quantization))
-            return converters
-
-    own = {name: AUTO_QUANTIZER_MAPPING[name] for name in (BNB, MXFP4)}
-    AUTO_QUANTIZER_MAPPING.update({BNB: ExpertQuantizer, MXFP4: FromMxfp4})
-    try:
+def packing_experts() -> Iterator[None]:
+    """Let `from_pretrained` pack experts in this context."""
+    with patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: ExpertQuantizer}):
         yield
-    finally:
-        AUTO_QUANTIZER_MAPPING.update(own)
 
 
 def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
@@ -138,26 +114,6 @@ def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
         quant_storage=quantization.bnb_4bit_quant_storage,
     )
     return packed._quantize(weight.device)
-
-
-def pack_linears(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
-    """Pack the linear layers of a model that was loaded in 16 bits, and mark it as a 4-bit one.
-
-    For checkpoints in another 4-bit format, whose quantizer dequantises what it loads.
-    """
-    quantizer = ExpertQuantizer(quantization, pre_quantized=False)
-    weights: dict[str, nn.Linear] = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            weights[name] = module
-    quantizer.preprocess_model(model, device_map=None)  # puts empty 4-bit layers in their place
-    for name, linear in weights.items():
-        layer = model.get_submodule(name)
-        if isinstance(layer, Linear4bit):
-            layer.weight = pack(linear.weight, quantization)
-            layer.bias = linear.bias
-    quantizer.postprocess_model(model)
-    model.hf_quantizer = quantizer
 
 
 def packed_names(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> set[str]:

@@ -12,10 +12,8 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -24,8 +22,12 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
 from sft_play.models.architecture import auto_class_of, drop_towers, towers_of
-from sft_play.models.expert_quantization import MXFP4, pack_linears, packing_experts
-from sft_play.models.experts import expert_weights
+from sft_play.models.base_config import (
+    reading_stored,
+    stored_config,
+    stored_format,
+)
+from sft_play.models.expert_quantization import packing_experts
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.interface import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
@@ -36,9 +38,10 @@ from sft_play.models.float8.loading import (
     quantising_to_float8,
 )
 from sft_play.models.linear_attention import bind_by_device
-from sft_play.models.packed import dtype_name
+from sft_play.models.loaded_names import refuse_unaccounted
 from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
+from sft_play.plan.stored_as import refuse_untrainable
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
 
@@ -125,14 +128,18 @@ def load_base(
         quantization = bnb.quantization_config(config, process.compute_dtype, storage)
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
-    is_mxfp4 = stored_format(stored) == MXFP4
-    opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
+    found = stored_format(config, stored)
+    refuse_untrainable(config, found)
     options = loading_options(config, stored)
     options["dtype"] = base_dtype
-    options["quantization_config"] = Mxfp4Config(dequantize=True) if is_mxfp4 else quantization
-    if config.tuning.has_float8_base:
-        quantised = stored_format(stored)
-        options["quantization_config"] = float8_config(config, quantised, process.device)
+    # one that is None is never passed: transformers would take quantised numbers for the weights
+    if found is not None and found.way == "packed":
+        options["config"] = bnb.with_compute_dtype(stored, process.compute_dtype)
+    elif quantization is not None:
+        options["quantization_config"] = quantization
+    elif config.tuning.has_float8_base:
+        options["quantization_config"] = float8_config(process.device)
+    opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.device_map_of(config, process, stored, most_layers)
     if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
@@ -143,16 +150,16 @@ def load_base(
     gpus = list(process.devices) if process.device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
+        if found is not None:
+            stack.enter_context(reading_stored(found, process.device))
         stack.enter_context(_reading(config, process, quantization, is_fsdp))
         if _has_experts(stored):
             stack.enter_context(_one_tensor_at_a_time())
         model = _from_pretrained(config, opened_by, options)
     if len(devices) > 1:
         placement.place(model, devices)
-    if is_mxfp4:
-        _finish_mxfp4(model, quantization, base_dtype)
     if quantization is not None:
-        bnb.finish_loading(model)
+        bnb.finish_loading(model, quantization.bnb_4bit_quant_storage)
     _finish_loading(model, config)
     return model
 
@@ -174,7 +181,7 @@ def _reading(
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are quantised or divided as they are read."""
     if quantization is not None:
-        return packing_experts(quantization)
+        return packing_experts()
     if config.tuning.has_float8_base:
         return quantising_to_float8()
     if is_fsdp:  # quantised weights are read whole first
@@ -238,54 +245,8 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
             f"model.name={name}: the weights could not be loaded: {first_line(error)}; see that "
             "the folder is whole, or get the model again"
         ) from error
-    missing = sorted(loading_info["missing_keys"])
-    if missing:  # transformers would fill them with random numbers and go on
-        raise EnvironmentFault(
-            f"model.name={name}: {len(missing)} tensors are not in its weight files, "
-            f"{missing[0]} first; get the model again"
-        )
+    refuse_unaccounted(name, model, loading_info)
     return model
-
-
-def _finish_mxfp4(
-    model: PreTrainedModel,
-    quantization: BitsAndBytesConfig | None,
-    dtype: torch.dtype | Literal["auto"],
-) -> None:
-    """Bring a model whose MXFP4 experts were dequantised into the type that training uses.
-
-    transformers dequantises to bfloat16, whatever type was asked for.
-    """
-    if quantization is not None:
-        pack_linears(model, quantization)
-        logger.info("model: MXFP4 experts, packed again as %s", quantization.bnb_4bit_quant_type)
-        return
-    for weight in expert_weights(model):
-        parameter = model.get_parameter(weight.name)
-        if dtype != "auto":
-            parameter.data = parameter.data.to(dtype)
-    logger.info(
-        "model: MXFP4 experts, dequantised to %s: no kernel trains through MXFP4; "
-        "TUNING_MODE=qlora keeps them in 4 bits",
-        dtype_name(parameter.dtype),
-    )
-
-
-def stored_config(config: Config) -> PretrainedConfig | None:
-    """Return the config of the base's files, None where loading the weights will say why not."""
-    model = config.model
-    try:
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def stored_format(stored: PretrainedConfig | None) -> str | None:
-    """Return the quantisation of the base's weight files, None for 16 or 32 bits."""
-    quantization = getattr(stored, "quantization_config", None)
-    return quantization["quant_method"] if quantization else None
 
 
 def _has_experts(stored: PretrainedConfig | None) -> bool:

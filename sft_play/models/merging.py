@@ -24,12 +24,13 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models.architecture import empty_model
+from sft_play.models.base_config import base_tensors, stored_config
 from sft_play.models.base_parts import write_config
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
-from sft_play.models.load import loading_options, stored_config, stored_format
+from sft_play.models.load import loading_options
 from sft_play.models.rounding import Quantization, quantised_names, rounded
-from sft_play.models.shards import ShardWriter, read_in_order, shapes_of
-from sft_play.models.vocabulary import tensor_files
+from sft_play.models.shards import InFile, ShardWriter
+from sft_play.models.stored_weights import Stored
 
 Change = Callable[[Tensor], Tensor]  # of a weight in float32
 
@@ -64,9 +65,9 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
 
     Raises: CannotStream, before anything is written; CheckpointError for a broken adapter.
     """
-    files = tensor_files(merge.config)
+    tensors = base_tensors(merge.config)
     skeleton = build_skeleton(merge)
-    sources = sources_of(skeleton, files)
+    sources = sources_of(skeleton, tensors)
     packed: set[str] = set()
     if merge.quantization is not None:
         packed = quantised_names(skeleton.model, merge.quantization)
@@ -74,9 +75,9 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
             raise CannotStream("experts that were packed in 4 bits are packed together")
     target.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(target)
-    for name, tensor in read_in_order(files):
+    for name, in_file in tensors.items():
         parameter = sources.get(name)
-        merged = tensor
+        merged = tensor = in_file[...]
         if parameter in packed:
             merged = rounded(tensor.to(merge.base_dtype), merge.quantization)
         if parameter in skeleton.deltas:
@@ -102,8 +103,8 @@ def build_skeleton(merge: Merge) -> Skeleton:
     lacks tensors.
     """
     stored = stored_config(merge.config)
-    if stored is None or stored_format(stored) is not None:
-        raise CannotStream("the base's files are quantised")
+    if stored is None:
+        raise CannotStream("the base's config.json cannot be read")
     options = loading_options(merge.config, stored)
     model = empty_model(
         options.get("config", stored), torch.float32, merge.config.model.trust_remote_code
@@ -169,14 +170,14 @@ def changes_of(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callabl
     return changes, deltas
 
 
-def sources_of(skeleton: Skeleton, files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the model's parameter by the name of each tensor in the base's files.
+def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
+    """Return the model's parameter by the name of each tensor of the base.
 
     Raises: CannotStream where a changed parameter is not there as such.
     """
-    if not files:
+    if not tensors:
         raise CannotStream("the base has no safetensors files here")
-    shapes = shapes_of(files)
+    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
         for piece, tensor in _in_files(skeleton.model, name, parameter).items():

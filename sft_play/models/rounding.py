@@ -9,6 +9,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from sft_play.config.schema import Config
 from sft_play.models import bnb, expert_quantization
+from sft_play.models.base_config import stored_config, stored_format
 from sft_play.models.float8.loading import Float8Config, float8_candidates
 from sft_play.models.float8.quantise import quantise_weight, why_not_quantised
 
@@ -16,7 +17,13 @@ Quantization = BitsAndBytesConfig | Float8Config
 
 
 def quantization_of(config: Config, compute_dtype: torch.dtype) -> tuple[str, Quantization] | None:
-    """Return how a run's base was quantised, in words and as a config; None if it was not."""
+    """Return how a run's base was quantised, in words and as a config; None if it was not.
+
+    A base whose files are in 4 bits was trained as it is stored.
+    """
+    found = stored_format(config, stored_config(config))
+    if found is not None and found.way == "packed":
+        return None
     if config.tuning.mode == "qlora":
         return "rounded to 4 bits", bnb.quantization_config(config, compute_dtype)
     if config.tuning.has_float8_base:

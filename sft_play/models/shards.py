@@ -1,8 +1,9 @@
 """Weight files, tensor by tensor: the memory is that of one shard, whatever the model's size."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -63,30 +64,47 @@ class ShardWriter:
         return self.folder / f"part-{number:05d}.safetensors"
 
 
-def shapes_of(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-    return shapes
+@dataclass
+class Reader:
+    """Reads files one after the other; one is opened anew after SHARD_BYTES, so pages are freed."""
+
+    _path: Path | None = None
+    _file: safe_open | None = None
+    _read: int = 0
+
+    def open(self, path: Path) -> safe_open:
+        """Return an open file."""
+        if path != self._path or self._read >= SHARD_BYTES:
+            self._path, self._file, self._read = path, safe_open(path, framework="pt"), 0
+        return self._file
+
+    def read(self, path: Path, name: str) -> Tensor:
+        """Return a tensor of a file."""
+        tensor = self.open(path).get_tensor(name)
+        self._read += tensor.nbytes
+        return tensor
 
 
-def read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files. A file is opened anew after SHARD_BYTES: its pages are freed."""
-    by_file: dict[Path, list[str]] = {}
-    for name, path in files.items():
-        by_file.setdefault(path, []).append(name)
-    for path, names in by_file.items():
-        remaining = iter(names)
-        name = next(remaining, None)
-        while name is not None:
-            read = 0
-            with safe_open(path, framework="pt") as file:
-                while name is not None and read < SHARD_BYTES:
-                    tensor = file.get_tensor(name)
-                    read += tensor.nbytes
-                    yield name, tensor
-                    del tensor
-                    name = next(remaining, None)
+@dataclass(frozen=True)
+class InFile:
+    """A tensor in a file, read when it is indexed; as safetensors' slices are."""
+
+    reader: Reader
+    path: Path
+    name: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.reader.read(self.path, self.name)[index]
+
+    def get_shape(self) -> list[int]:
+        return self.reader.open(self.path).get_slice(self.name).get_shape()
+
+    def get_dtype(self) -> str:
+        return self.reader.open(self.path).get_slice(self.name).get_dtype()
+
+
+def tensors_in(files: Mapping[str, Path]) -> dict[str, InFile]:
+    """Return the tensors of files by name, those of a file behind each other."""
+    reader = Reader()
+    ordered = sorted(files.items(), key=lambda item: item[1])
+    return {name: InFile(reader, path, name) for name, path in ordered}

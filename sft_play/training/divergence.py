@@ -35,10 +35,17 @@ class LossWatch:
         self._logs = 0
         self._last: list[float] = []
 
-    def begin(self, loss: float) -> None:
-        """Note the loss of the model before training."""
+    def begin(self, loss: float) -> str | None:
+        """Note the loss of the model before training; return a warning where it is a guess."""
         self.before = loss
         self.lowest = min(self.lowest, loss)
+        if loss < self.uniform:
+            return None
+        return (
+            f"loss={loss:.4g} before training is no better than a uniform guess over the "
+            f"vocabulary ({self.uniform:.4g}): see that MODEL_NAME and its tokenizer belong "
+            "together, or go on if the model is to be trained from random weights"
+        )
 
     def see(self, step: int, loss: float) -> None:
         """Note the loss that is logged at a step. Raises: DivergedError."""

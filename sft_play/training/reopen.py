@@ -9,6 +9,7 @@ from sft_play.errors import CheckpointError
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import Folder, reopen
 from sft_play.models import bnb
+from sft_play.models.base_config import plain_reading
 from sft_play.models.load import weight_dtype
 from sft_play.models.packed import dtype_name
 from sft_play.models.parameters import count_parameters
@@ -105,6 +106,7 @@ def saved_folder(weights: Path, context: RunContext) -> Folder:
         bnb.plain_quantization(config, context.process.compute_dtype),
         config.model.revision,
         config.model.trust_remote_code,
+        stored=plain_reading(config),
     )
 
 

@@ -215,7 +215,9 @@ def before_first_step(
             check_cross_document(trainer.model_wrapped, trainer.data_collator, vocabulary, device)
     if "before" not in recorder.report.metrics:  # the run goes on in its folder
         held_out.score("before")
-    trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
+    warning = trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
+    if warning is not None and recorder.rank == 0:
+        logger.warning("warning: %s", warning)
     # last: a probe's steps do not count
     if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)

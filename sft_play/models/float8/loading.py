@@ -19,8 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sft_play.config.schema import Config
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.float8.format import FLOAT8, Quantised
@@ -166,22 +165,17 @@ def quantise_on_meta(model: PreTrainedModel) -> None:
         Float8Linear.of(linear, Quantised(values, scales))
 
 
-def float8_config(config: Config, stored: str | None, device: torch.device) -> Float8Config:
+def float8_config(device: torch.device) -> Float8Config:
     """Return what `from_pretrained` is given to load a base on `device`.
 
-    Raises: ConfigError for a base whose files hold quantised weights, in a format `stored`;
-    EnvironmentFault for a GPU without float8, where a run is used that was trained elsewhere.
+    Raises: EnvironmentFault for a GPU without float8, where a run is used that was trained
+    elsewhere.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise EnvironmentFault(
             f"tuning.base_dtype=float8: {device} has capability {found}, and float8 products need "
             "8.9 (Ada, Hopper and later); set DEVICE=cpu, or merge the run and use that model"
-        )
-    if stored is not None:
-        raise ConfigError(
-            f"tuning.base_dtype=float8: the files of model.name={config.model.name} hold {stored} "
-            "weights, which float8 would round a second time; set TUNING_BASE_DTYPE=auto"
         )
     return Float8Config()
 

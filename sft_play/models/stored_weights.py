@@ -1,0 +1,227 @@
+"""Weights that a checkpoint stores in 8 or 4 bits, read as the numbers that they stand for.
+
+transformers is given tensors that dequantise when they are read, under the names of plain ones. So
+everything behind the files sees a 16-bit checkpoint: experts that are joined, NF4, float8, FSDP.
+Its own dequantisation divides a weight into as many equal blocks as it has scales, which is wrong
+where the last block is a part of one, and takes a weight without scales as it is.
+
+Imports nothing of this project: `evaluation.plain` loads it by its path.
+Legend: R rows, C columns of a weight.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, modeling_utils
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+Block = tuple[int, int] | None
+SECTIONS = ("quantization_config", "compression_config")  # of config.json
+OF_4_BITS = (
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+    "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)
+# Of activations, which are in 16 bits here, of a key-value cache, and of how bitsandbytes packs
+UNUSED_ENDINGS = (
+    "activation_scale",
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".weight_format",
+)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+IN_HEADERS = ("F8_E4M3", "F8_E5M2", "I8")
+INT8_STEPS = 127
+
+
+class Stored:
+    """A tensor in a file, or several that are one weight: read when it is indexed."""
+
+    def __init__(
+        self,
+        parts: dict[str, Any],
+        block: Block,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ):
+        self.parts = parts
+        self.block = block
+        self.device = device
+        self.dtype = dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the weight in its dtype, else in float32, or in bfloat16 where that is exact."""
+        read = {}
+        for name, part in self.parts.items():
+            tensor = part[...]
+            read[name] = tensor if self.device is None else tensor.to(self.device)
+        if "absmax" in read:
+            weight = unpacked(read.pop("stored"), read)
+        else:
+            weight = dequantised(block=self.block, **read)
+        return weight[index] if self.dtype is None else weight[index].to(self.dtype)
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the weight."""
+        if "absmax" in self.parts:
+            return list(self[...].shape)
+        shape = _shape(self.parts["stored"])
+        if "exponents" not in self.parts:
+            return shape
+        experts, outputs, groups, pairs = shape
+        return [experts, groups * pairs * 2, outputs]
+
+    def get_dtype(self) -> str:
+        """Return the type as a file names it."""
+        return "BF16" if "exponents" in self.parts else "F32"
+
+
+def dequantised(
+    stored: Tensor,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    steps: Tensor | None = None,
+    exponents: Tensor | None = None,
+    block: Block = None,
+) -> Tensor:
+    """Return a weight (..., R, C): its 8-bit numbers times their scale.
+
+    There is one scale of all, one of each row, or one of each block; `steps` are the largest
+    numbers of rows of bitsandbytes' 8 bits. `exponents` are those of MXFP4.
+
+    Raises: ValueError for scales of another shape.
+    """
+    if exponents is not None:
+        return convert_moe_packed_tensors(stored, exponents)
+    if steps is not None:
+        scale = steps.float() / INT8_STEPS
+    numbers = stored.float()
+    if zero_point is not None:
+        numbers -= _spread(zero_point.float(), numbers.shape, block)
+    if scale.dtype == torch.uint8:  # exponents of two, in MXFP8
+        scale = (scale.float() - 127).exp2()
+    return numbers.mul_(_spread(scale.float(), numbers.shape, block))
+
+
+def unpacked(packed: Tensor, stats: dict[str, Tensor]) -> Tensor:
+    """Return a weight (R, C) that bitsandbytes packed in 4 bits."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    return dequantize_4bit(packed, QuantState.from_dict(stats, packed.device))
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
+    """Return scales that multiply a weight of a shape: each of a block repeated over it."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    while scale.dim() < len(shape):
+        scale = scale.unsqueeze(-1)
+    for dim in range(-len(shape), 0):
+        size, count = shape[dim], scale.shape[dim]
+        if count in (1, size):
+            continue
+        width = block[dim] if block and dim >= -2 else 0
+        if not width or -(-size // width) != count:
+            width = size // count
+        if width * count < size:
+            raise ValueError(f"scales {tuple(scale.shape)} do not fit a weight {tuple(shape)}")
+        scale = scale.repeat_interleave(width, dim).narrow(dim, 0, size)
+    return scale
+
+
+def as_plain(
+    tensors: Mapping[str, Any],
+    block: Block = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Return tensors of a checkpoint by name, the quantised ones as `Stored`, without their scales.
+
+    Scales that belong to no weight stay, so that whoever accounts for names finds them.
+    Raises: ValueError for a weight of 8 bits without scales.
+    """
+    plain = {name: part for name, part in tensors.items() if not name.endswith(UNUSED_ENDINGS)}
+    parts = {name: _parts(name, plain) for name in plain}
+    beside = {other for others in parts.values() for other in others.values()}
+    for name, others in parts.items():
+        is_mxfp4 = "exponents" in others
+        is_packed = is_mxfp4 or "absmax" in others
+        if name in beside or not (is_packed or _has_eight_bits(plain[name])):
+            continue
+        if others.keys() <= {"zero_point"}:
+            raise ValueError(f"{name} is stored in 8 bits, and its scale is not in the files")
+        read = {"stored": plain.pop(name)}
+        read |= {role: plain.pop(other) for role, other in others.items()}
+        own_name = name.removesuffix("_blocks") if is_mxfp4 else name
+        plain[own_name] = Stored(read, block, device, dtype)
+    return plain
+
+
+@contextlib.contextmanager
+def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterator[None]:
+    """Let `from_pretrained` read quantised weights as plain ones, dequantised on `device`.
+
+    Then its config says nothing of quantisation.
+    """
+    load = modeling_utils.convert_and_load_state_dict_in_model
+    divide = modeling_utils._load_state_dict_into_zero3_model
+    quantizer = modeling_utils.get_hf_quantizer
+
+    def quantizer_of_plain(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        for part in (config, config.get_text_config()):
+            for section in SECTIONS:
+                if hasattr(part, section):
+                    delattr(part, section)
+        return quantizer(config, *args, **kwargs)
+
+    def load_plain(*args: Any, state_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        return load(*args, state_dict=as_plain(state_dict, block, device), **kwargs)
+
+    def divide_plain(model: Any, state_dict: Mapping[str, Any], *args: Any) -> Any:
+        plain = as_plain(state_dict, block)
+        return divide(model, {name: part[...] for name, part in plain.items()}, *args)
+
+    with (
+        patch.object(modeling_utils, quantizer.__name__, quantizer_of_plain),
+        patch.object(modeling_utils, load.__name__, load_plain),
+        patch.object(modeling_utils, divide.__name__, divide_plain),
+    ):
+        yield
+
+
+def _parts(name: str, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the tensors that a weight is read with, by their role."""
+    stem = name.removesuffix(".weight")
+    candidates = [
+        ("scale", f"{name}_scale_inv"),
+        ("scale", f"{name}_scale"),
+        ("scale", f"{stem}.scale"),
+        ("zero_point", f"{name}_zero_point"),
+        ("steps", f"{stem}.SCB"),
+        ("exponents", f"{name.removesuffix('_blocks')}_scales"),
+        *((part, f"{name}.{part}") for part in OF_4_BITS),
+    ]
+    return {role: other for role, other in candidates if other in tensors and other != name}
+
+
+def _has_eight_bits(tensor: Any) -> bool:
+    if isinstance(tensor, Tensor):
+        return tensor.dtype in EIGHT_BITS
+    return tensor.get_dtype() in IN_HEADERS
+
+
+def _shape(tensor: Any) -> list[int]:
+    return list(tensor.shape) if isinstance(tensor, Tensor) else tensor.get_shape()

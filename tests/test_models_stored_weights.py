@@ -1,0 +1,198 @@
+"""Checkpoints in other forms than 16 bits: read as the numbers that they store, or refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import stored_forms
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from run_files import run_json
+from safetensors.torch import load_file
+from stored_forms import TINY_LLAMA, change_config, change_tensors, copy_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft_play.config.schema import Config
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.inference.merge import merge_run
+from sft_play.models.load import load_base
+from sft_play.models.stored_weights import dequantised
+from sft_play.process import Process
+from sft_play.runs.files import read_json
+
+CPU = Process.alone(torch.device("cpu"))
+DEQUANTISED = (
+    "fp8_block", "fp8_tensor", "fbgemm", "compressed_fp8", "compressed_int8", "bnb_8bit",
+)  # fmt: skip
+ROWS = TINY_LLAMA.parent / "desk" / "test.jsonl"
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory) -> Callable[[str], Path]:
+    """A function that returns the folder of the shipped model in another form."""
+    made: dict[str, Path] = {}
+
+    def folder(form: str) -> Path:
+        if form not in made:
+            target = tmp_path_factory.mktemp("twins") / form
+            made[form] = getattr(stored_forms, form)(target)
+        return made[form]
+
+    return folder
+
+
+def config_of(base: Path, mode: str, **tuning: object) -> Config:
+    return Config.model_validate(
+        {"model": {"name": str(base), "max_seq_len": 64}, "tuning": {"mode": mode, **tuning}}
+    )
+
+
+def loss_of(model) -> float:
+    """Return the mean loss of the first rows of the shipped set, in nats a token."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    total, tokens = 0.0, 0
+    for line in ROWS.read_text().splitlines()[:24]:
+        messages = json.loads(line)["messages"]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            loss = model(input_ids=ids["input_ids"], labels=ids["input_ids"]).loss.item()
+        total += loss * ids["input_ids"].shape[1]
+        tokens += ids["input_ids"].shape[1]
+    return total / tokens
+
+
+def largest(model) -> float:
+    found = 0.0
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            state = getattr(weight, "quant_state", None)
+            plain = weight if state is None else dequantize_4bit(weight.data, state)
+            found = max(found, plain.detach().abs().max().item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return load_base(config_of(TINY_LLAMA, "lora"), CPU)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
+@pytest.mark.parametrize("form", DEQUANTISED)
+def test_each_form_is_read_as_the_numbers_that_it_stores(twin, plain, form, mode):
+    model = load_base(config_of(twin(form), mode), CPU)
+    assert largest(model) == pytest.approx(largest(plain), rel=0.02)
+    if mode != "qlora":
+        assert loss_of(model) == pytest.approx(loss_of(plain), rel=0.02)
+        assert not hasattr(model.config, "quantization_config")
+
+
+def test_weights_in_4_bits_train_as_they_are_under_qlora_alone(twin, plain):
+    base = twin("bnb_4bit")
+    model = load_base(config_of(base, "qlora"), CPU)
+    stored = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.get_parameter(name).data, stored[name]), "packed anew"
+    assert largest(model) == pytest.approx(largest(plain), rel=0.02)
+    for mode in ("lora", "full"):
+        with pytest.raises(ConfigError, match=r"in 4 bits.*set TUNING_MODE=qlora, or MODEL_NAME"):
+            load_base(config_of(base, mode), CPU)
+
+
+def test_a_float8_base_is_made_of_the_numbers_that_fp8_files_store(twin, plain):
+    model = load_base(config_of(twin("fp8_block"), "lora", base_dtype="float8"), CPU)
+    assert loss_of(model) == pytest.approx(loss_of(plain), rel=0.1)
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_tensor", "compressed_fp8"])
+def test_a_weight_without_its_scale_is_class_13(twin, tmp_path, form):
+    base = copy_of(tmp_path / "model", twin(form))
+
+    def without(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        scale = next(name for name in tensors if "q_proj.weight_scale" in name)
+        return {name: tensor for name, tensor in tensors.items() if name != scale}
+
+    change_tensors(base, without)
+    with pytest.raises(
+        EnvironmentFault, match=r"q_proj\.weight is stored in 8 bits, and its scale"
+    ):
+        load_base(config_of(base, "lora"), CPU)
+
+
+def test_a_scale_of_no_weight_and_a_renamed_tensor_are_class_13(twin, tmp_path):
+    base = copy_of(tmp_path / "scale", twin("fp8_block"))
+    change_tensors(base, lambda tensors: {**tensors, "model.other.scale_inv": torch.ones(1)})
+    with pytest.raises(EnvironmentFault, match=r"1 tensors .* no parameter .*model\.other"):
+        load_base(config_of(base, "lora"), CPU)
+    base = copy_of(tmp_path / "renamed")
+    change_tensors(base, lambda tensors: {**tensors, "lm_head.bias": torch.ones(1)})
+    with pytest.raises(EnvironmentFault, match=r"no parameter of LlamaForCausalLM, lm_head\.bias"):
+        load_base(config_of(base, "lora"), CPU)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.layers.0.mlp.up_proj.weight",
+        "model.layers.6.eh_proj.weight",  # behind the last of 6 layers, as in DeepSeek V3
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "v_head.summary.weight",
+        "model.layers.0.self_attn.k_proj.k_scale",
+    ],
+)
+def test_tensors_that_have_a_reason_may_be_unused(tmp_path, name):
+    base = copy_of(tmp_path / "model")
+    change_tensors(base, lambda tensors: {**tensors, name: torch.ones(4)})
+    load_base(config_of(base, "lora"), CPU)
+
+
+def test_a_form_that_config_json_does_not_name_is_found_in_the_files(twin, tmp_path, plain):
+    base = copy_of(tmp_path / "model", twin("fp8_block"))
+    change_config(base, quantization_config=None)
+    model = load_base(config_of(base, "lora"), CPU)
+    assert loss_of(model) == pytest.approx(loss_of(plain), rel=0.01)
+
+
+def test_the_last_block_of_a_weight_may_be_a_part_of_one():
+    stored = torch.ones(5, 3, dtype=torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    expected = torch.tensor([[1.0, 1.0, 2.0]] * 2 + [[3.0, 3.0, 4.0]] * 2 + [[5.0, 5.0, 6.0]])
+    assert torch.equal(dequantised(stored, scale, block=(2, 2)), expected)
+    with pytest.raises(ValueError, match="do not fit"):
+        dequantised(stored, scale, block=None)
+
+
+def test_scales_may_be_exponents_zero_points_and_of_each_expert():
+    stored = torch.full((2, 4, 4), 3, dtype=torch.int8)
+    assert (dequantised(stored, torch.tensor([1.0, 2.0]))[1] == 6).all()
+    assert (dequantised(stored[0], torch.tensor([[129]], dtype=torch.uint8)) == 12).all()
+    assert (dequantised(stored[0], torch.tensor(2.0), torch.tensor([1])) == 4).all()
+
+
+@pytest.mark.usefixtures("opens_here")
+@pytest.mark.parametrize(
+    ("form", "mode"), [("fp8_block", "lora"), ("fp8_tensor", "full"), ("bnb_4bit", "qlora")]
+)
+def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, form, mode):
+    changes = {
+        "model.name": twin(form),
+        "tuning.mode": mode,
+        "data.train_path": ROWS,
+        "data.val_path": None,
+        "train.learning_rate": 0.0001,
+        "train.reopen_saved": True,
+    }
+    folder = plan_run(changes)
+    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    saved = folder.weights(mode)
+    if mode != "full":
+        merge_run(folder)
+        saved = folder.path / "merged"
+    assert "quantization_config" not in read_json(saved / "config.json")
+    dtypes = {tensor.dtype for tensor in load_file(saved / "model.safetensors").values()}
+    assert dtypes == {torch.float32 if mode == "full" else torch.bfloat16}
+    before = run_json(folder)["metrics"]["before"]["eval_loss"]
+    assert before < 3, "no better than noise"
+    _, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
