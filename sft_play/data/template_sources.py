@@ -123,7 +123,7 @@ def _read_text(path: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(
             f"model.chat_template={path}: {reason}; write the path of a Jinja file, "
-            f"{NAMED_TEMPLATE} and the name of one of the model's, or default"
+            "name: and the name of one of the model's, or default"
         ) from None
 
 
