@@ -8,12 +8,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message
 from sft_play.data.template_limits import limited
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import DataError
 
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere and DeepSeek Coder
@@ -148,22 +147,10 @@ class ChatTemplate:
         return TemplateText(texts[0], [CharacterSpan(*span) for span in marks[0]])
 
 
-def read_template(setting: str) -> str:
-    """Return the template of model.chat_template. Raises: ConfigError for an unreadable file."""
-    if setting == "default":
-        return DEFAULT_TEMPLATE
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(
-            f"model.chat_template={setting}: {reason}; write the path of a Jinja file, or default"
-        ) from None
-
-
 def template_of(tokenizer: Any) -> str:
-    """Return the chat template in force: the tokenizer's own, else the default one."""
-    return tokenizer.chat_template or DEFAULT_TEMPLATE
+    """Return the chat template in force, several by name as JSON: the tokenizer's own or ours."""
+    own = tokenizer.chat_template or DEFAULT_TEMPLATE
+    return own if isinstance(own, str) else json.dumps(own, sort_keys=True)
 
 
 def template_messages(messages: Sequence[Message]) -> list[Json]:

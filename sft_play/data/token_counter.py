@@ -3,8 +3,6 @@
 For planning alone: what a run trains on comes from `render.Renderer`, which also checks it.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,20 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config
+from sft_play.data.plain_jinja import Render, compile_template
 from sft_play.data.rows import Row
-from sft_play.data.template_limits import limited
-from sft_play.data.template_variables import with_variables
-from sft_play.data.templates import CLOCK, DEFAULT_TEMPLATE, read_template, template_messages
+from sft_play.data.template_sources import find_template, read_object
+from sft_play.data.template_variables import Template
+from sft_play.data.templates import DEFAULT_TEMPLATE, template_messages
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.model_shape import find_file
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
 
-# transformers' marks of what an assistant generates, which plain Jinja does not know
-MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
-MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -53,16 +48,15 @@ class TokenCounter:
         settings_path = find("tokenizer_config.json")
         if path is None or settings_path is None:
             return None
-        settings = _read_object(settings_path)
+        settings = read_object(settings_path)
+        special_tokens = _special_tokens(settings)
+        files = [*settings_path.parent.glob("additional_chat_templates/*.jinja")]
+        own = {file.stem: file.read_text(encoding="utf-8") for file in files}
         template_path = find("chat_template.jinja")
-        if model.chat_template is not None:
-            template = read_template(model.chat_template)
-        elif template_path is not None:
-            template = template_path.read_text(encoding="utf-8")
-        else:
-            template = _default_of(settings.get("chat_template"))
-        template = with_variables(template or DEFAULT_TEMPLATE, model)
-        return cls(_load(path), template, _special_tokens(settings))
+        if template_path is not None:
+            own["default"] = template_path.read_text(encoding="utf-8")
+        template = find_template(own, find, model, special_tokens)
+        return cls(_load(path), _default_of(template), special_tokens)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
@@ -72,46 +66,21 @@ class TokenCounter:
 
     def count(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the tokens of each row, None for one that the template does not take."""
-        texts: list[str | None] = []
-        for row in rows:
-            with limited():
-                texts.append(self._text(row))
+        texts = [self._text(row) for row in rows]
         given = [text for text in texts if text is not None]
         encodings = self.tokenizer.encode_batch_fast(given, add_special_tokens=False)
         lengths = iter([len(encoding.ids) for encoding in encodings])
         return [None if text is None else next(lengths) for text in texts]
 
     def _text(self, row: Row) -> str | None:
-        from jinja2 import TemplateError
-
         if row.text is not None or row.segments:
             begin = self.special_tokens.get("bos_token", "")
             return f"{begin}{row.plain_text}{self.special_tokens.get('eos_token', '')}"
-        try:
-            return self._compiled.render(
-                messages=template_messages(row.messages),
-                tools=list(row.tools) or None,
-                documents=None,
-                add_generation_prompt=False,
-                **self.special_tokens,
-            )
-        # a template may fail in any of these ways; the run names such rows and stops
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError):
-            return None
+        return self._render(template_messages(row.messages), row.tools)
 
     @cached_property
-    def _compiled(self) -> "jinja2.Template":
-        """The template in an environment like transformers'."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = CLOCK.strftime
-        source = MARK_START.sub(r"{%\1 if true \2%}", self.template)
-        return environment.from_string(MARK_END.sub(r"{%\1 endif \2%}", source))
+    def _render(self) -> Render:
+        return compile_template(self.template, self.special_tokens)
 
 
 def _load(path: Path) -> "tokenizers.Tokenizer":
@@ -126,25 +95,8 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EnvironmentFault(
-            f"{path}: not valid JSON: {error}; download the model again"
-        ) from None
-    if not isinstance(value, dict):
-        raise EnvironmentFault(f"{path}: holds no object; download the model again")
-    return value
-
-
-def _default_of(template: Any) -> str:
-    """Return the template for conversations, of several by name the one named default."""
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template or ""
+def _default_of(template: Template | None) -> str:
+    return template["default"] if isinstance(template, dict) else template or DEFAULT_TEMPLATE
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -157,13 +109,3 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             tokens[name] = token
     return tokens
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_template_error(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)

@@ -4,64 +4,127 @@ Separate from the weights, so that reading data imports no model class, adapters
 transformers' AutoTokenizer itself imports torch.
 """
 
+import functools
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from sft_play.config.schema import Config
-from sft_play.data.template_variables import with_variables
-from sft_play.data.templates import read_template, template_of
-from sft_play.errors import EnvironmentFault, first_line
+from sft_play.config.sections.model import ModelSection
+from sft_play.data.template_sources import FindFile, find_template, read_object
+from sft_play.data.tokenizer_files import NO_VOCABULARY, why_not_loaded
+from sft_play.errors import EnvironmentFault
 from sft_play.progress import Stage, watched
 
-# What a tokenizer is read from, in the formats that models have
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+logger = logging.getLogger(__name__)
+
+# The special tokens of a converted tekken.json, which does not say what they are for
+TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+# Read for an eos that tokenizer_config.json does not name
+EOS_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a chat template and a pad token.
+    """Return the tokenizer with a chat template, an eos and a pad token.
 
     Raises: EnvironmentFault when it cannot be loaded or used.
     """
-    name = config.model.name
-    try:
-        with watched(Stage(f"loading the tokenizer of {name}")):
-            tokenizer = AutoTokenizer.from_pretrained(
-                name,
-                revision=config.model.revision,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-    except (OSError, ValueError, ImportError) as error:
-        # ImportError: a package that the tokenizer's file format needs
-        raise EnvironmentFault(
-            f"model.name={name}: no tokenizer could be loaded: {_reason(name, error)}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise EnvironmentFault(
-            f"model.name={name}: its tokenizer has no fast version, "
-            "which finding the answers' tokens needs"
-        )
+    model = config.model
+    find = functools.partial(_find_file, model)
+    with watched(Stage(f"loading the tokenizer of {model.name}")):
+        tokenizer = _load(model, find)
+    if str(tokenizer.init_kwargs.get("vocab_file")).endswith("tekken.json"):
+        _name_tekken_tokens(tokenizer)
     if tokenizer.eos_token_id is None:
-        raise EnvironmentFault(
-            f"model.name={name}: its tokenizer names no eos_token, so an answer could not end; "
-            "add one to tokenizer_config.json"
-        )
+        _take_eos(tokenizer, model.name, find)
     if tokenizer.pad_token_id is None:
         # padding is masked out everywhere, so any existing id will do
         tokenizer.pad_token = tokenizer.eos_token
-    if config.model.chat_template is not None:
-        tokenizer.chat_template = read_template(config.model.chat_template)
     # saved with the adapter, so that inference renders prompts as training did
-    tokenizer.chat_template = with_variables(template_of(tokenizer), config.model)
+    tokenizer.chat_template = find_template(
+        tokenizer.chat_template, find, model, tokenizer.special_tokens_map
+    )
     return tokenizer
 
 
-def _reason(name: str, error: Exception) -> str:
-    """Return why there is no tokenizer, and for a folder what to do."""
-    folder = Path(name)
-    if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
-        return f"the folder has none of {', '.join(FILES)}; copy those of its base into it"
-    reason = first_line(error)
-    if reason.endswith(":"):  # a list follows, with what is missing
-        reason = " ".join(str(error).split())
-    return f"{reason.removesuffix('.')}; get the model again" if folder.is_dir() else reason
+def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
+    """Return transformers' tokenizer. Raises: EnvironmentFault."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.name,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            # else mistral-common, if it is installed, reads tekken.json with a class of its own
+            # that has no offsets
+            mistral_format=False,
+        )
+    # The tokenizers library raises plain Exceptions, and transformers many kinds of them
+    except Exception as error:
+        reason = why_not_loaded(model.name, find, error)
+        raise EnvironmentFault(
+            f"model.name={model.name}: no tokenizer could be loaded: {reason}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise EnvironmentFault(
+            f"model.name={model.name}: its tokenizer has no fast version, which finding the "
+            "answers' tokens needs; set MODEL_NAME to a copy that has a tokenizer.json"
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer of some classes where there is no file
+        raise EnvironmentFault(
+            f"model.name={model.name}: no tokenizer could be loaded: {NO_VOCABULARY}"
+        )
+    return tokenizer
+
+
+def _find_file(model: ModelSection, file: str) -> Path | None:
+    """Return a file of the model, fetched from the hub if it is not here, None if it has none."""
+    try:
+        path = cached_file(
+            model.name,
+            file,
+            revision=model.revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no such repository: nothing else of it can be loaded either
+        return None
+    return Path(path) if path else None
+
+
+def _name_tekken_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the special tokens of a converted tekken.json their roles."""
+    for role, token in TEKKEN.items():
+        if getattr(tokenizer, role) is None and token in tokenizer.added_tokens_encoder:
+            setattr(tokenizer, role, token)
+
+
+def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> None:
+    """Make the eos that another file names the tokenizer's. Raises: EnvironmentFault."""
+    for file in EOS_FILES:
+        path = find(file)
+        for token in _eos_tokens(read_object(path) if path else {}, tokenizer):
+            tokenizer.eos_token = token
+            logger.info("tokenizer: eos is %s, which %s of %s names", token, file, name)
+            return
+    raise EnvironmentFault(
+        f"model.name={name}: its tokenizer names no eos_token, so an answer could not end; "
+        "add one to tokenizer_config.json"
+    )
+
+
+def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the eos tokens that a file names, as text or by ids that the tokenizer has."""
+    token = values.get("eos_token")
+    if token:
+        yield token["content"] if isinstance(token, dict) else token
+    text_config = values.get("text_config") or {}
+    ids = values.get("eos_token_id", text_config.get("eos_token_id"))
+    for eos in ids if isinstance(ids, list) else [ids]:
+        if isinstance(eos, int) and 0 <= eos < len(tokenizer):
+            yield tokenizer.convert_ids_to_tokens(eos)

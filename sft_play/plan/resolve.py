@@ -354,7 +354,7 @@ def _resolved(
     }
     if Path(config.model.name).is_dir():
         model["name"] = _absolute(config.model.name)
-    if config.model.chat_template not in (None, "default"):
+    if config.model.has_template_file:
         model["chat_template"] = _absolute(config.model.chat_template)
     is_gpu = plan.ranks.device == "cuda"
     train = config.train

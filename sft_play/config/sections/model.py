@@ -17,6 +17,7 @@ from sft_play.config.sections.base import (
 # Names of modules in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings"})
 HEADS = frozenset({"lm_head", "embed_out"})  # most others; GPT-NeoX
+NAMED_TEMPLATE = "name:"  # begins a chat_template that is one of the model's own
 
 
 def _map_of_devices(value: Any) -> Any:
@@ -128,9 +129,9 @@ class ModelSection(Section):
     chat_template: str | None = Field(
         None,
         min_length=1,
-        description="Chat template in place of the tokenizer's own: a Jinja file, or default for "
-        "the built-in plain-text one; null is the tokenizer's, or the built-in one where it has "
-        "none.",
+        description="Chat template in place of the model's own: a Jinja file, name:rag for the one "
+        "that the model has under the name rag, or default for the built-in plain-text one; null "
+        "is the model's, or the built-in one if it has none.",
     )
     template_kwargs: dict[str, Any] = Field(
         {},
@@ -156,6 +157,12 @@ class ModelSection(Section):
         description="Load base weights that are pickles (.bin, .pt), which can run any code; false "
         "takes safetensors alone.",
     )
+
+    @property
+    def has_template_file(self) -> bool:
+        """Return whether the chat template is a file of the user."""
+        setting = self.chat_template
+        return setting not in (None, "default") and not setting.startswith(NAMED_TEMPLATE)
 
     @property
     def has_flash4(self) -> bool:

@@ -1,0 +1,148 @@
+"""Where a model's chat template lies, and which of several is used. Loads no torch.
+
+Image-text models may have it in the files of their processor alone, beside chat_template.jinja and
+tokenizer_config.json, which transformers' tokenizers read.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.sections.model import NAMED_TEMPLATE, ModelSection
+from sft_play.data.plain_jinja import compile_template
+from sft_play.data.template_variables import Template, with_variables
+from sft_play.data.templates import DEFAULT_TEMPLATE
+from sft_play.errors import ConfigError, EnvironmentFault
+
+logger = logging.getLogger(__name__)
+
+FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
+# Read in this order where the tokenizer's own templates have not the one that is asked for.
+# transformers forgets tokenizer_config.json's where additional_chat_templates/ has files.
+FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+
+# Templates of image-text models may take contents only as lists of parts, and leave strings out
+# without a word. This makes parts of strings, for the roles that need it. The line break ends the
+# tag, so that the template begins at the start of a line as before.
+AS_PARTS = (
+    "{%% set parts = namespace(messages=[]) %%}{%% for message in messages %%}"
+    "{%% if message.content is string and message.role in %s %%}"
+    "{%% set message = dict(message, content=[dict(type='text', text=message.content)]) %%}"
+    "{%% endif %%}{%% set parts.messages = parts.messages + [message] %%}{%% endfor %%}"
+    "{%% set messages = parts.messages %%}\n"
+)
+ROLES = (("user", "tool"), ("assistant",), ("system",))
+# what a template is tried with; the second one is for templates without system messages
+TRIED = tuple(
+    [{"role": role, "content": f"text of {role}"} for role in roles]
+    for roles in (("system", "user", "assistant"), ("user", "assistant"))
+)
+
+
+def find_template(
+    own: Any, find: FindFile, model: ModelSection, special_tokens: Mapping[str, str]
+) -> Template:
+    """Return the chat template that a run uses and saves, or several by name with a `default`.
+
+    `own` is what the tokenizer has: a text, several by name, a list of such, or None.
+    Raises: ConfigError for settings, EnvironmentFault for a damaged file.
+    """
+    template = _chosen(own, find, model)
+    return with_variables(_taking_strings(template, special_tokens), model)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raises: EnvironmentFault if it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EnvironmentFault(
+            f"{path}: not valid JSON: {error}; download the model again"
+        ) from None
+    if not isinstance(value, dict):
+        raise EnvironmentFault(f"{path}: holds no object; download the model again")
+    return value
+
+
+def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
+    setting = model.chat_template
+    if setting == "default":
+        return DEFAULT_TEMPLATE
+    if model.has_template_file:
+        return _read_text(model.chat_template)
+    wanted = "default" if setting is None else setting.removeprefix(NAMED_TEMPLATE)
+    named = _by_name(own)
+    for file in FILES:
+        path = None if {wanted, "default"} <= named.keys() else find(file)
+        if path is not None:
+            named = {**_by_name(read_object(path).get("chat_template")), **named}
+    if not named and setting is None:
+        _say_without_template(model.name)
+        return DEFAULT_TEMPLATE
+    if wanted not in named:
+        raise ConfigError(_without_name(setting, wanted, sorted(named)))
+    template = named[wanted]
+    return {**named, "default": template} if len(named) > 1 else template
+
+
+def _by_name(templates: Any) -> dict[str, str]:
+    if not templates:
+        return {}
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return dict(templates) if isinstance(templates, Mapping) else {"default": templates}
+
+
+def _without_name(setting: str | None, wanted: str, names: list[str]) -> str:
+    if not names:
+        return f"model.chat_template={setting}: the model has no chat template; leave it out"
+    return (
+        f"model.chat_template={setting or 'null'}: none of the model's chat templates is named "
+        f"{wanted}; it has {', '.join(names)}: set MODEL_CHAT_TEMPLATE={NAMED_TEMPLATE}{names[0]}"
+    )
+
+
+@functools.cache  # one line a process
+def _say_without_template(name: str) -> None:
+    logger.info(
+        "template: %s has no chat template; the built-in plain-text one is used, which writes "
+        "### User: before a question; MODEL_CHAT_TEMPLATE=mine.jinja sets another",
+        name,
+    )
+
+
+def _read_text(path: str) -> str:
+    """Return a user's template. Raises: ConfigError for an unreadable file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(
+            f"model.chat_template={path}: {reason}; write the path of a Jinja file, "
+            "name: and the name of one of the model's, or default"
+        ) from None
+
+
+def _taking_strings(template: Template, special_tokens: Mapping[str, str]) -> Template:
+    """Return a template, or several by name, that writes contents which are strings.
+
+    One that loses texts whatever their form stays as it is.
+    """
+    if isinstance(template, Mapping):
+        return {name: _taking_strings(text, special_tokens) for name, text in template.items()}
+    choices = chain.from_iterable(combinations(ROLES, count) for count in range(len(ROLES) + 1))
+    forms = [_with_parts(template, tuple(chain.from_iterable(roles))) for roles in choices]
+    for messages in TRIED:
+        for form in forms:
+            text = compile_template(form, special_tokens)(messages)
+            if text and all(message["content"] in text for message in messages):
+                return form
+    return template
+
+
+def _with_parts(template: str, roles: tuple[str, ...]) -> str:
+    return AS_PARTS % (roles,) + template if roles else template
