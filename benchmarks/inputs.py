@@ -53,38 +53,46 @@ ALPACA_WORDS = {
 }
 
 
-def model_settings(shape: str, layers: int | None = None) -> dict[str, object]:
-    """Return the transformers config of an architecture, cut to its first `layers` layers."""
+def model_settings(
+    shape: str, layers: int | None = None, as_published: bool = False
+) -> dict[str, object]:
+    """Return the transformers config of an architecture, cut to its first `layers` layers.
+
+    Of a model with towers it is that of the language model, unless it is to be `as_published`.
+    """
     architectures = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
-    if shape in architectures:
-        settings = architectures[shape]
-    else:
-        settings = {
-            **known_models()[shape],
-            "max_position_embeddings": 262144,
-            "rope_theta": 500000.0,
-        }
-        if settings["model_type"] == "gemma3":  # its name with the part that sees
-            settings["model_type"] = "gemma3_text"
+    is_known = shape not in architectures
+    settings = known_models()[shape] if is_known else architectures[shape]
+    text = settings.get("text_config", settings)
+    if is_known:
+        text |= {"max_position_embeddings": 262144, "rope_theta": 500000.0}
     if layers is not None:
-        settings["num_hidden_layers"] = layers
-    return settings
+        text["num_hidden_layers"] = layers
+    if as_published or text is settings:
+        return settings
+    return {"tie_word_embeddings": settings["tie_word_embeddings"], **text}
 
 
-def random_model(shape: str, folder: Path, layers: int | None = None) -> None:
+def random_model(
+    shape: str, folder: Path, layers: int | None = None, as_published: bool = False
+) -> None:
     """Save an architecture with random bfloat16 weights and the tiny model's tokenizer.
 
     The weights are drawn on the GPU where there is one, and pass through host memory by the shard.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    from sft_play.models.architecture import auto_class_of
+
+    settings = model_settings(shape, layers, as_published)
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = AutoConfig.for_model(**model_settings(shape, layers), **tokens)
+    settings.get("text_config", settings).update(tokens)
+    config = AutoConfig.for_model(**settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto_class_of(config).from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=SHARD)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
 
