@@ -56,7 +56,7 @@ def test_another_kind_of_folder_has_its_sentence(tmp_path, files, says):
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "an encoder, which fills"),
         ({"model_type": "bert", "architectures": ["BertModel"]}, r"an encoder \(BertModel\)"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder"),
-        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "an encoder-d"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "an encoder-decoder"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier or reward model"),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "without a class that writes text"),
         ({"model_type": "llama9"}, r"model_type=llama9, which transformers \d+\.\d+"),
@@ -99,6 +99,7 @@ def test_a_gguf_file_and_a_missing_shard_have_their_sentence(tmp_path):
         {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
         {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
         {"architectures": ["LLaMAForCausalLM"]},
+        {"model_type": "voxtral", "architectures": ["VoxtralForConditionalGeneration"]},
     ],
 )
 def test_language_models_and_composite_ones_pass(tmp_path, declared):

@@ -21,9 +21,8 @@ INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
 POINTER_BYTES = 1024  # no weights and no tokenizer are as small
 FETCHED_BY_LFS = ("*.safetensors", "*.bin", "tokenizer.json", "tokenizer.model")
-# transformers' tables of classes: of those that are trained here, and of those that are not
+# transformers' tables of classes
 TRAINED = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-TWO_PARTS = "SEQ_TO_SEQ_CAUSAL_LM"
 ENCODERS = "MASKED_LM"
 OF_ENDINGS = {
     "ForMaskedLM": "an encoder, which fills gaps in a text",
@@ -129,7 +128,7 @@ def _refuse_class(config: Config, declared: ModelConfigJson) -> None:
 
 def _why_not_causal(declared: ModelConfigJson, kind: str | None, name: str) -> str | None:
     """Return what a model is that does not predict the next token, None for one that does."""
-    if declared.get("is_encoder_decoder") or name in _classes(TWO_PARTS).values():
+    if declared.get("is_encoder_decoder"):
         return "an encoder-decoder, which writes one text after another is read whole"
     for ending, words in OF_ENDINGS.items():
         if name.endswith(ending):
