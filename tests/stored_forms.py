@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny_llama"
 E4M3_MAX = 448.0
@@ -146,4 +147,33 @@ def bnb_4bit(folder: Path, double_quant: bool = True) -> Path:
     copy_of(folder)
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, quantization_config=quantization)
     model.save_pretrained(folder)
+    return folder
+
+
+def mxfp4(folder: Path) -> Path:
+    """A gpt-oss whose experts are in MXFP4: 32 4-bit values share one exponent."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    model = tiny_model("gpt_oss", WHOLE_BLOCKS, vocab_size=len(tokenizer))
+    model.generation_config.bos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+
+    def change(weights: Tensors) -> Tensors:
+        for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = weights.pop(name).shape
+            blocks = (experts, outputs, inputs // 32)
+            weights[f"{name}_blocks"] = torch.randint(
+                0, 256, (*blocks, 16), dtype=torch.uint8, generator=generator
+            )
+            weights[f"{name}_scales"] = torch.randint(
+                118, 122, blocks, dtype=torch.uint8, generator=generator
+            )
+        return weights
+
+    change_tensors(folder, change)
+    change_config(
+        folder,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
     return folder

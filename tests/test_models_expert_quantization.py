@@ -7,7 +7,7 @@ import pytest
 import torch
 from bitsandbytes import functional as bnb_functional
 from bitsandbytes.nn import Linear4bit, Params4bit
-from safetensors.torch import load_file, save_file
+from stored_forms import mxfp4
 from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -23,7 +23,6 @@ from sft_play.models.load import load_base
 from sft_play.models.packed import PackedWeights, packed_weights
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process
-from sft_play.runs.files import read_json, write_json
 
 CPU = Process.alone(torch.device("cpu"))
 IDS = torch.arange(32)[None] % 50 + 3
@@ -161,29 +160,10 @@ def test_the_model_without_memory_is_packed_alike(tmp_path: Path) -> None:
     assert {name: (p.shape, p.dtype) for name, p in on_meta.named_parameters()} == expected
 
 
-def mxfp4_base(folder: Path) -> Path:
-    """Write a gpt-oss whose experts are in MXFP4: 32 4-bit values share one exponent."""
-    base_of(folder, "gpt_oss")
-    weights = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = weights.pop(name).shape
-        blocks = (experts, outputs, inputs // 32)
-        values = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, generator=generator)
-        exponents = torch.randint(122, 126, blocks, dtype=torch.uint8, generator=generator)
-        weights[f"{name}_blocks"] = values
-        weights[f"{name}_scales"] = exponents
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = read_json(folder / "config.json")
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    write_json(folder / "config.json", config)
-    return folder
-
-
 def test_mxfp4_experts_are_dequantised_for_lora_and_packed_again_for_qlora(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base = mxfp4_base(tmp_path)
+    base = mxfp4(tmp_path)
     with caplog.at_level(logging.INFO, "sft_play"):
         plain = load_base(config_of(base, "lora"), CPU)
     assert "stored as MXFP4, dequantised" in caplog.text

@@ -45,7 +45,10 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
     """
     model = config.model
     if Path(model.name).is_file():
-        raise _no_base(config, f"a file{_gguf(model.name)}; {CAUSAL}, by its folder or hub name")
+        raise EnvironmentFault(
+            f"model.name={model.name} is a file, not a folder or a name of the hub; a GGUF file is "
+            "packed for llama.cpp: set MODEL_NAME to the 16-bit model that it was made from"
+        )
     found = find_file(model.name, "config.json", model.revision, environ)
     if found is None:
         other = find_file(model.name, "adapter_config.json", model.revision, environ)
@@ -62,27 +65,33 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
 
 def _refuse_other_folder(config: Config, folder: Path) -> None:
     """Refuse a folder without config.json, by what it holds instead."""
+    where = f"model.name={config.model.name} is"
     if (folder / "adapter_config.json").is_file():
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         base = base.get("base_model_name_or_path")
-        raise _no_base(config, f"an adapter of {base}; set MODEL_NAME={base}")
+        raise EnvironmentFault(f"{where} an adapter of {base}; set MODEL_NAME={base}")
     if (folder / "model_index.json").is_file():
-        raise _no_base(config, f"a diffusion pipeline; {CAUSAL}")
+        raise EnvironmentFault(f"{where} a diffusion pipeline; {CAUSAL}")
     if any(folder.glob("*.gguf")):
-        raise _no_base(config, f"a folder of GGUF files{_gguf('.gguf')}; {CAUSAL}")
+        raise EnvironmentFault(
+            f"{where} a folder of GGUF files, packed for llama.cpp; set MODEL_NAME to the 16-bit "
+            "model that they were made from"
+        )
     if (folder / "params.json").is_file() and any(folder.glob("consolidated*")):
-        raise _no_base(
-            config,
-            "in the format of Mistral's or Meta's own code, without config.json; get config.json "
-            "and model*.safetensors of the same model, or set MODEL_NAME to its transformers "
-            "version",
+        raise EnvironmentFault(
+            f"{where} in the format of Mistral's or Meta's own code, without config.json; get "
+            "config.json and model*.safetensors of the same model, or set MODEL_NAME to its "
+            "transformers version"
         )
 
 
 def _refuse_files(config: Config, folder: Path) -> None:
     """Refuse a folder whose files are not all there, or are of another kind of model."""
     if (folder / "modules.json").is_file():
-        raise _no_base(config, f"a sentence-transformers model, which embeds texts; {CAUSAL}")
+        raise EnvironmentFault(
+            f"model.name={config.model.name} is a sentence-transformers model, which embeds texts; "
+            f"{CAUSAL}"
+        )
     for pattern in FETCHED_BY_LFS:
         for path in sorted(folder.glob(pattern)):
             if path.stat().st_size < POINTER_BYTES and path.read_bytes().startswith(POINTER):
@@ -123,7 +132,9 @@ def _refuse_class(config: Config, declared: ModelConfigJson) -> None:
             )
     what = _why_not_causal(declared, kind, name)
     if what is not None:
-        raise _no_base(config, f"{what} ({name or kind}); {CAUSAL}")
+        raise EnvironmentFault(
+            f"model.name={config.model.name} is {what} ({name or kind}); {CAUSAL}"
+        )
 
 
 def _why_not_causal(declared: ModelConfigJson, kind: str | None, name: str) -> str | None:
@@ -142,14 +153,6 @@ def _why_not_causal(declared: ModelConfigJson, kind: str | None, name: str) -> s
     if is_encoder and not any(name in classes.values() for classes in trained):
         return "an encoder"
     return None
-
-
-def _no_base(config: Config, what: str) -> EnvironmentFault:
-    return EnvironmentFault(f"model.name={config.model.name} is {what}")
-
-
-def _gguf(name: str) -> str:
-    return ", packed for llama.cpp" if name.endswith(".gguf") else ""
 
 
 @cache
