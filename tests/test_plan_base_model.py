@@ -162,6 +162,29 @@ def test_mlx_is_named_and_nested_sections_are_found():
     assert stored_as({}) is None
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "name", "way"),
+    [
+        ({"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"}, "FP8", "dequantised"),
+        ({"a.weight": "U8", "a.weight_scale": "F8_E4M3", "a.weight_scale_2": "F32"}, "NVFP4", 0),
+        ({"a.weight": "U8", "a.weight.absmax": "F32"}, "4 bits of bitsandbytes", "packed"),
+        ({"a.weight": "U32", "a.scales": "F16", "a.biases": "F16"}, "packed integers", 0),
+        ({"a.qweight": "I32"}, "packed integers (GPTQ or AWQ)", 0),
+        ({"a.weight": "I8", "a.SCB": "F32"}, "8 bits of bitsandbytes", "dequantised"),
+        ({"h.0.attn.bias": "U8", "a.weight": "F16"}, None, None),
+    ],
+)
+def test_the_files_show_what_config_json_does_not_say(dtypes, name, way):
+    found = stored_as({}, dtypes.items())
+    assert (found and found.name, found and found.way) == (name, "refused" if way == 0 else way)
+
+
+def test_plain_weights_under_a_section_of_their_base_are_plain():
+    declared = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    assert stored_as(declared, [("a.weight", "BF16")]) is None
+    assert stored_as(declared).way == "packed", "the files are not here yet"
+
+
 def test_weights_in_4_bits_are_for_qlora(tmp_path):
     declared = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     base = folder_with(tmp_path / "model", config__json={**LLAMA, "quantization_config": declared})

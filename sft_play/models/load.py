@@ -132,13 +132,9 @@ def load_base(
     refuse_untrainable(config, found)
     options = loading_options(config, stored)
     options["dtype"] = base_dtype
-    # one that is None is never passed: transformers would take quantised numbers for the weights
-    if found is not None and found.way == "packed":
-        options["config"] = bnb.with_compute_dtype(stored, process.compute_dtype)
-    elif quantization is not None:
-        options["quantization_config"] = quantization
-    elif config.tuning.has_float8_base:
-        options["quantization_config"] = float8_config(process.device)
+    if found is not None and dtype == "auto":
+        options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
+    options |= _packed_as(config, process, stored, found, quantization)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.device_map_of(config, process, stored, most_layers)
     if is_fsdp and not is_quantised(config) and config.train.fsdp_offload:
@@ -174,6 +170,27 @@ def _finish_loading(model: PreTrainedModel, config: Config) -> None:
     bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)
+
+
+def _packed_as(
+    config: Config,
+    process: Process,
+    stored: PretrainedConfig | None,
+    found: StoredAs | None,
+    quantization: BitsAndBytesConfig | None,
+) -> dict[str, Any]:
+    """Return the options of transformers' loader for packed weights.
+
+    A quantization_config that is None is never passed: transformers would take quantised numbers
+    for the weights.
+    """
+    if found is not None and found.way == "packed":
+        return {"config": bnb.with_compute_dtype(stored, process.compute_dtype)}
+    if quantization is not None:
+        return {"quantization_config": quantization}
+    if config.tuning.has_float8_base:
+        return {"quantization_config": float8_config(process.device)}
+    return {}
 
 
 def _reading(

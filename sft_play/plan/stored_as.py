@@ -19,6 +19,7 @@ PACKED = {  # by the end of the names of their tensors
     ".absmax": "4 bits of bitsandbytes",
     ".qweight": "packed integers (GPTQ or AWQ)",
     ".weight_packed": "packed integers (compressed-tensors)",
+    ".weight_scale_2": "NVFP4",
 }
 NAMES = {
     "compressed-tensors": "compressed-tensors",
@@ -55,9 +56,12 @@ class StoredAs:
 def stored_as(config: ConfigJson, headers: Iterable[Header] = ()) -> StoredAs | None:
     """Return the format that a config.json declares, or its files show; None for plain weights."""
     declared = _declared(config)
-    found = _shown(headers) if declared is None else _format(declared)
+    dtypes = dict(headers)
+    found = _shown(dtypes) if declared is None else _format(declared)
     if found is None:
         return None
+    if found.way == "packed" and dtypes and not any(name.endswith(".absmax") for name in dtypes):
+        return None  # a merged folder whose config.json still has the base's section
     text = config.get("text_config") or config
     dtypes = (part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype"))
     dtype = next(filter(None, dtypes), None)
@@ -114,7 +118,7 @@ def _declared(config: ConfigJson) -> ConfigJson | None:
     for part in (config, config.get("text_config") or {}):
         for section in SECTIONS:
             declared = part.get(section)
-            if declared:
+            if declared and isinstance(declared, Mapping):
                 return declared.get("quantization_config") or declared
     return None
 
@@ -138,23 +142,19 @@ def _compressed(declared: ConfigJson) -> StoredAs:
     )
 
 
-def _shown(headers: Iterable[Header]) -> StoredAs | None:
+def _shown(dtypes: Mapping[str, str]) -> StoredAs | None:
     """Return the format that the names and types of tensors show."""
-    dtypes: dict[str, str] = {}
-    for name, dtype in headers:
-        dtypes[name] = dtype
     for ending, words in PACKED.items():
         if any(name.endswith(ending) for name in dtypes):
-            way = "packed" if ending == ".absmax" else "refused"
-            return StoredAs(words, way)
+            return StoredAs(words, "packed" if ending == ".absmax" else "refused")
+    weights = {dtype for name, dtype in dtypes.items() if name.endswith(".weight")}
     if any(name.endswith("_blocks") and dtype == "U8" for name, dtype in dtypes.items()):
         return StoredAs("MXFP4", "dequantised")
     if any(name.endswith(".SCB") for name in dtypes):
         return StoredAs("8 bits of bitsandbytes", "dequantised")
+    if weights & {"U8", "I32", "U32"}:
+        return StoredAs("packed integers", "refused")
     if any(dtype.startswith("F8_E") for dtype in dtypes.values()):
         is_by_block = any(name.endswith("weight_scale_inv") for name in dtypes)
         return StoredAs("FP8", "dequantised", FP8_BLOCK if is_by_block else None)
-    whole = [name for name, dtype in dtypes.items() if dtype in ("I8", "U8", "I32")]
-    if any(name.endswith(".weight") for name in whole):
-        return StoredAs("integers", "refused")
-    return None
+    return StoredAs("integers of 8 bits", "dequantised") if "I8" in weights else None
