@@ -41,7 +41,7 @@ from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.loaded_names import refuse_unaccounted
 from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
-from sft_play.plan.stored_as import refuse_untrainable
+from sft_play.plan.stored_as import StoredAs, refuse_untrainable
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
 
