@@ -234,7 +234,7 @@ def test_a_config_that_transformers_does_not_know_leaves_the_tokenizer_alone(
 )
 def test_a_tokenizer_config_that_is_wrong_is_one_sentence(folder, values: dict) -> None:
     set_config(folder, **values)
-    assert "correct tokenizer_config.json, or get the model again" in refusal(folder)
+    assert "correct its files, or get the model again" in refusal(folder)
 
 
 # Special tokens
@@ -250,6 +250,10 @@ def test_a_tokenizer_config_that_is_wrong_is_one_sentence(folder, values: dict) 
         ("config.json", {**LLAMA, "eos_token_id": "ID"}),
         ("config.json", {**LLAMA, "eos_token_id": [90000, "ID"]}),
         ("config.json", {"model_type": "gemma3", "text_config": {"eos_token_id": ["ID"]}}),
+        (
+            "config.json",
+            {"model_type": "gemma3", "eos_token_id": None, "text_config": {"eos_token_id": "ID"}},
+        ),
     ],
 )
 def test_an_eos_that_another_file_names_is_the_tokenizers(
@@ -275,3 +279,9 @@ def test_no_eos_anywhere_is_refused(folder, eos: object) -> None:
 def test_padding_is_eos_where_no_other_token_is_named(folder, pad: str | None) -> None:
     set_config(folder, pad_token=pad)
     assert load(folder).pad_token == "<eos>"
+
+
+def test_an_error_whose_text_says_little_is_named_with_its_class(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    assert "not what transformers expects (KeyError: " in refusal(tmp_path)

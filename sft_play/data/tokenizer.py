@@ -123,8 +123,9 @@ def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> I
     token = values.get("eos_token")
     if token:
         yield token["content"] if isinstance(token, dict) else token
-    text_config = values.get("text_config") or {}
-    ids = values.get("eos_token_id", text_config.get("eos_token_id"))
+    ids = values.get("eos_token_id")
+    if ids is None:  # composite configs may hold a null beside that of the text
+        ids = (values.get("text_config") or {}).get("eos_token_id")
     for eos in ids if isinstance(ids, list) else [ids]:
         if isinstance(eos, int) and 0 <= eos < len(tokenizer):
             yield tokenizer.convert_ids_to_tokens(eos)

@@ -52,7 +52,9 @@ def why_not_loaded(name: str, find: FindFile, error: Exception) -> str:
     reason = first_line(error)
     if reason.endswith(":"):  # a list follows, with what is missing
         reason = text
-    return f"{reason.removesuffix('.')}; correct tokenizer_config.json, or get the model again"
+    if not isinstance(error, OSError | ValueError | ImportError):  # its text alone says little
+        reason = f"its files are not what transformers expects ({type(error).__name__}: {reason})"
+    return f"{reason.removesuffix('.')}; correct its files, or get the model again"
 
 
 def _why_not_read(path: Path) -> str | None:
