@@ -78,6 +78,8 @@ def test_a_tokenizer_without_pad_token_and_template_gets_eos_and_the_default_tem
 
 def test_a_tokenizer_without_eos_is_refused(config_of, copied):
     edit_json(copied / "tokenizer_config.json", eos_token=None)
+    for name in ("config.json", "generation_config.json"):
+        edit_json(copied / name, eos_token_id=None)
     with pytest.raises(EnvironmentFault, match="names no eos_token"):
         load_tokenizer(config_of(name=copied))
 

@@ -130,8 +130,8 @@ class ModelSection(Section):
         None,
         min_length=1,
         description="Chat template in place of the model's own: a Jinja file, name:rag for the one "
-        "that the model has under the name rag, or default for the built-in plain-text one; null "
-        "is the model's, or the built-in one if it has none.",
+        "that it has by that name, or default for the built-in plain-text one, which a model "
+        "without any gets, too.",
     )
     template_kwargs: dict[str, Any] = Field(
         {},
