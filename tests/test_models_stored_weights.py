@@ -8,6 +8,7 @@ import pytest
 import stored_forms
 import torch
 from bitsandbytes.functional import dequantize_4bit
+from rank_processes import run_ranks
 from run_files import run_json
 from safetensors.torch import load_file
 from stored_forms import TINY_LLAMA, change_config, change_tensors, copy_of
@@ -26,6 +27,7 @@ CPU = Process.alone(torch.device("cpu"))
 DEQUANTISED = (
     "fp8_block", "fp8_tensor", "fbgemm", "compressed_fp8", "compressed_int8", "bnb_8bit",
 )  # fmt: skip
+ZERO3 = str(TINY_LLAMA.parents[1] / "configs" / "deepspeed_zero3.json")
 ROWS = TINY_LLAMA.parent / "desk" / "test.jsonl"
 
 
@@ -217,3 +219,29 @@ def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, f
     assert before < 3 or form == "mxfp4", "no better than noise"
     _, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("form", "mode", "engine"),
+    [
+        ("bnb_4bit", "qlora", "fsdp"),
+        ("fp8_block", "full", "fsdp"),
+        ("fp8_block", "lora", "zero3"),
+    ],
+)
+def test_divided_among_ranks_it_is_the_same_model(twin, plan_run, form, mode, engine):
+    changes = {
+        "model.name": twin(form),
+        "tuning.mode": mode,
+        "data.train_path": ROWS,
+        "data.val_path": None,
+        "train.learning_rate": 0.0001,
+        "train.reopen_saved": True,
+    }
+    zero3 = ZERO3 if engine == "zero3" else None
+    if zero3 is None:
+        changes["train.strategy"] = engine
+    folder = plan_run(changes, num_gpus=2, deepspeed_config=zero3)
+    assert set(run_ranks(folder, 2)) == {0}, run_json(folder)["cause"]
+    assert run_json(folder)["metrics"]["before"]["eval_loss"] < 3, "no better than noise"

@@ -67,7 +67,8 @@ def finish_loading(model: torch.nn.Module, storage: torch.dtype) -> None:
     """
     for weight in model.parameters():
         if isinstance(weight, Params4bit) and weight.dtype != storage:
-            weight.data, weight.quant_storage = weight.data.view(storage), storage
+            weight.data = weight.data.flatten().view(storage)[:, None]
+            weight.quant_storage = storage
     keep_differentiable(model)
     refuse_wrong_unpacking(model)
     log_packed(model)
