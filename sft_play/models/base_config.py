@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from sft_play.config.schema import Config
@@ -48,6 +49,11 @@ def base_tensors(config: Config) -> dict[str, InFile | Stored]:
     if found is None:
         return tensors
     return as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
+
+
+def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
+    """Return the type in which a plain checkpoint stores a tensor that was read."""
+    return in_file.dtype if isinstance(in_file, Stored) else tensor.dtype
 
 
 def reading_stored(

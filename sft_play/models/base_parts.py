@@ -24,7 +24,7 @@ from transformers.utils import (
 
 from sft_play.config.schema import Config
 from sft_play.models.architecture import towers_of
-from sft_play.models.base_config import base_tensors
+from sft_play.models.base_config import base_tensors, plain_dtype
 from sft_play.models.packed import dtype_name
 from sft_play.models.shards import ShardWriter, tensors_in
 from sft_play.models.vocabulary import files_in
@@ -95,9 +95,10 @@ def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None
     for name, tensor in tensors_in(saved).items():
         if trained[name] is None or trained[name] not in replaced:
             writer.add(name, tensor[...])
-    for name, tensor in base.items():
+    for name, in_file in base.items():
         if name in kept:
-            writer.add(name, tensor[...])
+            tensor = in_file[...]
+            writer.add(name, tensor.to(plain_dtype(in_file, tensor)))
     writer.close()
     for path in {*saved.values(), *folder.glob("*.safetensors.index.json")}:
         path.unlink()

@@ -24,7 +24,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models.architecture import empty_model
-from sft_play.models.base_config import base_tensors, stored_config
+from sft_play.models.base_config import base_tensors, plain_dtype, stored_config
 from sft_play.models.base_parts import write_config
 from sft_play.models.expert_adapters import ADAPTER, load_adapter
 from sft_play.models.load import loading_options
@@ -78,18 +78,18 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
     for name, in_file in tensors.items():
         parameter = sources.get(name)
         merged = tensor = in_file[...]
+        dtype = merge.dtype if tensor.is_floating_point() else None
+        dtype = dtype or plain_dtype(in_file, tensor)
         if parameter in packed:
             merged = rounded(tensor.to(merge.base_dtype), merge.quantization)
         if parameter in skeleton.deltas:
             merged = merged.float() + _pieces(skeleton, parameter)[name]
         elif parameter in skeleton.changes:
             merged = skeleton.changes[parameter](in_float32(merged))
-        writer.add(name, merged.to(_dtype_of(tensor, merge)))
+        writer.add(name, merged.to(dtype))
         if skeleton.head_unties and parameter == embedding_name(skeleton.model):
             head = head_name(skeleton.model)
-            writer.add(
-                head, skeleton.changes[head](in_float32(tensor)).to(_dtype_of(tensor, merge))
-            )
+            writer.add(head, skeleton.changes[head](in_float32(tensor)).to(dtype))
     writer.close()
     dtype = merge.dtype or _dtype_of_files(target)
     write_config(merge.config, skeleton.model, target, dtype, skeleton.head_unties)
@@ -290,12 +290,6 @@ def _float_types(path: Path) -> set[torch.dtype | None]:
     names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     with safe_open(path, framework="pt") as file:
         return {names.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-
-
-def _dtype_of(tensor: Tensor, merge: Merge) -> torch.dtype:
-    """Return the type in which a tensor of the base is written."""
-    is_asked = merge.dtype is not None and tensor.is_floating_point()
-    return merge.dtype if is_asked else tensor.dtype
 
 
 def _module(adapted: PeftModel, weight_name: str) -> nn.Module:

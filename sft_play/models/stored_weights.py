@@ -60,10 +60,10 @@ class Stored:
         self.parts = parts
         self.block = block
         self.device = device
-        self.dtype = dtype
+        self.dtype = dtype  # in which a plain checkpoint would store it
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return the weight in its dtype, else in float32, or in bfloat16 where that is exact."""
+        """Return the weight in float32, or in 16 bits where that is exact."""
         read = {}
         for name, part in self.parts.items():
             tensor = part[...]
@@ -72,7 +72,7 @@ class Stored:
             weight = unpacked(read.pop("stored"), read)
         else:
             weight = dequantised(block=self.block, **read)
-        return weight[index] if self.dtype is None else weight[index].to(self.dtype)
+        return weight[index]
 
     def get_shape(self) -> list[int]:
         """Return the shape of the weight."""
