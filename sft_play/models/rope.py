@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError
+from sft_play.models.base_config import stored_config
 from sft_play.plan.rope import stretch
 from sft_play.runs.files import read_json, write_json
 
@@ -81,4 +82,7 @@ def write_rope_beside_adapter(config: Config, trained: PretrainedConfig, folder:
     path = folder / "config.json"
     values = read_json(path)
     values.pop("quantization_config", None)  # how the base was loaded, not what it is
+    stored = getattr(stored_config(config), "quantization_config", None)
+    if stored is not None:
+        values["quantization_config"] = stored
     write_json(path, values)
