@@ -214,6 +214,16 @@ def test_a_template_that_takes_parts_alone_is_saved_as_one_that_takes_strings(
     assert load(saved).chat_template == opened.chat_template
 
 
+def test_an_answer_of_idefics_ends_at_its_turns_end_rather_than_at_eos(tmp_path) -> None:
+    marks = ("<|im_start|>", "<end_of_utterance>")
+    made_tokenizer(None, marks).save_pretrained(tmp_path)
+    jinja = SMOLVLM.replace("<|im_end|>", "<end_of_utterance>")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": jinja}))
+    tok = load(tmp_path)
+    (sample,) = samples_of(Row(ANSWERED, "rows.jsonl:1"), tok)
+    assert trained(sample, tok) == [" A rose.<end_of_utterance>"]
+
+
 @pytest.mark.parametrize("jinja", [CHATML, BOTH, DEFAULT_TEMPLATE, "{{ 'nothing' }}", "{% broken"])
 def test_a_template_that_takes_strings_or_nothing_is_left_as_it_is(folder, jinja: str) -> None:
     (folder / "chat_template.jinja").write_text(jinja)
