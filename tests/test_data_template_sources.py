@@ -16,7 +16,7 @@ from sft_play.data.template_sources import TRIED
 from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate
 from sft_play.data.token_counter import TokenCounter
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.export import with_eos
 
 CHATML = (
@@ -147,6 +147,13 @@ def test_a_name_that_there_is_not_is_an_error_with_those_that_there_are(
     set_config(folder, chat_template=templates)
     with pytest.raises(ConfigError, match=message):
         load(folder, setting)
+
+
+@pytest.mark.parametrize("entry", ["rag", {"name": "rag"}])
+def test_a_list_that_holds_no_named_templates_is_refused(folder, entry: object) -> None:
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": [entry]}))
+    with pytest.raises(EnvironmentFault, match=r"objects with name and template; correct it in"):
+        load(folder)
 
 
 def test_a_template_is_read_from_four_files_the_first_one_counts(folder) -> None:
