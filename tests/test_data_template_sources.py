@@ -16,7 +16,7 @@ from sft_play.data.template_sources import TRIED
 from sft_play.data.templates import DEFAULT_TEMPLATE, ChatTemplate
 from sft_play.data.token_counter import TokenCounter
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.export import with_eos
 
 CHATML = (
@@ -149,6 +149,13 @@ def test_a_name_that_there_is_not_is_an_error_with_those_that_there_are(
         load(folder, setting)
 
 
+@pytest.mark.parametrize("entry", ["rag", {"name": "rag"}])
+def test_a_list_that_holds_no_named_templates_is_refused(folder, entry: object) -> None:
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": [entry]}))
+    with pytest.raises(EnvironmentFault, match=r"objects with name and template; correct it in"):
+        load(folder)
+
+
 def test_a_template_is_read_from_four_files_the_first_one_counts(folder) -> None:
     def ends_with(text: str) -> str:
         return f"{{{{ '{text}' }}}}{CHATML}"
@@ -212,6 +219,16 @@ def test_a_template_that_takes_parts_alone_is_saved_as_one_that_takes_strings(
     if jinja is not MIXED:  # that one takes strings of answers
         assert opened.apply_chat_template(parts, tokenize=False) == text
     assert load(saved).chat_template == opened.chat_template
+
+
+def test_an_answer_of_idefics_ends_at_its_turns_end_rather_than_at_eos(tmp_path) -> None:
+    marks = ("<|im_start|>", "<end_of_utterance>")
+    made_tokenizer(None, marks).save_pretrained(tmp_path)
+    jinja = SMOLVLM.replace("<|im_end|>", "<end_of_utterance>")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": jinja}))
+    tok = load(tmp_path)
+    (sample,) = samples_of(Row(ANSWERED, "rows.jsonl:1"), tok)
+    assert trained(sample, tok) == [" A rose.<end_of_utterance>"]
 
 
 @pytest.mark.parametrize("jinja", [CHATML, BOTH, DEFAULT_TEMPLATE, "{{ 'nothing' }}", "{% broken"])

@@ -93,7 +93,13 @@ def _by_name(templates: Any) -> dict[str, str]:
     if not templates:
         return {}
     if isinstance(templates, list):
-        return {entry["name"]: entry["template"] for entry in templates}
+        try:
+            return {entry["name"]: entry["template"] for entry in templates}
+        except (KeyError, TypeError):
+            raise EnvironmentFault(
+                "chat_template: a list must hold objects with name and template; correct it in "
+                "the model's folder, or set MODEL_CHAT_TEMPLATE to a Jinja file"
+            ) from None
     return dict(templates) if isinstance(templates, Mapping) else {"default": templates}
 
 

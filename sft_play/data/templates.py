@@ -15,10 +15,11 @@ from sft_play.data.template_limits import limited
 from sft_play.errors import DataError
 
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
-# Phi, gpt-oss, Cohere and DeepSeek Coder
+# Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>"),
     *("<|end|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|EOT|>"),
+    "<end_of_utterance>",
 )
 
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
