@@ -11,15 +11,17 @@ import argparse
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.inputs import fixed_rows, random_model
+from benchmarks.inputs import fixed_rows
 from benchmarks.machine import GIB
 from benchmarks.merging import run_make
 from sft_play.runs import metrics
 
+INPUTS = Path(__file__).with_name("inputs.py")
 TOKENS = 2048  # of each row
 ROWS_PER_STEP = 4
 HELD_OUT_ROWS = 4
@@ -30,21 +32,24 @@ KINDS = {"as published": True, "language model": False}
 
 def write_rows(folder: Path, steps: int) -> None:
     """Write rows to train on, and a few that are held out."""
-    fixed_rows(folder / "rows.jsonl", TOKENS, steps * ROWS_PER_STEP)
+    fixed_rows(folder / "train.jsonl", TOKENS, steps * ROWS_PER_STEP)
     fixed_rows(folder / "held.jsonl", TOKENS, HELD_OUT_ROWS, seed=1)
 
 
 def measure(shape: str, as_published: bool, steps: int, folder: Path) -> dict[str, object]:
     """Train an adapter; return speed and memory. Exits with the run's words where it fails."""
     model = folder / "model"
-    random_model(shape, model, as_published=as_published)
+    words = ["--shape", shape, "--out", str(folder), "--rows", "0"]
+    words += ["--as-published"] if as_published else []
+    # a process of its own: it would keep the GPU's memory
+    subprocess.run([sys.executable, INPUTS, *words], check=True)
     settings = {
         "CONFIG": "configs/base.yaml",
         "RUN": "run",
         "MODEL_NAME": model,
         "MODEL_MAX_SEQ_LEN": TOKENS,
         "TUNING_MODE": "lora",
-        "DATA_TRAIN_PATH": folder / "rows.jsonl",
+        "DATA_TRAIN_PATH": folder / "train.jsonl",
         "DATA_VAL_PATH": folder / "held.jsonl",
         "DATA_TEST_PATH": folder / "held.jsonl",
         "TRAIN_OUTPUT_DIR": folder,

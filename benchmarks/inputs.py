@@ -211,11 +211,12 @@ def main() -> None:
     parser.add_argument("--shape", default="meta-llama/Llama-3.1-8B-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="folder for model/ and rows.jsonl")
     parser.add_argument("--layers", type=int, help="how many of the architecture's; default all")
+    parser.add_argument("--as-published", action="store_true", help="with the model's towers")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=700)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    random_model(args.shape, args.out / "model", args.layers)
+    random_model(args.shape, args.out / "model", args.layers, args.as_published)
     fixed_rows(args.out / "rows.jsonl", args.tokens, args.rows)
     print(
         f"wrote {args.out}/model ({args.shape}) and {args.out}/rows.jsonl "
