@@ -154,6 +154,18 @@ def test_a_form_that_config_json_does_not_name_is_found_in_the_files(twin, tmp_p
     assert loss_of(model) == pytest.approx(loss_of(plain), rel=0.01)
 
 
+def test_old_configs_links_and_files_beside_the_shards_are_loaded(tmp_path, plain):
+    base = copy_of(tmp_path / "blobs")
+    (base / "consolidated.safetensors").write_bytes(b"of another program")
+    change_config(base, architectures=None, dtype=None, torch_dtype="bfloat16")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in base.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    snapshot.chmod(0o555)
+    assert loss_of(load_base(config_of(snapshot, "lora"), CPU)) == loss_of(plain)
+
+
 def test_the_last_block_of_a_weight_may_be_a_part_of_one():
     stored = torch.ones(5, 3, dtype=torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -173,7 +185,13 @@ def test_scales_may_be_exponents_zero_points_and_of_each_expert():
 @pytest.mark.usefixtures("opens_here")
 @pytest.mark.parametrize(
     ("form", "mode"),
-    [("fp8_block", "lora"), ("fp8_tensor", "full"), ("bnb_4bit", "qlora"), ("mxfp4", "lora")],
+    [
+        ("fp8_block", "lora"),
+        ("fp8_block", "qlora"),
+        ("fp8_tensor", "full"),
+        ("bnb_4bit", "qlora"),
+        ("mxfp4", "lora"),
+    ],
 )
 def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, form, mode):
     changes = {
@@ -188,6 +206,8 @@ def test_a_run_ends_green_and_leaves_a_plain_model(twin, plan_run, run_worker, f
     assert run_worker(folder) == 0, run_json(folder)["cause"]
     saved = folder.weights(mode)
     if mode != "full":
+        card = (saved / "README.md").read_text()
+        assert ("(dequantize=True)" in card) == (form != "bnb_4bit")
         assert "tensor by tensor" in merge_run(folder)[-1]
         saved = folder.path / "merged"
     assert "quantization_config" not in read_json(saved / "config.json")

@@ -29,6 +29,9 @@ LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 JOULES_A_KWH = 3.6e6
 CAUSAL = "AutoModelForCausalLM"
+METHOD = "quant_method"
+# else PEFT would put adapters over products in 8 bits
+DEQUANTISED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 OF_PLACES = ("data.cache_dir", "train.output_dir", "train.run_name")  # say nothing of the weights
 
 
@@ -60,6 +63,7 @@ class CardFacts:
     licence: str | None
     has_soft_caps: bool = False  # of attention scores: transformers' sdpa leaves them out
     model_class: str = CAUSAL  # of transformers, that opens the base and what was trained on it
+    dequantised_by: str | None = None  # transformers' config that reads the base as training did
 
     @classmethod
     def of(cls, folder: RunFolder, config: Config, report: RunReport) -> "CardFacts":
@@ -77,6 +81,7 @@ class CardFacts:
             licence=licence_of(Path(config.model.name)),
             has_soft_caps=has_soft_caps(base),
             model_class=model_class_of(base) if not config.model.trust_remote_code else CAUSAL,
+            dequantised_by=DEQUANTISED_BY.get((base.get("quantization_config") or {}).get(METHOD)),
         )
 
 

@@ -140,8 +140,11 @@ def _code(config: Config, weights: Path, is_adapter: bool, facts: CardFacts) -> 
             "from peft import PeftModel",
             f"from transformers import {classes}, GenerationConfig",
         ]
+        if facts.dequantised_by is not None:
+            imports[1] += f", {facts.dequantised_by}"
+            options += f", quantization_config={facts.dequantised_by}(dequantize=True)"
         if model.rope_scaling.rope_type:
-            imports[1] = f"from transformers import AutoConfig, {classes}, GenerationConfig"
+            imports[1] += ", AutoConfig"
             options += ", config=AutoConfig.from_pretrained(folder)"  # with the stretched rope
         load = [
             f"base = {model.name!r}",
