@@ -12,6 +12,7 @@ from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
 from sft_play.plan import devices, recipe, sources
+from sft_play.plan.base_model import require_base
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
@@ -88,6 +89,7 @@ def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFact
 
 def settle(call: Call, loaded: LoadedConfig, may_fetch: bool) -> LoadedConfig:
     """Return the config with the numbers of the recipe. Raises: as `look`."""
+    require_base(loaded.config, call.environ)
     if recipe.is_settled(loaded.config):
         return loaded
     return recipe.settle(loaded, look(call, loaded, may_fetch))

@@ -18,10 +18,12 @@ from sft_play.config.schema import env_name, settings
 from sft_play.config.yaml_source import Located, YamlValue
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import next_command, recipe, report
+from sft_play.plan.base_model import require_base
 from sft_play.plan.devices import GIB
 from sft_play.plan.recipe import RecipeFacts
 from sft_play.plan.resolve import fastest, resolve
 from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.runs.base_files import refuse_unsafe_base
 from sft_play.runs.files import write_text
 
 NEEDED = ("model.name", "data.train_path")
@@ -53,6 +55,8 @@ def init(call: Call) -> list[str]:
         raise ConfigError(
             f"make init writes a config for a model and rows: add {' '.join(missing)}"
         )
+    refuse_unsafe_base(loaded.config)
+    require_base(loaded.config, call.environ)
     find_sources(loaded.config)  # names every row and column that cannot be used
     facts = look(call, loaded, may_fetch=not call.invocation.gpus)
     fit = choose_mode(call, loaded, facts)

@@ -10,6 +10,7 @@ from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.workload import workload
+from sft_play.runs.base_files import refuse_unsafe_base
 
 LAUNCH_VARIABLES = (
     "CONFIG",
@@ -25,7 +26,9 @@ LAUNCH_VARIABLES = (
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
     """Return the plan of `make plan`: the fastest strategy that fits, unless one is asked for."""
-    loaded = settle(call, load_config(call), may_fetch=False)
+    loaded = load_config(call)
+    refuse_unsafe_base(loaded.config)
+    loaded = settle(call, loaded, may_fetch=False)
     if distributed or use_deepspeed:
         return plan_run(call, loaded, distributed, use_deepspeed)
     return fastest(loaded, call.invocation, hardware_of(call), call.environ)

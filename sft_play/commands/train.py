@@ -36,6 +36,7 @@ from sft_play.errors import (
 )
 from sft_play.monitor.trackers import check_installed
 from sft_play.plan import devices, launch, next_command, report
+from sft_play.plan.base_folder import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
@@ -132,6 +133,7 @@ def prepare_run(
     loaded = load_config(call, backend)
     refuse_unsafe_base(loaded.config)
     planned = plan_run(call, loaded, distributed, use_deepspeed)
+    refuse_missing_weights(planned.config.model.name)
     refuse_what_does_not_fit(planned.plan)
     for warning in planned.plan.warnings:
         print(f"warning: {warning}")

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
@@ -41,6 +42,7 @@ from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.loaded_names import refuse_unaccounted
 from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
+from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs, refuse_untrainable
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
@@ -122,6 +124,7 @@ def load_base(
     Raises: EnvironmentFault when weights cannot be loaded or are missing in the files; ConfigError
     for experts in 4 bits under ZeRO-3, and for a device map that the model's modules do not have.
     """
+    require_base(config, environment())
     quantization = None
     if config.tuning.mode == "qlora":
         storage = bnb.storage_type(process.compute_dtype, zero_stage, is_fsdp)

@@ -7,7 +7,6 @@ from pathlib import Path
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.plan import counting
-from sft_play.plan.base_model import require_base
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, load_model_config, load_shape
 from sft_play.plan.structure import structure_from_json
 from sft_play.runs.cache import cache_folder
@@ -22,9 +21,9 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     built without weights in a process of its own, once. Where that fails the shape has the reason
     as its `guess`, and the counts of a Llama of its sizes.
 
-    Raises: as `require_base`; ConfigError for a model that cannot be run on text alone.
+    Raises: EnvironmentFault where there is no config.json; ConfigError for a model that cannot be
+    run on text alone.
     """
-    require_base(config, environ)
     shape = _counted_shape(config, environ)
     return shape.without_towers() if config.tuning.towers == "drop" else shape
 

@@ -15,13 +15,20 @@ class Header(NamedTuple):
 
 
 def read_headers(files: Iterable[Path]) -> Iterator[Header]:
-    """Yield the tensors of safetensors files. Raises: ValueError for a file that is none."""
+    """Yield the tensors of safetensors files. Raises: ValueError for one that ends too early."""
     for path in files:
+        damage = ValueError(f"{path.name} is damaged, or ends too early")
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            if length > path.stat().st_size:
-                raise ValueError(f"{path} is no complete safetensors file")
-            described = json.loads(file.read(length))
+            if not 0 < length < path.stat().st_size:
+                raise damage
+            try:
+                described = json.loads(file.read(length))
+            except ValueError:
+                raise damage from None
+        described.pop("__metadata__", None)
+        ends = (facts["data_offsets"][1] for facts in described.values())
+        if 8 + length + max(ends, default=0) > path.stat().st_size:
+            raise damage
         for name, facts in described.items():
-            if name != "__metadata__":
-                yield Header(name, facts["dtype"])
+            yield Header(name, facts["dtype"])
