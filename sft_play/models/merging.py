@@ -180,7 +180,9 @@ def sources_of(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> di
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
-        for piece, tensor in _in_files(skeleton.model, name, parameter).items():
+        # a base may store as one what transformers saves in pieces, such as Qwen3.5's experts
+        pieces = {name: parameter} | _in_files(skeleton.model, name, parameter)
+        for piece, tensor in pieces.items():
             if shapes.get(piece) == tuple(tensor.shape):
                 sources[piece] = name
     known = set(sources.values())
@@ -249,7 +251,7 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
         while len(kept) > 1:  # a layer's experts are two parameters
             kept.pop(next(iter(kept)))
         delta = skeleton.deltas[parameter]().detach().float()
-        kept[parameter] = _in_files(skeleton.model, parameter, delta)
+        kept[parameter] = {parameter: delta} | _in_files(skeleton.model, parameter, delta)
     return kept[parameter]
 
 
