@@ -33,6 +33,9 @@ type below on a CPU; do not edit. Versions: {versions}.
 
 A type that is not here is treated the same way: each part is recognised by what its modules are and
 proves itself before the first step, and a packed run checks that its documents stay apart.
+
+The types here are configs of text alone; [composite.md](composite.md) has checkpoints with towers for
+images or sound, as they are published.
 """
 COLUMNS = ("model type", *MODES, "packed", "reloads", "fused", "not fused, and why")
 
