@@ -142,6 +142,23 @@ def test_what_leaves_is_what_came(
     assert old == new
 
 
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_5_moe"])
+def test_a_resumed_run_reads_weights_that_are_saved_under_other_names(
+    model_type, tokenizer, tmp_path, plan_run, run_worker
+) -> None:
+    base = write_published(model_type, tmp_path / "base", tokenizer)
+    changes = {"model.name": base, "tuning.mode": "full", "train.learning_rate": 0.01}
+    changes |= {"train.max_steps": 4, "train.save_strategy": "steps", "train.save_steps": 2}
+    whole = plan_run({**changes, "train.reopen_saved": False})
+    assert run_worker(whole) == 0, run_json(whole)["cause"]
+    checkpoint = whole.checkpoints / "checkpoint-2"
+    again = plan_run({**changes, "train.resume_from": checkpoint, "train.reopen_saved": False})
+    assert run_worker(again) == 0, run_json(again)["cause"]
+    for name, path in weight_files(whole.weights("full")).items():
+        found = weight_files(again.weights("full"))[name]
+        assert torch.equal(load_file(path)[name], load_file(found)[name]), name
+
+
 def is_of_tower(name: str) -> bool:
     return name.startswith(("mtp.", "visual.", "model.visual", "vision", "multi_modal"))
 

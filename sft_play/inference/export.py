@@ -26,6 +26,7 @@ from sft_play.models.older_readers import complete_tokenizer
 from sft_play.models.packed import dtype_name
 from sft_play.plan.precision import precision
 from sft_play.process import DTYPES
+from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.folder import RunFolder
 
@@ -84,7 +85,9 @@ def export_adapter(run: Exported, target: Path) -> list[str]:
         publish(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return [found.line("exported"), f"exported {target}"]
+    model_class = model_class_of(base_config(run.config.model))
+    names = "" if model_class == CAUSAL else f" (named as in {model_class}, which vLLM reads)"
+    return [found.line("exported"), f"exported {target}{names}"]
 
 
 def stranger_of_adapter(run: Exported, staging: Path) -> Folder:

@@ -105,6 +105,15 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
         tower.requires_grad_(False)
 
 
+def load_trained(model: PreTrainedModel, folder: str) -> None:
+    """Read the weights that transformers saved of this model, under whatever names.
+
+    Trainer would leave out those that are saved under other names than the model's, or in pieces.
+    """
+    saved = type(model).from_pretrained(folder, dtype="auto", device_map="cpu").state_dict()
+    model.load_state_dict({name: saved[name] for name in model.state_dict()})
+
+
 def load_base(
     config: Config,
     process: Process,

@@ -22,6 +22,7 @@ from sft_play.data.order import StepSampler
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
+from sft_play.models.load import load_trained
 from sft_play.models.losses import summed_nll
 from sft_play.models.sharding import is_divided, trains_divided, whole_state_dict
 from sft_play.plan.layout import Layout
@@ -375,22 +376,20 @@ class SftTrainer(Trainer):
             for state, device in zip(states, self.process.devices, strict=False):
                 torch.cuda.set_rng_state(state, device)
 
-    def _load_from_checkpoint(self, *args: Any) -> None:
-        if not trains_divided(self.model):  # else its weights were loaded from there
-            super()._load_from_checkpoint(*args)
+    def _load_from_checkpoint(self, checkpoint: str, *args: Any) -> None:
+        if isinstance(self.model, PeftModel):
+            super()._load_from_checkpoint(checkpoint, *args)
+        elif not trains_divided(self.model):  # else its weights were loaded from there
+            load_trained(self.model, checkpoint)
 
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # unlike Trainer's, without training_args.bin, which contains the hub token in plain text
         target = output_dir or self.args.output_dir
         if not (is_deepspeed_zero3_enabled() or trains_divided(self.model)):
             # the model has all weights; below stage 3 DeepSpeed's copy has tied weights twice
             state_dict = None
-        options = {}
-        if isinstance(self.model, PeftModel):
-            # by default PEFT would ask the hub whether the vocabulary was resized
-            options["save_embedding_layers"] = False
+        # by default PEFT would ask the hub whether the vocabulary was resized
+        options = {"save_embedding_layers": False} if isinstance(self.model, PeftModel) else {}
         used_cache = self.text_config.use_cache
         self.text_config.use_cache = self.base_use_cache
         try:
