@@ -7,6 +7,7 @@ which are not. Both are found by structure. Imports no code of other rooms.
 import copy
 import inspect
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import PeftModel
@@ -19,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations import deepspeed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
@@ -68,6 +70,14 @@ def empty_model(
         )
 
 
+def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same class and config on the meta device, whole also under ZeRO-3."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # takes any mask
+    with patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
+        return type(model)(config)
+
+
 def is_composite(config: PretrainedConfig) -> bool:
     """Return whether the language model's config is a part of this one."""
     return config.get_text_config() is not config
@@ -102,11 +112,7 @@ def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
         return {}
     names = vars(model).get(TOWERS)
     if names is None:
-        with torch.device("meta"):
-            twin = type(model)._from_config(
-                copy.deepcopy(model.config), attn_implementation="eager"
-            )
-        names = vars(model)[TOWERS] = _tower_names(twin)
+        names = vars(model)[TOWERS] = _tower_names(empty_twin(model))
     modules = dict(model.named_modules())
     return {name: modules[name] for name in names if name in modules}
 

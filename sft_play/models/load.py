@@ -22,7 +22,7 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, lora, placement, sharding
-from sft_play.models.architecture import auto_class_of, drop_towers, towers_of
+from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
 from sft_play.models.base_config import (
     reading_stored,
     stored_config,
@@ -95,8 +95,7 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel) -> None:
 
     transformers makes every parameter anew when it loads weights, and all of them trainable.
     """
-    with torch.device("meta"):
-        made = type(model)(model.config)
+    made = empty_twin(model)
     frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         if name in frozen:
