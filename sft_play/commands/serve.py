@@ -63,9 +63,8 @@ def server_of(folder: Path, address: Address, device: str) -> Launch:
     require(NEEDED, " ".join(NEEDED))
     words = ("-m", "transformers.cli.transformers", "serve", str(folder))
     own = ("--device", device)
-    if has_soft_caps(
-        base_config(ModelSection(name=str(folder)))
-    ):  # transformers' sdpa leaves it out without a word
+    config = base_config(ModelSection(name=str(folder)))
+    if has_soft_caps(config):  # transformers' sdpa leaves it out without a word
         own += ("--attn-implementation", "eager")
     return Launch((sys.executable, *words, *where, *own), {})
 

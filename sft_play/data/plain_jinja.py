@@ -35,6 +35,7 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
         return lambda messages, tools=(): None
 
     def render(messages: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
+        """Return the text of a conversation, None if the template refuses it."""
         with limited():
             try:
                 return compiled.render(

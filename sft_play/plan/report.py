@@ -12,7 +12,6 @@ from sft_play.plan.adapters import adapter_words
 from sft_play.plan.advice import Change
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes
-from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.precision import DTYPE_NAMES, precision
 from sft_play.plan.recipe import count_in_words, weights_in_words
 from sft_play.plan.resolve import RESERVE
@@ -135,7 +134,7 @@ def lines(
     """
     plan = planned.plan
     model = plan.step.model
-    shown = [] if model.composite is None else _labelled("model", composite_words(model))
+    shown = [] if model.composite is None else _labelled("model", composite_words(planned))
     shown += [
         *_labelled("plan", _what(planned)),
         *_labelled("on", _where(plan)),
@@ -221,10 +220,14 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
     return rows
 
 
-def composite_words(model: ModelShape) -> str:
+def composite_words(planned: PlannedRun) -> str:
     """Return what is trained of a model with towers, and what becomes of those."""
-    size = f"frozen, {count_in_words(model.towers)} weights" if model.towers else "dropped"
-    return f"text of {model.composite or model.model_type}; towers {size}, kept in what leaves"
+    model = planned.plan.step.model
+    towers = "dropped" if planned.config.tuning.towers == "drop" else "frozen"
+    size = f", {count_in_words(model.towers)} weights" if model.towers else ""
+    return (
+        f"text of {model.composite or model.model_type}; towers {towers}{size}, kept in what leaves"
+    )
 
 
 def _what(planned: PlannedRun) -> str:
