@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 from sft_play.evaluation import plain, reopened
 from sft_play.evaluation.reference import Reference
-from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.evaluation.reopened import FROM_FLOAT8, ROUNDED, Folder, reopen
 
 
 @pytest.fixture
@@ -52,6 +52,17 @@ def test_weights_that_changed_are_found(copied, opens_here):
     found = opened(weights, reference)
     assert found.kl > 1e-4 and found.faults()[0].startswith("KL=")
     assert found.faults() == found.differences()
+
+
+def test_a_loss_or_an_agreement_that_no_rounding_explains_is_of_another_model(finished, opens_here):
+    weights, reference = finished("lora").weights("lora"), finished("lora").evaluation
+    found = opened(weights, Reference.read(reference))
+    assert not found.is_another_model
+    assert not replace(found, eval_loss=found.run_loss + 0.04, bound=ROUNDED).is_another_model
+    assert replace(found, eval_loss=found.run_loss - 0.06, bound=ROUNDED).is_another_model
+    assert replace(found, agreement=0.89, bound=ROUNDED).is_another_model
+    from_float8 = replace(found, eval_loss=found.run_loss + 0.1, agreement=0.8, bound=FROM_FLOAT8)
+    assert not from_float8.is_another_model
 
 
 def test_the_eos_of_the_base_left_in_place_is_found(copied, opens_here):

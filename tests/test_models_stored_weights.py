@@ -146,7 +146,7 @@ def test_a_scale_of_no_weight_and_a_renamed_tensor_are_class_13(twin, tmp_path):
 def test_tensors_that_have_a_reason_may_be_unused(tmp_path, name):
     base = copy_of(tmp_path / "model")
     change_tensors(base, lambda tensors: {**tensors, name: torch.ones(4)})
-    load_base(config_of(base, "lora"), CPU)
+    assert name not in load_base(config_of(base, "lora"), CPU).state_dict()
 
 
 def test_a_form_that_config_json_does_not_name_is_found_in_the_files(twin, tmp_path, plain):

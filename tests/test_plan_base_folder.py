@@ -18,7 +18,7 @@ from sft_play.commands.train import prepare_run
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
 from sft_play.plan.base_model import require_base
 from sft_play.plan.transformers_types import GENERATING, classes, is_known
 
@@ -39,6 +39,14 @@ def accept(name: str | Path, environ: dict[str, str] | None = None, **model: obj
     """Raise where a model is refused."""
     config = Config.model_validate({"model": {"name": str(name), **model}})
     require_base(config, environ or {})
+
+
+def is_accepted(name: Path, **model: object) -> bool:
+    try:
+        accept(name, **model)
+    except SftPlayError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -178,12 +186,13 @@ def test_a_config_of_no_causal_model_says_what_it_is(folder, kind: str) -> None:
     ],
 )
 def test_a_config_of_a_causal_model_is_accepted(folder, config: dict[str, object]) -> None:
-    accept(folder({"config.json": {**SIZES, **config}}))
+    assert is_accepted(folder({"config.json": {**SIZES, **config}}))
 
 
 def test_code_of_its_own_that_is_trusted_is_accepted(folder) -> None:
     config = {**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Own"}}
-    accept(folder({"config.json": config}), trust_remote_code=True)
+    base = folder({"config.json": config})
+    assert is_accepted(base, trust_remote_code=True) and not is_accepted(base)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 from stored_forms import TINY_LLAMA, change_config, copy_of
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault, SftPlayError
 from sft_play.plan.base_model import require_base
+from sft_play.plan.model_shape import load_shape
 from sft_play.plan.stored_as import stored_as
 
 LLAMA = json.loads((TINY_LLAMA / "config.json").read_text())
@@ -103,7 +104,11 @@ def test_a_gguf_file_and_a_missing_shard_have_their_sentence(tmp_path):
     ],
 )
 def test_language_models_and_composite_ones_pass(tmp_path, declared):
-    require(folder_with(tmp_path / "model", config__json={**LLAMA, **declared}))
+    base = folder_with(tmp_path / "model", config__json={**LLAMA, **declared})
+    assert require(base) is None
+    (base / "adapter_config.json").write_text("{}")
+    with pytest.raises(SftPlayError):  # the same folder is looked at
+        require(base)
 
 
 def test_a_model_in_the_hub_cache_is_looked_at_there(tmp_path):
@@ -203,8 +208,9 @@ def test_links_and_read_only_folders_are_models_like_any_other(tmp_path):
     for path in base.iterdir():
         (snapshot / path.name).symlink_to(path)
     (snapshot / "consolidated.safetensors").write_text(POINTER * 40)
+    assert load_shape(str(snapshot), None, {}).layers  # it is read through the links
     snapshot.chmod(0o555)
-    require(snapshot)
+    assert require(snapshot) is None
 
 
 def test_make_plan_says_it_in_a_moment_without_a_traceback(tmp_path):
