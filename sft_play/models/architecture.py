@@ -51,8 +51,9 @@ def auto_class_of(config: PretrainedConfig) -> type:
             return auto_class
     if not made:
         raise EnvironmentFault(
-            f"model_type {config.model_type}: transformers has no class for it that generates text "
-            "after a prompt; set MODEL_NAME to a causal language model"
+            f"model.name={config.name_or_path}: transformers has no class of its model_type "
+            f"{config.model_type} that generates text after a prompt; set MODEL_NAME to a causal "
+            "language model"
         )
     return list(made)[-1 if is_composite(config) else 0]
 
@@ -124,8 +125,8 @@ def _tower_names(twin: PreTrainedModel) -> tuple[str, ...]:
         ran = _modules_of_a_text(twin)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"model.name: {type(twin).__name__} cannot be run on text alone: {first_line(error)}; "
-            "set MODEL_NAME to a model that can"
+            f"model.name={twin.config.name_or_path}: {type(twin).__name__} cannot be run on text "
+            f"alone: {first_line(error)}; set MODEL_NAME to a model that can"
         ) from None
     found = {}
     if is_composite(twin.config):

@@ -75,8 +75,9 @@ def write_config(
 def keep_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
     """Write the base's own tensors into a saved model where nobody trained them, bit by bit.
 
-    They are those of towers, and those that the model's class does not load. A base without
-    safetensors files here, and one of quantised weights, keeps what transformers saved.
+    They are those of towers, and those that the model's class does not load; of a quantised base
+    they are the numbers that it stores. Without safetensors files of the base here, and where the
+    model is in 4 bits, what transformers saved stays.
     """
     base = base_tensors(config)
     if not base or getattr(model, "hf_quantizer", None) is not None:

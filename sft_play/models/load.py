@@ -43,7 +43,7 @@ from sft_play.models.loaded_names import refuse_unaccounted
 from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
 from sft_play.plan.base_model import require_base
-from sft_play.plan.stored_as import StoredAs, refuse_untrainable
+from sft_play.plan.stored_as import StoredAs
 from sft_play.process import Process
 from sft_play.runs.base_files import refuse_unsafe_base
 
@@ -140,7 +140,6 @@ def load_base(
     base_dtype = dtype or weight_dtype(config, process.compute_dtype)
     stored = stored_config(config)
     found = stored_format(config, stored)
-    refuse_untrainable(config, found)
     options = loading_options(config, stored)
     options["dtype"] = base_dtype
     if found is not None and dtype == "auto":

@@ -38,11 +38,11 @@ def check_causality(model: torch.nn.Module, vocabulary: int, device: torch.devic
             change = (one - other).abs().amax(-1)  # (T,)
             moved, own = change[:-1].max().item(), change[-1].item()
             if moved > limit * own:  # NaN is left to the first evaluation
-                name = type(base_model_of(getattr(model, "module", model))).__name__
+                base = base_model_of(getattr(model, "module", model))
                 raise ConfigError(
-                    f"model.name: {name} sees tokens that come later: changing the last one moves "
-                    f"earlier logits by {moved:.2g}, and its own by {own:.2g}; set MODEL_NAME to a "
-                    "causal language model"
+                    f"model.name={base.name_or_path}: {type(base).__name__} sees tokens that come "
+                    f"later: changing the last one moves earlier logits by {moved:.2g}, and its "
+                    f"own by {own:.2g}; set MODEL_NAME to a causal language model"
                 )
     finally:
         for module, mode in was_training.items():
