@@ -39,9 +39,9 @@ from sft_play.models.float8.loading import (
     quantising_to_float8,
 )
 from sft_play.models.linear_attention import bind_by_device
-from sft_play.models.loaded_names import refuse_unaccounted
 from sft_play.models.positions import refuse_longer_rows
 from sft_play.models.rope import keep_angles_exact, with_stretched_rope
+from sft_play.models.unused_tensors import refuse_unaccounted
 from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs
 from sft_play.process import Process
