@@ -62,9 +62,9 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.dropout = 0.0
 
 
-def step_gap(model_type: str, is_packed: bool) -> Gap:
+def step_gap(model_type: str, is_packed: bool, text_type: str | None = None) -> Gap:
     """Return how much a step differs from plain PEFT's."""
-    model = published_model(model_type).train()
+    model = published_model(model_type, text_type=text_type).train()
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     without_dropout(model)
@@ -78,6 +78,10 @@ def step_gap(model_type: str, is_packed: bool) -> Gap:
 def test_a_step_of_the_declared_class_is_that_of_plain_peft(model_type) -> None:
     found = step_gap(model_type, is_packed=True)
     assert found.is_rounding, found
+
+
+def test_so_is_one_of_ministral_3() -> None:
+    assert step_gap("mistral3", is_packed=True, text_type="ministral3").is_rounding
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "smolvlm"])
