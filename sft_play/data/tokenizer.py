@@ -34,7 +34,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     Raises: EnvironmentFault when it cannot be loaded or used.
     """
     model = config.model
-    find = functools.partial(_find_file, model)
+    find = functools.partial(fetch_file, model)
     with watched(Stage(f"loading the tokenizer of {model.name}")):
         tokenizer = _load(model, find)
     if str(tokenizer.init_kwargs.get("vocab_file")).endswith("tekken.json"):
@@ -81,7 +81,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _find_file(model: ModelSection, file: str) -> Path | None:
+def fetch_file(model: ModelSection, file: str) -> Path | None:
     """Return a file of the model, fetched from the hub if it is not here, None if it has none."""
     try:
         path = cached_file(

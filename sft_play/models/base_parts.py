@@ -8,7 +8,6 @@ import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,10 +18,10 @@ from transformers.utils import (
     IMAGE_PROCESSOR_NAME,
     PROCESSOR_NAME,
     VIDEO_PROCESSOR_NAME,
-    cached_file,
 )
 
 from sft_play.config.schema import Config
+from sft_play.data.tokenizer import fetch_file
 from sft_play.models.architecture import towers_of
 from sft_play.models.base_config import base_tensors, plain_dtype
 from sft_play.models.packed import dtype_name
@@ -38,8 +37,8 @@ PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 def copy_processors(config: Config, target: Path) -> None:
     """Copy the base's processor files, and its code where that is trusted, beside saved weights."""
-    paths = [_base_file(config, name) for name in PROCESSOR_FILES]
-    stored = _base_file(config, CONFIG_NAME)
+    paths = [fetch_file(config.model, name) for name in PROCESSOR_FILES]
+    stored = fetch_file(config.model, CONFIG_NAME)
     if config.model.trust_remote_code and stored is not None:
         paths += stored.parent.glob("*.py")
     for path in paths:
@@ -54,7 +53,7 @@ def write_config(
 
     `unties`: the output head is no longer the embedding. A stretched rope is the model's own.
     """
-    stored = _base_file(config, CONFIG_NAME)
+    stored = fetch_file(config.model, CONFIG_NAME)
     if config.model.rope_scaling.rope_type or stored is None:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(target)
@@ -120,15 +119,3 @@ def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str 
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         found[name] = renamed if renamed in own else None
     return found
-
-
-def _base_file(config: Config, name: str) -> Path | None:
-    """Return a file of the base, None if it has none."""
-    options: dict[str, Any] = {
-        "revision": config.model.revision,
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_gated_repo": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    path = cached_file(config.model.name, name, **options)
-    return None if path is None else Path(path)
