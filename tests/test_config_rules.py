@@ -24,7 +24,6 @@ OPTIONS = [
 ROPE = "model.rope_scaling.rope_type={}"
 BEST = "train.load_best_model_at_end=true"
 FACTOR = "model.rope_scaling.factor=2"
-FLASH_4 = "model.attn_implementation=flash_attention_4"
 FLOAT8 = "tuning.base_dtype=float8"
 NOT_OVER_FLOAT8 = [
     "tuning.mode=full",
@@ -60,7 +59,6 @@ CASES = [
         ["model.attn_implementation=flash_attention_2", *NO_16_BITS],
         ["model.attn_implementation=flash_attention_2", "train.bf16=false"],
     ),
-    ([FLASH_4, "train.fast_path=false"], [FLASH_4, "train.fast_path=auto"]),
     (
         ["model.attn_implementation=flash_attention_2", "tuning.backend=unsloth"],
         ["model.attn_implementation=flash_attention_2", "tuning.backend=bnb"],

@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears.beside import copy_adapters_at_once
 from sft_play.models.fast.linears.copies import (
     NAME,
     AdapterCopies,
+    copy_adapters_at_once,
     copy_of,
     float32_adapters,
     stacked,

@@ -15,7 +15,6 @@ from interpreted_kernels import interpreted
 from sft_play.models.fast.linears import glu_adapter, glu_adapter_kernels, glu_kernels
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE
 from sft_play.models.fast.linears.glu import glu_backward, glu_forward
-from sft_play.models.fast.linears.room import empty_with_room, with_columns
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 
@@ -38,7 +37,7 @@ def kernels() -> Iterator[ModuleType]:
 def operands(rows: int, features: int) -> list[torch.Tensor]:
     """Return gate, up and dh (N, I); rows do not follow one another, at three distances."""
     torch.manual_seed(0)
-    return [torch.randn(rows, features + room)[:, :features] for room in (3, 6, 2)]
+    return [torch.randn(rows, features + gap)[:, :features] for gap in (3, 6, 2)]
 
 
 # rows: fewer than a tile, several tiles, several regions
@@ -51,15 +50,10 @@ def test_forward_is_h_and_its_product(
 ) -> None:
     gate, up, _ = operands(rows, features)
     a = torch.randn(rank, features)
-    room = rank  # just enough: what a tile of ranks has beyond it is the next row
-    h, ha = kernels.forward(gate, up, activation, a, room)
+    h, ha = kernels.forward(gate, up, activation, a)
     wanted = glu_forward(gate, up, activation)
     torch.testing.assert_close(h, wanted, **CLOSE)
     torch.testing.assert_close(ha.double(), wanted.double() @ a.double().t(), **CLOSE)
-    assert torch.equal(with_columns(h, rank)[:, features:], ha)
-    for too_narrow in (0, rank - 1):
-        alone, _ = kernels.forward(gate, up, activation, a, too_narrow)
-        assert alone.stride() == (features + too_narrow, 1) and torch.equal(alone, h)
 
 
 @pytest.mark.parametrize(("rows", "features", "rank", "activation"), CASES)
@@ -69,7 +63,7 @@ def test_backward_is_both_gradients_and_that_of_a(
     gate, up, dh = operands(rows, features)
     du = torch.randn(rows, rank)
     before = [each.clone() for each in (gate, up, dh, du)]
-    dgate, dup = (empty_with_room((rows, features), room, dh).fill_(9) for room in (16, 0))
+    dgate, dup = (torch.full((rows, features + gap), 9.0)[:, :features] for gap in (16, 0))
     da = kernels.backward(dh, gate, up, activation, dgate, dup, du)
     assert da.dtype == torch.float32 and da.is_contiguous()
     assert all(map(torch.equal, (gate, up, dh, du), before))
@@ -85,14 +79,14 @@ def test_rows_may_lie_further_apart_than_32_bits_count(kernels: ModuleType) -> N
     far = torch.empty(40, 2**26, dtype=gate.dtype)  # 5 GiB, of which the host gives what is used
     far_gate, far_up = far[:, :32].copy_(gate), far[:, 32:64].copy_(up)
     a = torch.randn(5, 32).half()
-    found = kernels.forward(far_gate, far_up, "silu", a, 0)
-    assert all(map(torch.equal, found, kernels.forward(gate, up, "silu", a, 0)))
+    found = kernels.forward(far_gate, far_up, "silu", a)
+    assert all(map(torch.equal, found, kernels.forward(gate, up, "silu", a)))
 
 
 def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
     gate, up, dh = operands(40, 70)
     gate[39, 69] = torch.nan
-    _, ha = kernels.forward(gate, up, "silu", torch.randn(16, 70), 0)
+    _, ha = kernels.forward(gate, up, "silu", torch.randn(16, 70))
     assert ha[39].isnan().all() and not ha[:39].isnan().any()
     dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
     da = kernels.backward(dh, gate, up, "silu", dgate, dup, torch.randn(40, 16))
@@ -115,8 +109,7 @@ def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(
     assert not fits(gate[:0], up[:0], 16, 1)  # an expert that no token has chosen
 
 
-@pytest.mark.parametrize("room", [0, 16])
-def test_both_ways_agree(kernels: ModuleType, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_agree(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, up, dh = operands(40, 70)
     a, du = torch.randn(16, 70), torch.randn(40, 16)
     monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
@@ -124,8 +117,8 @@ def test_both_ways_agree(kernels: ModuleType, room: int, monkeypatch: pytest.Mon
     found = []
     for is_one_kernel in (False, True):
         monkeypatch.setattr(glu_adapter, "fit_one_kernel", lambda *_, is_so=is_one_kernel: is_so)
-        h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a, room)
-        assert (ha is not None) == is_one_kernel and h.stride(0) == 70 + room
+        h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a)
+        assert (ha is not None) == is_one_kernel
         dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
         arguments = (dh.clone(), gate, up, "silu", dgate, dup, du, torch.float32)
         da = glu_adapter.backward_with_adapter(*arguments)
@@ -143,7 +136,7 @@ def test_forward_alone_needs_many_rows(
     a, du = torch.randn(5, 32).half(), torch.randn(40, 5).half()
     for least_rows in (40, 41):
         monkeypatch.setattr(glu_adapter, "LEAST_ROWS", least_rows)
-        _, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a, 0)
+        _, ha = glu_adapter.forward_with_adapter(gate, up, "silu", a)
         assert (ha is None) == (least_rows > 40)
     for rows in (1, 0):
         few = [each[:rows].clone() for each in (dh, gate, up, dh, dh, du)]
@@ -154,7 +147,7 @@ def test_forward_alone_needs_many_rows(
 def test_without_an_adapter_there_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
     gate, up, dh = operands(40, 70)
-    h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", None, 0)
+    h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", None)
     assert ha is None and torch.equal(h, glu_forward(gate, up, "silu"))
     before = dh.clone()
     grads = torch.empty_like(dh), torch.empty_like(dh)

@@ -3,7 +3,6 @@
 On a GPU it is a CUDA graph: test_gpu_graphs.py.
 """
 
-import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,9 +24,13 @@ from sft_play.models.fast.graphs.decoder import (
     graph_layers,
     graph_setup,
 )
-from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, StaticInputs
-from sft_play.models.fast.graphs.recorded import RecordedPass
-from sft_play.models.fast.graphs.waiting import LOOKED_AT, HostWatch
+from sft_play.models.fast.graphs.recorded import (
+    DecoderCall,
+    RecordedPass,
+    Shape,
+    StaticGradients,
+    StaticInputs,
+)
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.plan.graphs import why_not_recorded
 from sft_play.training.trainer import LOSS_POSITIONS, LOSS_TARGETS, collate_for_step
@@ -108,7 +111,6 @@ def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
     found = trained(model, batches)
     assert decoder.counts.replayed >= 6 and decoder.counts.stopped is None
     assert decoder.counts.replayed + decoder.counts.launched == len(batches)
-    assert all(shape.computed for shape in decoder.recorded), "labelled tokens in the last layer"
     if in_one_row:
         widths = {batch["input_ids"].shape[1] for batch in batches}
         assert len(widths) > len(decoder.first), "rows are filled up to few lengths"
@@ -310,9 +312,9 @@ def test_gradients_stay_where_they_are() -> None:
     gradients = StaticGradients(parameters)
     parameters[1].grad = torch.ones(2)  # of a micro-batch that was launched
     gradients.buffers[0] += 5  # of the step before
-    gradients.take_over()
+    gradients.use_static_buffers()
     gradients.add([torch.ones(2), torch.ones(2), None])
-    gradients.take_over()
+    gradients.use_static_buffers()
     assert [parameter.grad.tolist() for parameter in parameters] == [[1, 1], [2, 2], [0, 0]]
     for parameter, buffer in zip(parameters, gradients.buffers, strict=True):
         assert parameter.grad is buffer
@@ -343,40 +345,6 @@ def test_why_layers_are_not_recorded_is_said(change: dict[str, Any], reason: str
     assert why_not_recorded(graph_setup(model, config, gpu)) == reason
     why_not = why_not_recorded(graph_setup(model, config, cpu))
     assert why_not == "the model is not on a GPU"
-
-
-class FakeEvent:
-    """A GPU that has computed what was launched by an event, or has not."""
-
-    has_come = True
-
-    def record(self) -> None:
-        self.was_recorded = True
-
-    def query(self) -> bool:
-        return self.has_come and self.was_recorded
-
-
-@pytest.mark.parametrize("has_come", [True, False])
-def test_a_gpu_that_waits_for_its_cpu_is_told(
-    has_come: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    model = plain_model("llama")
-    make(model)
-    watch = HostWatch(model, FakeEvent)
-    watch.event.has_come = has_come
-    batches = list(micro_batches(LOOKED_AT + 2, True))
-    trained(model, batches[: LOOKED_AT - 1])
-    evaluated = {name: batches[0][name] for name in INPUTS if name in batches[0]}
-    with torch.no_grad():
-        model.eval()(**evaluated)
-    assert watch.seen == LOOKED_AT - 1 and "waited" not in caplog.text
-    model.train()
-    trained(model, batches[LOOKED_AT - 1 :])
-    assert watch.seen == LOOKED_AT, "it looks at the first ones alone"
-    words = f"the GPU waited for the CPU in {LOOKED_AT} of {LOOKED_AT} micro-batches"
-    assert (words in caplog.text) == has_come
 
 
 @pytest.mark.parametrize("is_said", [True, False])

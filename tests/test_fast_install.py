@@ -373,11 +373,9 @@ def test_what_is_on_and_what_is_not_is_said_in_one_line(caplog: pytest.LogCaptur
         {"attention": 2, "linears": 8, "mlp": 2, "norms": 4, "loss": 1},
         {},
         in_one_row=True,
-        labelled_tokens_alone=True,
     )
     assert [record.message for record in caplog.records if "fast path" in record.message] == [
-        "fast path: attention x2, linears x8, mlp x2, norms x4, loss x1; labelled tokens alone in "
-        "the last layer"
+        "fast path: attention x2, linears x8, mlp x2, norms x4, loss x1"
     ]
 
 

@@ -275,11 +275,11 @@ MUTANTS = {
     ),
     "dx without the adapter": (
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad, is_beside: f(dy, None, ws, ad),
+        lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad),
     ),
     "dx of the last linear alone": (
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad, is_beside: f(dy[-1:], du, ws[-1:], ad),
+        lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad),
     ),
     "one adapter for all": ("rank_slices", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
 }

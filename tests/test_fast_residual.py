@@ -47,7 +47,7 @@ def test_joined_is_apart(name: str, adds: bool) -> None:
 def test_the_comparison_sees_what_is_wrong(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = residual.Reference.backward
 
-    def broken(dy, ds, s, weight, inverse, kind, room):
+    def broken(dy, ds, s, weight, inverse, kind):
         if mutant == "stream's gradient":
             return backward(dy, torch.zeros_like(ds), s, weight, inverse, kind)
         if mutant == "mean":

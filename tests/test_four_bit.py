@@ -97,28 +97,6 @@ def test_the_kernel_unpacks_to_the_bits_of_its_formula(
     assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (37, 40)])
-def test_rows_may_be_unpacked_to_where_others_lie_between_them(kernels, shape) -> None:
-    packed, state = packed_weight(shape)
-    whole = torch.full((shape[0], shape[1] + 24), 7.0)
-    found = kernels.unpack(packed, state, whole[:, : shape[1]])
-    assert torch.equal(found, formula(packed, state))
-    assert found.data_ptr() == whole.data_ptr() and (whole[:, shape[1] :] == 7).all()
-
-
-@pytest.mark.parametrize("shape", [(64, 128), (37, 40)])
-@pytest.mark.parametrize("columns", [3, 48])
-def test_a_matrix_beside_the_weights_is_copied_to_its_place(kernels, shape, columns) -> None:
-    packed, state = packed_weight(shape)
-    rows, width = shape
-    matrix = torch.randn(rows, columns)
-    whole = torch.full((rows, width + 64), 7.0)
-    place = whole[:, width : width + columns]
-    kernels.unpack(packed, state, whole[:, :width], (matrix, place))
-    assert torch.equal(whole[:, :width], formula(packed, state))
-    assert torch.equal(place, matrix) and (whole[:, width + columns :] == 7).all()
-
-
 @pytest.mark.parametrize(("quant_type", "is_nested"), KINDS)
 def test_the_kernel_unpacks_to_the_numbers_of_bitsandbytes(kernels, quant_type, is_nested) -> None:
     packed, state = packed_weight((64, 128), quant_type, is_nested)

@@ -91,25 +91,6 @@ def test_scales_that_are_tiny_huge_or_not_finite_give_the_same_bits(quant_type, 
     assert_same_bits(weight)
 
 
-@pytest.mark.parametrize("shape", [(14336, 4096), (1024, 4096), (37, 40)])
-@pytest.mark.parametrize("columns", [16, 40])
-def test_a_matrix_beside_the_weights_is_copied_to_its_place(shape, columns) -> None:
-    weight = packed_weight(shape)
-    rows, width = shape
-    matrix = torch.randn(rows, columns, device=GPU, dtype=torch.bfloat16)
-    whole = torch.full((rows, width + 64), 7.0, device=GPU, dtype=torch.bfloat16)
-    place = whole[:, width : width + columns]
-    expected = four_bit.unpack(weight)
-    four_bit.unpack(weight, whole[:, :width], beside=(matrix, place))
-    found = whole[:, :width].contiguous()
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-    assert torch.equal(place, matrix) and (whole[:, width + columns :] == 7).all()
-    below = torch.full((columns + 1, width), 7.0, device=GPU, dtype=torch.bfloat16)
-    rows_below = torch.randn(columns, width, device=GPU, dtype=torch.bfloat16)
-    four_bit.unpack(weight, beside=(rows_below, below[:columns]))
-    assert torch.equal(below[:columns], rows_below) and (below[columns:] == 7).all()
-
-
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_one_kernel_unpacks_a_weight(is_nested) -> None:
     weight = packed_weight((1024, 4096), is_nested=is_nested)

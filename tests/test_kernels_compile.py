@@ -16,7 +16,6 @@ from kernel_compiler import compiling_for
 from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import (
     adapter_kernels,
-    columns_kernels,
     four_bit_kernels,
     glu_adapter_kernels,
     glu_float8_kernels,
@@ -49,7 +48,6 @@ def glu(dtype: torch.dtype) -> None:
     gate, up, dh = (rows(dtype) for _ in range(3))
     for activation in ("silu", "gelu_tanh"):
         glu_kernels.forward(gate, up, activation)
-        glu_kernels.forward(gate, up, activation, room=64)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
         glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
 
@@ -80,8 +78,8 @@ def norms(dtype: torch.dtype) -> None:
     x, weight = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
     for kind in (LLAMA, GEMMA):
         residual_kernels.forward(x, None, weight, 1e-6, kind)
-        _, s, inverse, _ = residual_kernels.forward(x, x, weight, 1e-6, kind, room=64)
-        residual_kernels.backward(x, x, s, weight, inverse, kind, room=64)
+        _, s, inverse, _ = residual_kernels.forward(x, x, weight, 1e-6, kind)
+        residual_kernels.backward(x, x, s, weight, inverse, kind)
 
 
 def mixture(dtype: torch.dtype) -> None:
@@ -104,13 +102,6 @@ def four_bit(dtype: torch.dtype) -> None:
             rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
         )
         four_bit_kernels.unpack(*packed)
-        four_bit_kernels.unpack(*packed, out=rows(dtype, 2 * FEATURES)[:, :FEATURES])
-
-
-def columns(dtype: torch.dtype) -> None:
-    targets = [rows(dtype, 2 * FEATURES)[:, FEATURES:], rows(dtype, 8)[:, 4:]]
-    sources = [target.clone(memory_format=torch.contiguous_format) for target in targets]
-    columns_kernels.write(columns_kernels.table_of(sources, targets, [1.0, 2.0]), sources[0])
 
 
 def adapters(dtype: torch.dtype) -> None:
@@ -120,13 +111,13 @@ def adapters(dtype: torch.dtype) -> None:
         patch.object(adapter_kernels, "processors", lambda device: 2),
         patch.object(glu_adapter_kernels, "processors", lambda device: 2),
     ):
-        adapter_kernels.rank_and_output_gradients([dgate], [b], xa, 2.0, torch.float32, True)
+        adapter_kernels.rank_and_output_gradients([dgate], [b], xa, 2.0, torch.float32)
         for activation in ("silu", "gelu_tanh"):
-            glu_adapter_kernels.forward(gate, up, activation, a, room=4)
+            glu_adapter_kernels.forward(gate, up, activation, a)
             glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, xa)
 
 
-LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit, columns, adapters]
+LAUNCHES = [glu, cross_entropy, norms, mixture, float8, four_bit, adapters]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.__name__)

@@ -97,20 +97,6 @@ def test_the_load_balancing_loss_is_that_of_transformers_and_weighs_by_share() -
     assert balance.mean_since_log(CPU) is None
 
 
-def test_a_balance_that_is_logged_late_is_without_the_step_that_has_begun() -> None:
-    model = tiny_model("mixtral")
-    balance = RouterLoss(model, 1.0)
-    model(input_ids=torch.arange(3, 43)[None], **balance.inputs())
-    first = balance.of_micro_batch(1.0).item()
-    balance.hold(torch.device("cpu"))
-    model(input_ids=torch.full((1, 40), 7), **balance.inputs())
-    second = balance.of_micro_batch(1.0).item()
-    assert first != second
-    assert balance.mean_since_log(CPU) == first
-    assert balance.mean_since_log(CPU) == second
-    assert balance.mean_since_log(CPU) is None
-
-
 def test_the_load_balancing_loss_is_off_unless_config_or_setting_has_it() -> None:
     model = tiny_model("mixtral")
     assert router_loss_of(model, config_of("auto")) is None

@@ -187,8 +187,8 @@ SAME_SETTING = {
 
 QLORA = "write tuning.mode: qlora for a 4-bit base"
 ATTENTION = (
-    "write model.attn_implementation: flash_attention_2, or flash_attention_4 on Hopper GPUs; the "
-    "fused kernels (train.fast_path) need no flash-attn"
+    "write model.attn_implementation: flash_attention_2; the fused kernels (train.fast_path) need "
+    "no flash-attn"
 )
 ANSWERS_ONLY = "answers alone carry loss here; data.train_on chooses which"
 BASE_LORA = "write the base in model.name; resume a run's adapter with train.resume_from"

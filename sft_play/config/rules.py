@@ -33,10 +33,6 @@ def _computes_in_float32(config: Config) -> bool:
     return config.train.bf16 is False and config.train.fp16 is False
 
 
-def _has_flash_attention(config: Config) -> bool:
-    return config.model.attn_implementation in ("flash_attention_2", "flash_attention_4")
-
-
 def _is_set(config: Config, option: str) -> bool:
     """Return whether an option of tuning.lora has another value than its default."""
     return getattr(config.tuning.lora, option) != LoraSection.model_fields[option].default
@@ -191,15 +187,9 @@ RULES = (
     ),
     Rule(
         ("model.attn_implementation", "train.bf16", "train.fp16"),
-        lambda c: _has_flash_attention(c) and _computes_in_float32(c),
+        lambda c: c.model.attn_implementation == "flash_attention_2" and _computes_in_float32(c),
         "FlashAttention computes in 16 bits; set one of them to auto, or model.attn_implementation "
         "to sdpa",
-    ),
-    Rule(
-        ("model.attn_implementation", "train.fast_path"),
-        lambda c: c.model.has_flash4 and c.train.fast_path is False,
-        "FlashAttention 4 is one of the fused kernels; set TRAIN_FAST_PATH=auto, or "
-        "MODEL_ATTN_IMPLEMENTATION=sdpa",
     ),
     Rule(
         ("model.attn_implementation", "tuning.backend"),

@@ -162,7 +162,6 @@ class FakeResidualKernels:
         eps: float,
         kind: Any,
         in_float8: bool,
-        room: int,
     ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
         """Return y and s like x, a float32 for each token, and y in float8 if asked for."""
         y = torch.empty_like(x)

@@ -33,7 +33,7 @@ def build_on_meta(
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
     options = {}
-    attention = config.model.own_attention
+    attention = config.model.attn_implementation
     if attention == "flash_attention_2":
         attention = "sdpa"  # the flash-attn package need not be installed here
     if attention != "auto":

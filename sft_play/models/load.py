@@ -228,8 +228,8 @@ def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str
     options: dict[str, Any] = {}
     if config.model.rope_scaling.rope_type and stored is not None:
         options["config"] = with_stretched_rope(stored, config.model)
-    if config.model.own_attention != "auto":
-        options["attn_implementation"] = config.model.own_attention
+    if config.model.attn_implementation != "auto":
+        options["attn_implementation"] = config.model.attn_implementation
     return options
 
 

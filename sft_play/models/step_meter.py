@@ -258,7 +258,7 @@ class StepMeter:
         """
         config = self.setup.config
         tokens = config.model.max_seq_len
-        attention = config.model.own_attention
+        attention = config.model.attn_implementation
         inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.int64, device=self.device)}
         is_mask_made = config.train.packing or config.train.batch_size > 1
         is_unmasked = "attention" in fused_kernels_of(self.model).on

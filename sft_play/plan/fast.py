@@ -96,7 +96,7 @@ def is_fast(setup: FastSetup) -> bool:
         return False
     if backend_of(setup.config).has_own_kernels:
         return True
-    has_sdpa = setup.config.model.own_attention in ("auto", "sdpa")
+    has_sdpa = setup.config.model.attn_implementation in ("auto", "sdpa")
     return setup.config.train.fast_path is not False and has_sdpa
 
 
@@ -115,7 +115,7 @@ def has_packed_parts(setup: FastSetup) -> bool:
 
 
 def _why_not_attention(setup: FastSetup) -> str | None:
-    implementation = setup.config.model.own_attention
+    implementation = setup.config.model.attn_implementation
     if implementation not in ("auto", "sdpa"):
         return f"model.attn_implementation={implementation}"
     if setup.is_gpu and not setup.is_half:

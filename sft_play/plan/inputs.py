@@ -10,7 +10,6 @@ from sft_play.config.sections.model import MapRule
 from sft_play.plan import activations, batch, cards, memory, placement, speed
 from sft_play.plan.adapters import AdapterOptions
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.columns import widens_weights
 from sft_play.plan.counting import Uncounted
 from sft_play.plan.fast import FastSetup, fuses_loss, has_liger, is_fast, plan_kernels
 from sft_play.plan.flops import pair_cost
@@ -114,12 +113,7 @@ class PlanInputs:
             step = step.with_trace(self.trace)
         else:
             step = replace(step, untraced=self.trace)
-        setup = self.graph_setup
-        return replace(
-            step,
-            records_graphs=records_graphs(setup),
-            widens_weights=widens_weights(self.fast_setup, self.ranks, setup.fused),
-        )
+        return replace(step, records_graphs=records_graphs(self.graph_setup))
 
     @cached_property
     def graph_setup(self) -> GraphSetup:

@@ -14,7 +14,6 @@ from sft_play.plan.activations import (
     layer_working_bytes,
     working_of,
 )
-from sft_play.plan.columns import column_bytes
 from sft_play.plan.graphs import graph_bytes
 from sft_play.plan.layout import Layout
 from sft_play.plan.parts import parts_by_gpu
@@ -55,7 +54,6 @@ class PhaseBytes:
     context: int = 0
     gathered: int = 0  # whole layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
     graphs: int = 0  # activations in the memory of recorded layers, beside those of the layers
-    columns: int = 0  # room beside weights, in which their adapters lie
     measured_beyond: int = 0  # by a probe, beyond the components above
 
     @property
@@ -65,11 +63,11 @@ class PhaseBytes:
     def components(self) -> dict[str, int]:
         """Return the bytes by component.
 
-        Of the last four, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, fused
-        adapters the third, and a probe alone brings the fourth.
+        Of the last three, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, and a
+        probe alone brings the third.
         """
         found = asdict(self)
-        for name in ("gathered", "graphs", "columns", "measured_beyond"):
+        for name in ("gathered", "graphs", "measured_beyond"):
             if not found[name]:
                 del found[name]
         return found
@@ -130,9 +128,8 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
-    later = {"graphs": graph_bytes(step, layout), "columns": column_bytes(step)}
     for name in PHASES[1:]:
-        phases[name] = replace(phases[name], **later)
+        phases[name] = replace(phases[name], graphs=graph_bytes(step, layout))
     return StepBytes(phases)
 
 

@@ -10,12 +10,8 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.devices import Hardware
 from sft_play.plan.float8 import require_float8
 
-FLASH4 = "flash-attn-4"  # the package of FlashAttention 4
-FLASH4_CAPABILITY = (9, 0)  # Hopper: elsewhere nobody has compared it with torch's kernels
-INSTALL_FLASH4 = "python -m tools.install add requirements-hopper.txt"
 FLASH2 = "flash-attn"  # the package of FlashAttention 2
 FLASH2_CAPABILITY = (8, 0)  # or newer
-ANY_NEWER = (99, 0)
 INSTALL_FLASH2 = ".venv/bin/pip install flash-attn --no-build-isolation"
 
 
@@ -41,32 +37,24 @@ def _require_backend(config: Config, hardware: Hardware) -> None:
 
 
 def _require_flash_attention(loaded: LoadedConfig, hardware: Hardware) -> None:
-    chosen = loaded.config.model.attn_implementation
-    if chosen == "flash_attention_4":
-        title, package, install = "FlashAttention 4", FLASH4, INSTALL_FLASH4
-        gpus, newest = "a Hopper GPU (capability 9.0)", FLASH4_CAPABILITY
-        oldest = FLASH4_CAPABILITY
-    elif chosen == "flash_attention_2":
-        title, package, install = "FlashAttention 2", FLASH2, INSTALL_FLASH2
-        gpus, newest = "a GPU of capability 8.0 or newer", ANY_NEWER
-        oldest = FLASH2_CAPABILITY
-    else:
+    if loaded.config.model.attn_implementation != "flash_attention_2":
         return
     asked = loaded.described("model.attn_implementation")
+    needed = "FlashAttention 2 needs a GPU of capability 8.0 or newer"
     instead = "set MODEL_ATTN_IMPLEMENTATION=auto, whose kernels need no package"
     if hardware.kind != "cuda":
-        raise EnvironmentFault(
-            f"{asked}: {title} needs {gpus}, and no GPU is usable here; {instead}"
-        )
+        raise EnvironmentFault(f"{asked}: {needed}, and no GPU is usable here; {instead}")
     for gpu in hardware.gpus:
-        if not oldest <= gpu.capability <= newest:
+        if gpu.capability < FLASH2_CAPABILITY:
             found = ".".join(map(str, gpu.capability))
             raise EnvironmentFault(
-                f"{asked}: cuda:{gpu.index} {gpu.name} has capability {found}, and {title} needs "
-                f"{gpus}; {instead}"
+                f"{asked}: cuda:{gpu.index} {gpu.name} has capability {found}, and {needed}; "
+                f"{instead}"
             )
-    if _are_here(hardware) and not _is_installed(package):
-        raise EnvironmentFault(f"{asked}: {package} is not installed; run {install}, or {instead}")
+    if _are_here(hardware) and not _is_installed(FLASH2):
+        raise EnvironmentFault(
+            f"{asked}: {FLASH2} is not installed; run {INSTALL_FLASH2}, or {instead}"
+        )
 
 
 def _are_here(hardware: Hardware) -> bool:

@@ -50,10 +50,10 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
     return PackingChoice(True)
 
 
-def needs_boundaries(own_attention: str, has_fast_attention: bool = False) -> bool:
+def needs_boundaries(attn_implementation: str, has_fast_attention: bool = False) -> bool:
     """Return whether a packed batch has to name the boundaries of its documents.
 
     Flash attention and our own work by them; sdpa and eager find them in position ids, in any
     batch.
     """
-    return has_fast_attention or own_attention not in ("auto", "sdpa", "eager")
+    return has_fast_attention or attn_implementation not in ("auto", "sdpa", "eager")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.columns import column_bytes
 from sft_play.plan.graphs import graph_bytes
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import StepBytes, is_fullest_at_begin, step_bytes
@@ -164,7 +163,7 @@ class MeasuredFit:
 
     def _closed_bytes(self, layout: Layout) -> StepBytes:
         """Return the closed form of a step as a probe measures it: before recordings and moves."""
-        step = replace(self.step, records_graphs=False, widens_weights=False)
+        step = replace(self.step, records_graphs=False)
         return step_bytes(step, layout)
 
 
@@ -175,7 +174,7 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
     it is. The peak is no less.
     """
     memory = MeasuredFit(step, point, point).memory(layout)
-    missing = used_bytes + _later_bytes(step, layout) - memory.predicted_peak
+    missing = used_bytes + graph_bytes(step, layout) - memory.predicted_peak
     if missing <= 0:
         return memory
     peak = memory.peak
@@ -190,12 +189,7 @@ def context_bytes(step: StepSpec, layout: Layout) -> int:
 
 def unmeasured_bytes(step: StepSpec, layout: Layout) -> int:
     """Return what a step takes beside a point: the context, and CUDA graphs recorded later."""
-    return context_bytes(step, layout) + _later_bytes(step, layout)
-
-
-def _later_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what is taken after a probe: by CUDA graphs, and by room beside weights."""
-    return graph_bytes(step, layout) + column_bytes(step)
+    return context_bytes(step, layout) + graph_bytes(step, layout)
 
 
 def budget_bytes(step: StepSpec, layout: Layout, allocatable_bytes: int) -> int:

@@ -39,7 +39,6 @@ COMPONENT_NAMES = {
     "buckets": "gradient buckets",
     "gathered": "gathered layers",
     "graphs": "CUDA graphs",
-    "columns": "room for adapters",
     "context": "context, libraries",
 }
 

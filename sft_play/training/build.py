@@ -136,7 +136,7 @@ def build_collator(
     config = context.config
     if not context.plan.packing:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len)
-    varlen = needs_boundaries(config.model.own_attention, uses_varlen_attention(model))
+    varlen = needs_boundaries(config.model.attn_implementation, uses_varlen_attention(model))
     return PackCollator(
         tokenizer.pad_token_id,
         config.model.max_seq_len,

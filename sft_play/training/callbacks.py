@@ -206,27 +206,26 @@ class Throughput(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last_step = self._mark()
 
-    def counted(self) -> Work:
-        """Return what was counted so far, which a GPU may still have to compute."""
-        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
-
-    def since_log(self, counted: Work, seconds_ago: float = 0.0) -> Work | None:
+    def since_log(self) -> Work | None:
         """Return the work of this rank since this was last called; None for the first step.
 
-        The first step compiles and allocates. The loss of the last step in `counted` must be at
-        hand: then the GPU has computed what was counted, so many `seconds_ago`.
+        The first step compiles and allocates. The loss of the last step must have been read: then
+        the GPU has computed what was counted.
         """
-        now = counted._replace(seconds=self.clock() - seconds_ago)
+        now = self._counted()
         before = self._last_log or self._first_step
         self._last_log = now
         if before is None or now.seconds <= before.seconds:
             return None
         return now.since(before)
 
+    def _counted(self) -> Work:
+        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
+
     def _mark(self) -> Work:
         if self.process.device.type == "cuda":
             torch.cuda.synchronize(self.process.device)
-        return self.counted()
+        return self._counted()
 
     @property
     def train_seconds(self) -> float:

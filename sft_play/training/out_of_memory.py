@@ -90,9 +90,6 @@ class OutOfMemoryExplainer:
         planned = phase_bytes.components()
         predicted = {name: size for name, size in planned.items() if name not in TRANSIENT}
         predicted["activations"] = sum(planned.get(name, 0) for name in TRANSIENT)
-        # beside weights of 16 bits they are in the same storages
-        owner = "activations" if self.context.plan.step.mode == "qlora" else "weights"
-        predicted[owner] += predicted.pop("columns", 0)
         measured = self._measured(device)
         return {name: ComponentBytes(size, measured.get(name)) for name, size in predicted.items()}
 

@@ -10,7 +10,6 @@ under adapters, and the loss then moves what it reads.
 import logging
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
@@ -34,7 +33,6 @@ class RouterLoss:
         self._taken: Tensor | None = None
         self._sum: Tensor | None = None  # of this rank's shares since the last log
         self._shares = 0.0  # which are one a step, over all ranks
-        self._held: tuple[Tensor | None, float] | None = None  # of the log that is put off
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         base.register_forward_hook(self._take)
 
@@ -55,30 +53,12 @@ class RouterLoss:
         self._shares += share
         return self.coefficient * loss
 
-    def hold(self, device: torch.device) -> None:
-        """Keep what was added so far for the next `mean_since_log`, during the next step.
-
-        It is copied to host memory behind what `device` was given so far, for which whoever reads
-        it waits first. Of a placed model it may lie on another GPU.
-        """
-        loss, share = self._taken_since_log()
-        if loss is not None:
-            loss = loss.to(device).to("cpu", non_blocking=True)
-        self._held = (loss, share)
-
-    def _taken_since_log(self) -> tuple[Tensor | None, float]:
-        """Return the sum and the shares that were added, and begin anew."""
-        taken = (self._sum, self._shares)
-        self._sum = None
-        self._shares = 0.0
-        return taken
-
     def mean_since_log(self, process: Process) -> float | None:
         """Return the mean over steps, without the coefficient. Every rank must call it."""
-        loss, share = self._held or self._taken_since_log()
-        self._held = None
-        own = 0.0 if loss is None else loss.item()
-        totals = process.gather((own, share))
+        own = 0.0 if self._sum is None else self._sum.item()
+        totals = process.gather((own, self._shares))
+        self._sum = None
+        self._shares = 0.0
         shares = sum(share for _, share in totals)
         return sum(loss for loss, _ in totals) / shares if shares else None
 

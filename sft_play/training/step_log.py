@@ -5,7 +5,6 @@ It is measured on every rank without waiting for a GPU, and gathered once for ea
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,17 +26,6 @@ class RankLog:
     seconds: dict[str, float]  # by part of a step
     memory: dict[str, float]  # GiB by kind
     gpus: tuple[GpuSample, ...]  # of all GPUs of its machine, on its first rank
-
-
-class _Measured(NamedTuple):
-    """What the steps since the last log have added up to on this rank, without waiting."""
-
-    loss: torch.Tensor | float
-    token_share: float
-    counted: Work
-    seconds: dict[str, float]  # of the CPU, by part of a step
-    memory: dict[str, float]  # GiB by kind, at the end of the last step
-    seconds_ago: float = 0.0  # that the GPU has computed it
 
 
 class StepLog:
@@ -68,37 +56,13 @@ class StepLog:
         """Forget what was measured before `step`: a probe's steps do not count."""
         self._loss: torch.Tensor | float = 0.0
         self._token_share = 0.0
-        self._held: _Measured | None = None
         self.logged_step = step
         self.times.take()
-        self.times.take_added()
 
     def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
         """Add a micro-batch's share of its step's loss, and of the step's labelled tokens."""
         self._loss = self._loss + loss  # stays on the GPU
         self._token_share += token_share
-
-    def hold(self) -> None:
-        """Keep what was added so far for the next `collect`, which comes during the next step."""
-        self._held = self._taken()
-
-    def date_held(self, seconds_ago: float) -> None:
-        """Say how long ago the GPU computed what is kept."""
-        if self._held is not None:
-            self._held = self._held._replace(seconds_ago=seconds_ago)
-
-    def _taken(self) -> _Measured:
-        """Return what was added, with the memory now, and begin anew."""
-        taken = _Measured(
-            self._loss,
-            self._token_share,
-            self.throughput.counted(),
-            self.times.take_added(),
-            self.memory.gib_now(),
-        )
-        self._loss = 0.0
-        self._token_share = 0.0
-        return taken
 
     def collect(self, step: int, model: torch.nn.Module) -> dict[str, float]:
         """Return speed and time of a step over all ranks; keep the rest in `by_rank` and `gpus`.
@@ -107,18 +71,18 @@ class StepLog:
         """
         steps = step - self.logged_step
         self.logged_step = step
-        measured = self._held or self._taken()
-        self._held = None
-        seconds = self.times.take() | measured.seconds | unhidden_communication(model, steps)
+        seconds = self.times.take() | unhidden_communication(model, steps)
         # one rank's is the logged loss, and to read it here would wait for the GPU
         own = RankLog(
-            loss=float(measured.loss) if self.process.world_size > 1 else 0.0,
-            token_share=measured.token_share,
-            work=self.throughput.since_log(measured.counted, measured.seconds_ago),
+            loss=float(self._loss) if self.process.world_size > 1 else 0.0,
+            token_share=self._token_share,
+            work=self.throughput.since_log(),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
-            memory=measured.memory,
+            memory=self.memory.gib_now(),
             gpus=tuple(self.mean_gpus()),
         )
+        self._loss = 0.0
+        self._token_share = 0.0
         ranks = self.process.gather(own)
         self.gpus = tuple(sample for rank in ranks for sample in rank.gpus)
         self.by_rank = {

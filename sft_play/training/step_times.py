@@ -28,7 +28,6 @@ class StepTimes:
         self._is_gpu = device.type == "cuda"
         self._marks: deque[_Mark] = deque()
         self._seconds: dict[str, float] = {}
-        self._added: dict[str, float] = {}  # that others measured
 
     def enter(self, part: str | None) -> None:
         """End the current part and begin `part`, or none."""
@@ -43,12 +42,7 @@ class StepTimes:
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds of the CPU that were measured elsewhere."""
-        self._added[part] = self._added.get(part, 0.0) + seconds
-
-    def take_added(self) -> dict[str, float]:
-        """Return the seconds that were added since this was last called."""
-        added, self._added = self._added, {}
-        return added
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
         """Return the seconds between marks since this was last called, as far as they are over."""

@@ -34,7 +34,6 @@ from sft_play.training.best import EndDiverged, goes_on
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.divergence import LossWatch
 from sft_play.training.expert_use import ExpertUse
-from sft_play.training.late_log import LateLog
 from sft_play.training.loraplus import raise_learning_rate_of_b
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.nonfinite import StepGuard, spread
@@ -115,7 +114,6 @@ class SftTrainer(Trainer):
         self.router_loss = router_loss
         self.guard = guard or StepGuard(self.process)
         self.gradients = gradients or GradientWatch(self.process)
-        self.late_log = LateLog(self)
         self.loss_watch = LossWatch(self.text_config.vocab_size, self.args.learning_rate)
         self.end_diverged: EndDiverged | None = None  # where the best weights are published then
         self.expert_use: ExpertUse | None = None  # counts from the first step on
@@ -172,7 +170,7 @@ class SftTrainer(Trainer):
         if trains_divided(self.model):
             # FSDP has other parameters around each pass: their gradients would never be zeroed
             visiting = contextlib.nullcontext()
-        with visiting, self.late_log.written():
+        with visiting:
             super()._run_epoch(**kwargs)
 
     def set_micro_batch(self, layout: Layout) -> None:
@@ -216,7 +214,6 @@ class SftTrainer(Trainer):
         with averaging:
             loss = super().training_step(*args, **kwargs)
         self.guard.add_loss(loss)
-        self.late_log.write()  # of the step before
         return loss
 
     def compute_loss(
@@ -303,12 +300,9 @@ class SftTrainer(Trainer):
         )
         return metrics
 
-    def _maybe_log_save_evaluate(self, loss: Any, norm: Any, *args: Any, **kwargs: Any) -> None:
-        self.late_log.write()
-        if not goes_on(self, self.guard.end_step):
-            return
-        if not self.late_log.put_off(loss, norm, kwargs["learning_rate"], args[-1]):
-            super()._maybe_log_save_evaluate(loss, norm, *args, **kwargs)
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if goes_on(self, self.guard.end_step):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log. Raises: DivergedError, on every rank, if the run has diverged."""

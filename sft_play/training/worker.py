@@ -18,9 +18,8 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.graphs.decoder import graph_layers
-from sft_play.models.fast.graphs.waiting import watch_host
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.linears.beside import copy_adapters_at_once
+from sft_play.models.fast.linears.copies import copy_adapters_at_once
 from sft_play.models.load import load_model
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import PlannedRun
@@ -221,9 +220,7 @@ def before_first_step(
     # last: a probe's steps do not count
     if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
         copy_adapters_at_once(trainer.model, trainer.model_wrapped)
-    plan = context.plan
-    trainer.graphs = graph_layers(trainer.model, context.config, plan)
-    watch_host(trainer.model, context.config, plan.ranks)
+    trainer.graphs = graph_layers(trainer.model, context.config, context.plan)
     trainer.expert_use = ExpertUse(trainer.model)
     trainer.step_log.reset(trainer.state.global_step)
 

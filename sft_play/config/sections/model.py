@@ -107,13 +107,10 @@ class ModelSection(Section):
         description="Type of the unquantised base weights; auto is the compute type for lora and "
         "qlora, float32 for full.",
     )
-    attn_implementation: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_4"
-    ] = Field(
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto",
         description="Attention of transformers; auto is sdpa where the architecture has it, else "
-        "eager. Fused kernels replace auto and sdpa; flash_attention_4 is one of them, for Hopper "
-        "GPUs. Unsloth brings its own.",
+        "eager. Fused kernels replace auto and sdpa. Unsloth brings its own.",
     )
     device_map: DeviceMap | None = Field(
         None,
@@ -163,16 +160,6 @@ class ModelSection(Section):
         """Return whether the chat template is a file of the user."""
         setting = self.chat_template
         return setting not in (None, "default") and not setting.startswith(NAMED_TEMPLATE)
-
-    @property
-    def has_flash4(self) -> bool:
-        """Return whether FlashAttention 4 is asked for."""
-        return self.attn_implementation == "flash_attention_4"
-
-    @property
-    def own_attention(self) -> str:
-        """Return what transformers is asked for: FlashAttention 4 is one of the fused kernels."""
-        return "auto" if self.has_flash4 else self.attn_implementation
 
 
 class LoraSection(Section):

@@ -12,5 +12,4 @@ All rooms use what lies beside them:
     proof        the fused module against its own code on those inputs; shape_proof in a trace
     comparison   what one run of a module computes, and whether two runs agree
     documents    where the documents of a packed batch begin; by_document runs them one by one
-    labelled     modules of the last layer on the tokens that the loss reads; last_layer finds them
 """

@@ -8,7 +8,7 @@ trained the weights; but for experts with adapters, whose own code needs a copy 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peft import PeftModel
@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
-from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.install import install_attention
 from sft_play.models.fast.attention.rows import reads_rows
 from sft_play.models.fast.experts.install import install_experts
-from sft_play.models.fast.last_layer import install_last_layer
 from sft_play.models.fast.linears.install import (
     install_linears,
     install_mlp,
@@ -47,17 +45,13 @@ class FusedKernels:
 
     on: dict[str, int]  # part: number of modules
     off: dict[str, str]  # part: why it is not fused
-    # part: the kernel in force on a GPU, where there is a choice
-    kernels: dict[str, str] = field(default_factory=dict)
     in_one_row: bool = False  # whether packed documents may be one long row: none counts its tokens
-    labelled_tokens_alone: bool = False  # whether the last layer computes those
 
     def line(self) -> str:
         """Return the log line."""
         on = ", ".join(f"{part} x{count}" for part, count in self.on.items()) or "off"
         off = "".join(f"; no {part}: {reason}" for part, reason in self.off.items())
-        last = "; labelled tokens alone in the last layer" if self.labelled_tokens_alone else ""
-        return f"fast path: {on}{last}{off}"
+        return f"fast path: {on}{off}"
 
 
 def install_fused_kernels(
@@ -144,29 +138,8 @@ def _install_parts(setup: TrainingSetup) -> FusedKernels:
         reason = why_mlp_linears_not_fusable(setup)
         if reason:
             off[LINEARS_OF_MLP] = reason
-    chosen = {}
-    _explain_attention(setup, on, off)
-    has_run = setup.on_gpu and not setup.is_traced and not setup.has_packed_parts
-    if "attention" in on and has_run:
-        chosen["attention"] = flash4.kernel_in_force()
     in_one_row = "attention" in on and not reads_rows(setup.decoder)
-    labelled = "loss" in on and install_last_layer(setup)
-    return FusedKernels(_in_order(on), _in_order(off), chosen, in_one_row, labelled)
-
-
-def _explain_attention(setup: TrainingSetup, on: dict[str, int], off: dict[str, str]) -> None:
-    """Log why torch computes attention where FlashAttention 4 is asked for, unless it is said."""
-    if not setup.config.model.has_flash4 or setup.is_traced or flash4.choice.is_settled:
-        return
-    if not setup.on_gpu:
-        reason = "needs a Hopper GPU"
-    elif "attention" not in on:
-        reason = f"is one of the fused kernels, and attention is not fused: {off['attention']}"
-    elif not setup.has_values:
-        reason = "cannot be tried before the first step where ZeRO-3 divides weights in 4 bits"
-    else:
-        reason = flash4.NO_KERNEL
-    flash4.give_up(reason)
+    return FusedKernels(_in_order(on), _in_order(off), in_one_row)
 
 
 def _gather_with_layers(setup: TrainingSetup) -> None:

@@ -17,7 +17,6 @@ from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import documents_of, is_unmasked
 from sft_play.models.fast.attention.rope import apply_rotary
 from sft_play.models.fast.attention.scoring import Scoring
-from sft_play.models.fast.labelled import on_labelled
 from sft_play.models.fast.linears.lora import lora_linears
 from sft_play.models.fast.recognise import AttentionKind
 from sft_play.models.fast.setup import is_training
@@ -57,12 +56,8 @@ def attention_forward(
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
     mixed = attend(query, key, value, scoring, documents_of(attention_mask, kwargs))
-
-    def run(x: Tensor) -> Tensor:
-        (output,) = _run_linears(self, x, (self.o_proj,))
-        return output
-
-    return on_labelled(self, mixed.flatten(-2), run), None
+    (output,) = _run_linears(self, mixed.flatten(-2), (self.o_proj,))
+    return output, None
 
 
 def projections(module: nn.Module) -> tuple[nn.Module, ...]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.attention.interface import implementations, use_interface
 from sft_play.models.fast.attention.masks import remove_mask, unmasked
@@ -41,7 +40,6 @@ def install_attention(setup: TrainingSetup) -> int:
 
 def _install(setup: TrainingSetup) -> int:
     """Install attention, or raise Unsupported."""
-    _choose_kernels(setup)
     _check_attention_kernels(setup)
     modules = [module for module in setup.decoder.modules() if calls_attention_interface(module)]
     if not modules:
@@ -148,17 +146,9 @@ def _unmasked(setup: TrainingSetup) -> Callable[[Call, str], Call]:
     return fused_call
 
 
-def _choose_kernels(setup: TrainingSetup) -> None:
-    """Choose torch's kernels, or FlashAttention 4 where it is asked for and can be tried here."""
-    if setup.is_traced:
-        return
-    can_be_tried = setup.on_gpu and setup.has_values
-    flash4.choose(setup.config.model.has_flash4 and can_be_tried)
-
-
 def _check_attention_kernels(setup: TrainingSetup) -> None:
     """Raise Unsupported unless the attention kernels can run on this rank's device."""
-    implementation = setup.config.model.own_attention
+    implementation = setup.config.model.attn_implementation
     if implementation not in ("auto", "sdpa"):
         raise Unsupported(f"model.attn_implementation={implementation}")
     if not setup.on_gpu:

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from sft_play.models.fast.attention import flash4
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import attend_lengths, attend_rows
 from sft_play.models.fast.attention.scoring import Scoring
@@ -76,9 +75,6 @@ def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bo
     if not query.is_cuda:
         return True
     features, value_features = query.shape[-1], value.shape[-1]
-    is_indexed = query.numel() < MAX_ELEMENTS
-    if is_indexed and flash4.suits(features, value_features, _dtype_in_kernels(query), scoring):
-        return False
     return features == value_features <= LARGEST_FLASH_HEAD
 
 
@@ -104,12 +100,10 @@ def _attend_by_document(
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend with FlashAttention 4 or torch's variable-length flash attention, in 16 bits."""
+    """Attend with torch's variable-length flash attention, in 16 bits."""
     query, key, value = _in_16_bits(query, key, value)
     features = value.shape[-1]
     query, key, value = padded_to_one_size(query, key, value)
-    if flash4.takes(query, key, value, scoring, documents):
-        return flash4.attend(query, key, value, scoring, documents)[..., :features]
     compute = attend_torch_varlen if scoring.sinks is None else attend_with_sinks
     return compute(query, key, value, scoring, documents)[..., :features]
 

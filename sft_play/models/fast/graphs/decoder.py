@@ -3,11 +3,11 @@
 The first micro-batch of a shape runs as always, and kernels are chosen and compiled. At the second
 forward and backward pass of the layers are recorded, and later micro-batches of that shape replay
 them: two launches instead of thousands. The output head stays outside, because every micro-batch
-has another number of labelled tokens; the last layer computes one of few numbers of them.
+has another number of labelled tokens.
 
-What is recorded reads tensors that stay where they are, `inputs.StaticInputs`, and adds to
-gradients that stay where they are, `inputs.StaticGradients`. Shapes are few: rows have few widths
-(`packing.padded_width`), and documents are padded with empty ones to a power of two.
+A recording reads `recorded.StaticInputs` and adds to `recorded.StaticGradients`. Shapes are few:
+rows have few widths (`packing.padded_width`), and documents are padded with empty ones to a power
+of two.
 
 Before it is used a recording proves itself: recorded with the first micro-batch of its shape, its
 output and gradients for the second are compared with those of the layers.
@@ -28,10 +28,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sft_play.config.schema import Config
 from sft_play.models.architecture import decoder_layers, decoder_of
-from sft_play.models.fast.graphs.inputs import DecoderCall, Shape, StaticGradients, readable_call
-from sft_play.models.fast.graphs.recorded import Record, RecordedPass, record_on_gpu
+from sft_play.models.fast.graphs.recorded import (
+    DecoderCall,
+    Record,
+    RecordedPass,
+    Shape,
+    StaticGradients,
+    readable_call,
+    record_on_gpu,
+)
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.labelled import labelled_tokens_of
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.graphs import MOST_RECORDINGS, GraphSetup, without_effect
 from sft_play.plan.ranks import Ranks
@@ -86,7 +92,6 @@ class GraphedDecoder:
         self.ranks = ranks
         self.most_tokens = most_tokens  # of a micro-batch: the plan has no memory for more
         self.forward = decoder.forward
-        self.labelled = labelled_tokens_of(model)  # what the last layer is told
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
         self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
@@ -99,9 +104,8 @@ class GraphedDecoder:
         if not is_training(self.decoder):
             return self.forward(*args, **kwargs)
         if self.ranks > 1:
-            self.gradients.take_over()
-        labelled = None if self.labelled is None else self.labelled.positions
-        call = readable_call(args, kwargs, self.most_tokens, labelled)
+            self.gradients.use_static_buffers()
+        call = readable_call(args, kwargs, self.most_tokens)
         if call is None or self.counts.stopped:
             self.counts.launched += 1
             return self.forward(*args, **kwargs)
@@ -135,7 +139,7 @@ class GraphedDecoder:
         if first is call or len(self.recorded) == MOST_RECORDINGS:
             return None
         try:
-            return RecordedPass(self.forward, first, self.gradients, self.record, self.labelled)
+            return RecordedPass(self.forward, first, self.gradients, self.record)
         except RuntimeError as error:  # what waits for the GPU cannot be recorded
             self._stop(f"the layers cannot be recorded: {str(error).splitlines()[0]}")
             return None

@@ -1,22 +1,187 @@
 """Forward and backward pass of a decoder, recorded for one shape of micro-batch.
 
+A recording reads inputs from static buffers and adds to gradients in static buffers.
+
 Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sft_play.models.fast.graphs.inputs import DecoderCall, StaticGradients, StaticInputs
-from sft_play.models.fast.labelled import LabelledTokens, computed_count
+from sft_play.data.packing import padded_width
+from sft_play.models.fast.attention.masks import is_unmasked, unmasked
+from sft_play.models.fast.documents import Documents, named_documents
 
+MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
+MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]
+
+
+class Shape(NamedTuple):
+    """What micro-batches of one recording have in common."""
+
+    rows: int
+    tokens: int  # of a row
+    documents: int  # at most; 0 where rows are not packed
+    longest: int  # tokens of a document, at most
+
+
+class DecoderCall(NamedTuple):
+    """A call of a decoder that can be recorded."""
+
+    input_ids: Tensor  # (B, T)
+    position_ids: Tensor | None  # (B, T)
+    documents: Documents | None
+    most_tokens: int | None = None  # that a micro-batch of the run has, where it is known
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape whose recording computes this call.
+
+        Documents in one row have another number of tokens each time: it is rounded up, but not
+        beyond what a micro-batch of the run has at most.
+        """
+        rows, tokens = self.input_ids.shape
+        if self.documents is None:
+            return Shape(rows, tokens, 0, tokens)
+        count = len(self.documents.boundaries) - 1
+        if count == rows and self.documents.longest == tokens:  # each row is one document
+            return Shape(rows, tokens, count, tokens)
+        if rows == 1:
+            tokens = padded_width(tokens, self.most_tokens)
+        padding = tokens - self.input_ids.shape[1]  # a document of its own
+        most = max(MIN_DOCUMENTS, _power_of_two(count + 1))
+        longest = max(MIN_LONGEST, self.documents.longest, padding)
+        return Shape(rows, tokens, most, min(tokens, _power_of_two(longest)))
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def readable_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    most_tokens: int | None = None,
+) -> DecoderCall | None:
+    """Return a decoder's arguments as a call, None where something else is among them."""
+    known = {"input_ids", "position_ids", "attention_mask", "use_cache"}
+    known |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    others = [value for name, value in kwargs.items() if name not in known]
+    if args or kwargs.get("use_cache") or any(value is not None for value in others):
+        return None
+    if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):
+        return None
+    documents = named_documents(kwargs)
+    positions = kwargs.get("position_ids")
+    return DecoderCall(kwargs["input_ids"], positions, documents, most_tokens)
+
+
+class StaticInputs:
+    """The arguments of a decoder in static buffers: each micro-batch is copied there."""
+
+    def __init__(self, call: DecoderCall):
+        self.shape = call.shape
+        size = self.shape.rows, self.shape.tokens
+        self.input_ids = call.input_ids.new_zeros(size)
+        self.position_ids = None
+        if call.position_ids is not None:
+            self.position_ids = call.position_ids.new_zeros(size)
+        self.boundaries = None
+        if call.documents is not None:
+            size = self.shape.documents + 1
+            self.boundaries = call.documents.boundaries.new_empty(size)
+        self.fill(call)
+
+    def fill(self, call: DecoderCall) -> None:
+        """Copy a call of this shape.
+
+        What is left of a row is a document of what was there before; documents that are missing are
+        empty ones at the end.
+        """
+        tokens = call.input_ids.shape[1]
+        self.input_ids[:, :tokens] = call.input_ids
+        if self.position_ids is not None:
+            self.position_ids[:, :tokens] = call.position_ids
+        if self.boundaries is not None:
+            boundaries = call.documents.boundaries
+            self.boundaries[: len(boundaries)] = boundaries
+            self.boundaries[len(boundaries) :] = self.input_ids.numel()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the decoder's arguments."""
+        arguments: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        if self.position_ids is not None:
+            arguments["position_ids"] = self.position_ids
+        documents = None
+        if self.boundaries is not None:
+            longest = self.shape.longest
+            documents = Documents(self.boundaries, longest)
+            arguments |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
+            arguments |= {"max_length_q": longest, "max_length_k": longest}
+        return {**arguments, "attention_mask": unmasked(documents)}
+
+
+class StaticGradients:
+    """The gradients of trained parameters in static buffers: one tensor for each type."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        self.wholes: list[Tensor] = []
+        parts: dict[nn.Parameter, Tensor] = {}
+        for dtype, alike in by_type.items():
+            sizes = [parameter.numel() for parameter in alike]
+            whole = torch.zeros(sum(sizes), dtype=dtype, device=alike[0].device)
+            self.wholes.append(whole)
+            for parameter, part in zip(alike, whole.split(sizes), strict=True):
+                parts[parameter] = part.view_as(parameter)
+        self.buffers = [parts[parameter] for parameter in self.parameters]
+
+    def use_static_buffers(self) -> None:
+        """Point each parameter's .grad at its static buffer, keeping the values accumulated so far.
+
+        Between steps Trainer sets gradients to None, which stands for zero.
+        """
+        missing: list[Tensor] = []
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            if parameter.grad is buffer:
+                continue
+            if parameter.grad is None:
+                missing.append(buffer)
+            else:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+        if missing:
+            torch._foreach_zero_(missing)
+
+    def average(self, ranks: int) -> None:
+        """Average the gradients over all ranks. Every rank must call it."""
+        for whole in self.wholes:
+            torch.distributed.all_reduce(whole)
+            whole /= ranks
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, in the order of the parameters."""
+        reached = [
+            (buffer, gradient)
+            for buffer, gradient in zip(self.buffers, gradients, strict=True)
+            if gradient is not None
+        ]
+        if reached:
+            buffers, found = zip(*reached, strict=True)
+            torch._foreach_add_(list(buffers), list(found))
 
 
 class RecordedPass:
@@ -28,10 +193,8 @@ class RecordedPass:
         call: DecoderCall,
         gradients: StaticGradients,
         record: Record,
-        labelled: LabelledTokens | None = None,
     ):
         self.decoder = decoder
-        self.labelled = labelled  # what the last layer is told
         self.inputs = StaticInputs(call)
         self.gradients = gradients
         self.hidden: Tensor  # (B, T, H), of the last replay
@@ -42,10 +205,7 @@ class RecordedPass:
         self.is_first_run = True
 
     def _forward(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_without_cast_cache(self.inputs.input_ids.device))
-            if self.labelled is not None:
-                stack.enter_context(self.labelled.computing(self.inputs.computed))
+        with _without_cast_cache(self.inputs.input_ids.device):
             output = self.decoder(**self.inputs.arguments)
         self.hidden = output.last_hidden_state
 
@@ -77,24 +237,19 @@ class RecordedPass:
         """Return the hidden states (B, T, H); their backward pass adds to the gradients."""
         self.is_first_run = False
         self._fill(call)
-        self.gradients.take_over()
+        self.gradients.use_static_buffers()
         return _Replayed.apply(anchor, self)
 
     def difference(self, call: DecoderCall, hidden: Tensor) -> float:
         """Return the largest relative difference of a replay from what the layers compute.
 
-        `hidden` (B, T, H) is what they returned for the call, with its graph. Tokens that the last
-        layer does not compute in both are not compared.
+        `hidden` (B, T, H) is what they returned for the call, with its graph.
         """
         self._fill(call)
         generator = torch.Generator(hidden.device).manual_seed(0)
         grad = torch.randn(
             hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator
         )
-        compared = self._computed_in_both(call)
-        of_compared = torch.zeros_like(grad.flatten(0, 1))
-        of_compared[compared] = grad.flatten(0, 1)[compared]
-        grad = of_compared.view_as(grad)
         parameters = self.gradients.parameters
         expected = torch.autograd.grad(
             hidden,
@@ -108,24 +263,12 @@ class RecordedPass:
         self.replay_forward()
         self.fill_gradient(grad)
         self.replay_backward()
-        both = (self.computed, hidden.detach())
-        pairs = [tuple(states.flatten(0, 1)[compared] for states in both)]
+        pairs = [(self.computed, hidden.detach())]
         for buffer, gradient in zip(self.gradients.buffers, expected, strict=True):
             pairs.append((buffer, torch.zeros_like(buffer) if gradient is None else gradient))
         largest = max(float(_relative_difference(*pair)) for pair in pairs)
         torch._foreach_copy_(self.gradients.buffers, kept)
         return largest
-
-    def _computed_in_both(self, call: DecoderCall) -> Tensor | slice:
-        """Return the tokens that the layers compute for a call, and a replay of it does, too.
-
-        A micro-batch may have no labelled token, which would prove nothing: there are always others
-        that are computed. Both begin with the same ones.
-        """
-        if self.inputs.computed is None:
-            return slice(None)
-        count = computed_count(len(call.labelled), call.input_ids.numel())
-        return self.inputs.computed[:count].to(self.hidden.device)
 
 
 def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:

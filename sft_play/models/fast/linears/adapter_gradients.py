@@ -15,9 +15,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sft_play.models.fast.linears.products import Adapters, FrozenLinear, rank_slices
-from sft_play.models.fast.linears.room import beside
-from sft_play.plan.columns import MOST_SHARING
+from sft_play.models.fast.linears.products import (
+    MOST_SHARING,
+    Adapters,
+    FrozenLinear,
+    rank_slices,
+)
 from sft_play.plan.recurrent import HOPPER
 
 # With 32, what a pass writes and adds up took as long on an H200 as reading dy again.
@@ -31,11 +34,10 @@ def rank_and_output_gradients(
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
     dtype: torch.dtype | None,
-    is_beside: bool = False,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return dU (N, R), and dB_i (out_i, r_i) in `dtype` or in that of dy; None without adapters.
 
-    dy_i (N, out_i), xa (N, R). `is_beside`: dU_i is also written to the room beside dy_i.
+    dy_i (N, out_i), xa (N, R).
     """
     if xa is None:
         return None, [None] * len(linears)
@@ -49,17 +51,13 @@ def rank_and_output_gradients(
         from sft_play.models.fast.linears import adapter_kernels  # Triton needs a GPU
 
         scale = own[0].scale
-        du, db = adapter_kernels.rank_and_output_gradients(
-            own_dy, own_b, xa, scale, dtype, is_beside
-        )
+        du, db = adapter_kernels.rank_and_output_gradients(own_dy, own_b, xa, scale, dtype)
         own_db = db.split([grad.shape[1] for grad in own_dy])
     else:
         du = xa.new_empty(xa.shape)
         own_db = []
         for grad, b, linear, part in zip(own_dy, own_b, own, rank_slices(own), strict=True):
             du[:, part].addmm_(grad, b, beta=0, alpha=linear.scale)
-            if is_beside:
-                beside(grad, du[:, part])
             db = torch.empty_like(b).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
             own_db.append(db)
     remaining = iter(own_db)

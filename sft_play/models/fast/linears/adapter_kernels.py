@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sft_play.models.fast.linears.products import MOST_SHARING
 from sft_play.models.float8.kernels import on_device_of
-from sft_play.plan.columns import MOST_SHARING
 
 PADDED_RANK = 16  # the least that tl.dot takes
 ROWS = 64  # of a tile of dy
@@ -128,12 +128,6 @@ def _add(
     sums_b,
     du,
     db,
-    room_0,
-    room_1,
-    room_2,
-    stride_0,
-    stride_1,
-    stride_2,
     end_0,
     end_1,
     end_2,
@@ -143,14 +137,10 @@ def _add(
     outs,
     regions,
     scale,
-    is_beside: tl.constexpr,
     padded: tl.constexpr,
     sum_rows: tl.constexpr,
 ):
-    """Write du (N, R), of the blocks of each linear, and db (outs, r), of all regions.
-
-    room_i are the addresses beside the first rows of dy_i.
-    """
+    """Write du (N, R), of the blocks of each linear, and db (outs, r), of all regions."""
     program = tl.program_id(0).to(tl.int64)
     programs_of_linear = (rows + sum_rows - 1) // sum_rows
     linear = program // programs_of_linear
@@ -162,14 +152,7 @@ def _add(
         end = _of_linear(linear, end_0, end_1, end_2)
         total = _sum_of(sums_u, first_row, rows, first, end, padded, sum_rows) * scale
         row = (first_row + tl.arange(0, sum_rows))[:, None]
-        is_inside = (row < rows) & is_rank
-        tl.store(du + row * (linears * rank) + linear * rank + ranks, total, is_inside)
-        if is_beside:
-            pointer = tl.pointer_type(du.dtype.element_ty)
-            room = _of_linear(linear, room_0, room_1, room_2).to(pointer)
-            stride = _of_linear(linear, stride_0, stride_1, stride_2)
-            value = total.to(du.dtype.element_ty)
-            tl.store(room + row * stride + ranks, value, is_inside)
+        tl.store(du + row * (linears * rank) + linear * rank + ranks, total, (row < rows) & is_rank)
     else:
         first_row = (program - linears * programs_of_linear) * sum_rows
         total = _sum_of(sums_b, first_row, outs, 0, regions, padded, sum_rows) * scale
@@ -184,17 +167,12 @@ def processors(device: torch.device) -> int:
 
 
 def rank_and_output_gradients(
-    dy: Sequence[Tensor],
-    b: Sequence[Tensor],
-    xa: Tensor,
-    scale: float,
-    dtype: torch.dtype,
-    is_beside: bool,
+    dy: Sequence[Tensor], b: Sequence[Tensor], xa: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return dU (N, R) in the dtype of dy, and all dB_i (sum of out_i, r) in `dtype`.
 
     dy_i (N, out_i) of at most MOST_SHARING linears whose ranks are equal, with features side by
-    side, B_i (out_i, r) and xa (N, R). `is_beside`: dU_i is also written to the room beside dy_i.
+    side, B_i (out_i, r) and xa (N, R).
     """
     rows, linears = len(xa), len(dy)
     rank = b[0].shape[1]
@@ -212,7 +190,6 @@ def rank_and_output_gradients(
     db = xa.new_empty(sum(outs), rank, dtype=dtype)
     ends = _three(list(accumulate(blocks)), sum(blocks))
     strides = _three([grad.stride(0) for grad in dy], 0)
-    rooms = [grad.data_ptr() + grad.shape[1] * grad.element_size() for grad in dy]
     sums = linears * triton.cdiv(rows, SUM_ROWS) + triton.cdiv(sum(outs), SUM_ROWS)
     with on_device_of(xa):
         _read[(sum(blocks), regions)](
@@ -225,8 +202,7 @@ def rank_and_output_gradients(
             num_stages=STAGES,
         )
         _add[(sums,)](
-            *(sums_u, sums_b, du, db, *_three(rooms, rooms[0]), *strides, *ends),
-            *(linears, rank, rows, sum(outs), regions, scale, is_beside),
+            *(sums_u, sums_b, du, db, *ends, linears, rank, rows, sum(outs), regions, scale),
             *(PADDED_RANK, SUM_ROWS),
             num_warps=4,
         )

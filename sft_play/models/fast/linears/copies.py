@@ -11,12 +11,29 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.models.fast.linears.columns import Beside, ColumnWriter
+from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.recognise import is_linear
-from sft_play.models.fast.setup import is_training
+from sft_play.models.fast.setup import base_model_of, is_training
+from sft_play.models.sharding import is_divided
 
 NAME = "product_copy"  # of the attribute of a parameter
+
+
+def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
+    """Copy a model's adapters before each forward pass of its decoder in training.
+
+    Only where they are complete on one device: `wrapped`, what the trainer calls, is the model or
+    DDP.
+    """
+    decoder = decoder_of(base_model_of(model))
+    found = float32_adapters(decoder)
+    are_whole = wrapped is model or isinstance(wrapped, DistributedDataParallel)
+    if not found or not are_whole or is_divided(model):
+        return
+    if {parameter.device for parameter in found} == {found[0].device}:
+        decoder.register_forward_pre_hook(AdapterCopies(found))
 
 
 def float32_adapters(decoder: nn.Module) -> list[Tensor]:
@@ -33,13 +50,11 @@ def float32_adapters(decoder: nn.Module) -> list[Tensor]:
 
 
 class AdapterCopies:
-    """A hook that copies adapters, also to places beside weights; `copy_of` finds the copies."""
+    """A hook that copies adapters; `copy_of` finds the copies."""
 
-    def __init__(self, adapters: Sequence[Tensor], places: Sequence[Beside] = ()):
+    def __init__(self, adapters: Sequence[Tensor]):
         self.adapters = list(adapters)
-        self.places = list(places)
         self.copies: list[Tensor] = []
-        self.writer: ColumnWriter | None = None
 
     def __call__(self, decoder: nn.Module, *_: Any) -> None:
         """Refresh the copies where adapters are multiplied in another dtype than their own."""
@@ -56,8 +71,6 @@ class AdapterCopies:
             if not self.copies or self.copies[0].dtype != dtype:
                 self._allocate(dtype)
             torch._foreach_copy_(self.copies, self.adapters)
-            if self.writer is not None:
-                self.writer.write()
 
     def _allocate(self, dtype: torch.dtype) -> None:
         sizes = [adapter.numel() for adapter in self.adapters]
@@ -67,9 +80,6 @@ class AdapterCopies:
             copy = part.view(adapter.shape)
             setattr(adapter, NAME, copy)
             self.copies.append(copy)
-        places = [place for place in self.places if place.target.dtype == dtype]
-        sources = [getattr(place.adapter, NAME) for place in places]
-        self.writer = ColumnWriter(sources, places) if places else None
 
 
 def copy_of(adapter: Tensor, dtype: torch.dtype) -> Tensor | None:

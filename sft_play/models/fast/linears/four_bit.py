@@ -21,24 +21,14 @@ BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights; those of bit
 UNPACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def unpack(
-    weight: Params4bit, out: Tensor | None = None, beside: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """Return a 4-bit weight in full, as a new tensor or in `out`.
-
-    Both have the shape and dtype that it was packed from; rows of `out` may lie apart. `beside` are
-    a matrix and where it is copied to: the kernel does that, too.
-    """
+def unpack(weight: Params4bit) -> Tensor:
+    """Return a 4-bit weight in full, of the shape and dtype that it was packed from."""
     if weight.is_cuda and has_kernel(weight, weight.quant_state):
         # Triton needs a GPU when it is imported
         from sft_play.models.fast.linears import four_bit_kernels
 
-        return four_bit_kernels.unpack(weight, weight.quant_state, out, beside)
-    if beside is not None:
-        source, target = beside
-        target.copy_(source)
-    full = dequantize_4bit(weight.view(-1, 1), weight.quant_state)
-    return full if out is None else out.copy_(full)
+        return four_bit_kernels.unpack(weight, weight.quant_state)
+    return dequantize_4bit(weight.view(-1, 1), weight.quant_state)
 
 
 def has_kernel(packed: Tensor, state: QuantState) -> bool:

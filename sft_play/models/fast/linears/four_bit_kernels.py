@@ -63,14 +63,6 @@ def _scales(absmax, codes2, absmax2, offset, block, inside, blocksize2: tl.const
 
 
 @triton.jit
-def _copy(source, target, at, size, width, stride):
-    """Copy some numbers of a matrix, whose rows lie apart in the target."""
-    number = tl.load(source + at, at < size, 0)
-    place = (at // width).to(tl.int64) * stride + at % width
-    tl.store(target + place, number, at < size)
-
-
-@triton.jit(do_not_specialize=["beside_size", "beside_width", "beside_stride", "programs"])
 def _unpack(
     words,
     absmax,
@@ -80,28 +72,13 @@ def _unpack(
     weights,
     total_words,
     total_blocks,
-    row_words,
-    row_stride,
-    beside,
-    beside_target,
-    beside_size,
-    beside_width,
-    beside_stride,
-    programs,
-    has_beside: tl.constexpr,
-    lie_apart: tl.constexpr,
     is_nf4: tl.constexpr,
     words_a_block: tl.constexpr,
     blocksize2: tl.constexpr,
     blocks: tl.constexpr,
 ):
     tile: tl.constexpr = blocks * words_a_block
-    program = tl.program_id(0).to(tl.int64)
-    if has_beside and program >= programs:
-        at = ((program - programs) * tile).to(tl.int32) + tl.arange(0, tile)
-        _copy(beside, beside_target, at, beside_size, beside_width, beside_stride)
-        return
-    first_block = program * blocks
+    first_block = tl.program_id(0).to(tl.int64) * blocks
     first_word = first_block * words_a_block
 
     word = tl.arange(0, tile)
@@ -122,29 +99,13 @@ def _unpack(
 
     weight = libdevice.mul_rn(found, tl.broadcast_to(scale[:, None], [tile, _CODES_A_WORD]))
     target = first_word * _CODES_A_WORD + word * _CODES_A_WORD
-    if lie_apart:  # rows, of whole words
-        first_row = first_word // row_words
-        beyond = (first_word - first_row * row_words).to(tl.int32) + word
-        target = (first_row + beyond // row_words) * row_stride
-        target += (beyond % row_words) * _CODES_A_WORD
     target = weights + target[:, None] + place[None, :]
     tl.store(target, weight.to(weights.dtype.element_ty), inside[:, None])
 
 
-def unpack(
-    packed: Tensor,
-    state: QuantState,
-    out: Tensor | None = None,
-    beside: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Return a packed weight for which `four_bit.has_kernel`, as a new tensor or in `out`.
-
-    Of the shape `state.shape`; rows of `out` (a matrix) may lie apart if their length is a multiple
-    of 8. `beside` are a matrix of the dtype of the weights, and where it is copied to meanwhile.
-    """
-    weights = out
-    if weights is None:
-        weights = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
+def unpack(packed: Tensor, state: QuantState) -> Tensor:
+    """Return a packed weight for which `four_bit.has_kernel`, of the shape `state.shape`."""
+    weights = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
     words = packed.detach().view(-1).view(torch.int32)
     words_a_block = state.blocksize // CODES_A_WORD
     if state.nested:
@@ -152,29 +113,15 @@ def unpack(
         scales = (state.absmax, outer.code, outer.absmax, state.offset)
     else:
         scales = (state.absmax,) * 4
-    row_words, row_stride, lie_apart = 0, 0, not weights.is_contiguous()
-    if lie_apart:
-        assert weights.shape[1] % CODES_A_WORD == 0 and weights.stride(1) == 1, "words in two rows"
-        row_words, row_stride = weights.shape[1] // CODES_A_WORD, weights.stride(0)
+    sizes = (len(words), triton.cdiv(len(words), words_a_block))
     flags = (
-        lie_apart,
         state.quant_type == "nf4",
         words_a_block,
         state.state2.blocksize if state.nested else 0,
         TILE // words_a_block,
     )
-    sizes = (len(words), triton.cdiv(len(words), words_a_block), row_words, row_stride)
-    programs = triton.cdiv(len(words), TILE)
-    copied = (weights, weights, 0, 0, 0)
-    if beside is not None:
-        source, target = beside
-        assert source.is_contiguous() and target.stride(1) == 1, "numbers of a row lie apart"
-        assert source.shape == target.shape and source.dtype == target.dtype, "other matrices"
-        copied = (source, target, source.numel(), target.shape[1], target.stride(0))
-    more_programs = triton.cdiv(copied[2], TILE)
     with on_device_of(packed):
-        _unpack[(programs + more_programs,)](
-            *(words, *scales, weights, *sizes, *copied, programs, beside is not None, *flags),
-            num_warps=WARPS,
+        _unpack[(triton.cdiv(len(words), TILE),)](
+            *(words, *scales, weights, *sizes, *flags), num_warps=WARPS
         )
     return weights

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
-from sft_play.models.fast.linears.room import with_room
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.quantise import quantise
 
@@ -45,21 +44,18 @@ class GluFunction(torch.autograd.Function):
         return dgate.view(dh.shape), dup.view(dh.shape), None
 
 
-def glu_forward(gate: Tensor, up: Tensor, activation: Activation, room: int = 0) -> Tensor:
-    """Return h (N, I), with room beside its rows, of gate and up (N, I).
-
-    Their rows need not be adjacent in memory.
-    """
+def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return h (N, I) of gate and up (N, I), whose rows need not be adjacent in memory."""
     if gate.is_cuda:
         from sft_play.models.fast.linears import (
             glu_kernels,  # Triton needs a GPU when it is imported
         )
 
-        return glu_kernels.forward(gate, up, activation, room)
+        return glu_kernels.forward(gate, up, activation)
     g = _widen(gate)
     u = _widen(up)
     p, _ = sigmoid_argument(g, activation)
-    return with_room((g * torch.sigmoid(p) * u).to(gate.dtype), room)
+    return (g * torch.sigmoid(p) * u).to(gate.dtype)
 
 
 def glu_backward(

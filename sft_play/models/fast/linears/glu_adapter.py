@@ -20,17 +20,14 @@ LEAST_ROWS = 4096
 
 
 def forward_with_adapter(
-    gate: Tensor, up: Tensor, activation: Activation, a: Tensor | None, room: int
+    gate: Tensor, up: Tensor, activation: Activation, a: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return h (N, I), with room beside its rows, and h A^T (N, r) where the kernel has it.
-
-    h A^T then lies in the room, too, where that is wide enough. A (r, I); None without an adapter.
-    """
+    """Return h (N, I), and h A^T (N, r) where the kernel has it. A (r, I); None: no adapter."""
     if a is None or not fit_one_kernel(gate, up, len(a), LEAST_ROWS):
-        return glu_forward(gate, up, activation, room), None
+        return glu_forward(gate, up, activation), None
     from sft_play.models.fast.linears import glu_adapter_kernels  # Triton needs a GPU
 
-    return glu_adapter_kernels.forward(gate, up, activation, a, room)
+    return glu_adapter_kernels.forward(gate, up, activation, a)
 
 
 def backward_with_adapter(

@@ -16,7 +16,6 @@ from torch import Tensor
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.adapter_kernels import PADDED_RANK, processors, regions_of
 from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
-from sft_play.models.fast.linears.room import empty_with_room
 from sft_play.models.float8.kernels import on_device_of
 
 FORWARD_ROWS, BACKWARD_ROWS = 16, 32  # of a tile
@@ -44,17 +43,15 @@ def _forward(
     xa,
     gate_stride,
     up_stride,
-    h_stride,
     features,
     rank,
     rows,
     is_gelu: tl.constexpr,
-    is_beside: tl.constexpr,
     padded: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Write some rows of h (N, I) and of xa (N, r), which `is_beside` also puts beside h."""
+    """Write some rows of h (N, I) and of xa (N, r)."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     is_row = row < rows
     ranks = tl.arange(0, padded)
@@ -69,13 +66,9 @@ def _forward(
         a_tile = tl.load(a + ranks[:, None] * features + column, is_a, 0.0)
         p, _slope = sigmoid_argument(g, is_gelu)
         product = _once((g * tl.sigmoid(p) * u).to(h.dtype.element_ty))
-        tl.store(h + row * h_stride + column, product, is_inside)
+        tl.store(h + row * features + column, product, is_inside)
         total = tl.dot(product, tl.trans(a_tile), total)
-    value = total.to(xa.dtype.element_ty)
-    is_value = is_row & (ranks[None, :] < rank)
-    tl.store(xa + row * rank + ranks[None, :], value, is_value)
-    if is_beside:
-        tl.store(h + row * h_stride + features + ranks[None, :], value, is_value)
+    tl.store(xa + row * rank + ranks[None, :], total, is_row & (ranks[None, :] < rank))
 
 
 @triton.jit
@@ -140,21 +133,16 @@ def _backward(
     tl.store(place, da, is_column & (ranks[:, None] < rank))
 
 
-def forward(
-    gate: Tensor, up: Tensor, activation: Activation, a: Tensor, room: int
-) -> tuple[Tensor, Tensor]:
-    """Return h = act(gate) * up (N, I), with room beside its rows, and h A^T (N, r).
-
-    A (r, I). h A^T also lies in the room where that is wide enough.
-    """
+def forward(gate: Tensor, up: Tensor, activation: Activation, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return h = act(gate) * up (N, I), and h A^T (N, r) for A (r, I)."""
     (rows, features), rank = gate.shape, len(a)
     assert rank <= PADDED_RANK and a.is_contiguous(), "a rank that is too large, or rows apart"
-    h = empty_with_room(gate.shape, room, gate)
+    h = gate.new_empty(gate.shape)
     xa = gate.new_empty(rows, rank)
     with on_device_of(gate):
         _forward[(triton.cdiv(rows, FORWARD_ROWS),)](
-            *(gate, up, h, a, xa, gate.stride(0), up.stride(0), h.stride(0), features, rank, rows),
-            *(activation == "gelu_tanh", room >= rank, PADDED_RANK, FORWARD_ROWS, COLUMNS),
+            *(gate, up, h, a, xa, gate.stride(0), up.stride(0), features, rank, rows),
+            *(activation == "gelu_tanh", PADDED_RANK, FORWARD_ROWS, COLUMNS),
             num_warps=WARPS,
             num_stages=STAGES,
         )

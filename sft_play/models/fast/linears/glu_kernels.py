@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE, Activation
-from sft_play.models.fast.linears.room import empty_with_room
 
 BLOCK = 1024  # features of a program: 8 of a thread, one 16-byte load of bfloat16
 _SLOPE = tl.constexpr(GELU_SLOPE)
@@ -41,7 +40,6 @@ def _forward(
     h,
     gate_stride,
     up_stride,
-    h_stride,
     features,
     is_gelu: tl.constexpr,
     block: tl.constexpr,
@@ -52,7 +50,7 @@ def _forward(
     g = tl.load(gate + row * gate_stride + columns, inside, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, inside, 0).to(tl.float32)
     p, _slope = sigmoid_argument(g, is_gelu)
-    tl.store(h + row * h_stride + columns, g * tl.sigmoid(p) * u, inside)
+    tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
 
 
 @triton.jit
@@ -85,13 +83,13 @@ def _backward(
         tl.store(h + row * features + columns, product, inside)
 
 
-def forward(gate: Tensor, up: Tensor, activation: Activation, room: int = 0) -> Tensor:
-    """Return act(gate) * up, (N, I), with room beside its rows."""
+def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return act(gate) * up, (N, I)."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
-    h = empty_with_room(gate.shape, room, gate)
+    h = gate.new_empty(gate.shape)
     with torch.cuda.device(gate.device):
         tensors = (gate, up, h)
-        sizes = (gate.stride(0), up.stride(0), h.stride(0), gate.shape[1])
+        sizes = (gate.stride(0), up.stride(0), gate.shape[1])
         _forward[_grid(gate)](*tensors, *sizes, activation == "gelu_tanh", BLOCK)
     return h
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.experts.install import find_experts
-from sft_play.models.fast.labelled import on_labelled
 from sft_play.models.fast.linears.lora import fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.linears.mlp import lora_mlp
 from sft_play.models.fast.proof import prove
@@ -64,12 +63,7 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     roles: GatedMlp = self.fused_roles
     up = None if roles.up is None else getattr(self, roles.up)
     gate = getattr(self, roles.gate)
-    down = getattr(self, roles.down)
-
-    def run(x: Tensor) -> Tensor:
-        return lora_mlp(x, gate, up, down, roles.activation)
-
-    return on_labelled(self, hidden_states, run)
+    return lora_mlp(hidden_states, gate, up, getattr(self, roles.down), roles.activation)
 
 
 def install_linears(setup: TrainingSetup) -> int:

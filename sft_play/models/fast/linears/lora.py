@@ -5,9 +5,8 @@
                dx = sum_i dU_i A_i + dy_i W_i
 
 The reference is PEFT's own forward. Here the adapter's part is added in the float32 accumulator of
-the large product, not in another pass over the output: it lies beside the weight (`columns`) where
-x has room beside its rows, and is written first elsewhere. Saved for backward: x, which other
-modules save too, and x A^T. PEFT also saves x as float32, and the adapter's output.
+the large product, not in another pass over the output. Saved for backward: x, which other modules
+save too, and x A^T. PEFT also saves x as float32, and the adapter's output.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -28,19 +27,15 @@ from sft_play.models.fast.linears.adapter_gradients import (
     adapter_gradients,
     rank_and_output_gradients,
 )
-from sft_play.models.fast.linears.columns import COLUMNS, Adapter, AdapterColumns
-from sft_play.models.fast.linears.copies import copy_of
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
     cast_adapters,
-    fit_beside,
     flatten_tokens,
     input_gradient,
     project,
 )
-from sft_play.models.fast.linears.room import take_room
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.adapters import Float8LoraLinear
 from sft_play.models.float8.format import Quantised
@@ -185,7 +180,7 @@ def is_4bit(module: nn.Module) -> bool:
 def _apply(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     linears, adapters = split_linears(modules)
     x = to_compute_dtype(x)
-    return LoraLinearsFunction.apply(x, take(x), take_room(x), linears, *adapters)
+    return LoraLinearsFunction.apply(x, take(x), linears, *adapters)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -220,25 +215,12 @@ def split_linears(
             linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0, row_scales))
             adapters += [None, None]
             continue
-        adapter = adapter_of(module, name)
-        frozen = (base.weight, base.bias, adapter.scale, len(adapter.a), row_scales)
-        linears.append(FrozenLinear(*frozen, _columns_of(base, adapter)))
-        adapters += [adapter.a, adapter.b]
+        a, b = module.lora_A[name].weight, module.lora_B[name].weight
+        linears.append(
+            FrozenLinear(base.weight, base.bias, module.scaling[name], len(a), row_scales)
+        )
+        adapters += [a, b]
     return tuple(linears), adapters
-
-
-def adapter_of(module: LoraLayer, name: str) -> Adapter:
-    """Return an adapter of a linear."""
-    return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
-
-
-def _columns_of(base: nn.Module, adapter: Adapter) -> AdapterColumns | None:
-    """Return what lies beside a weight where that is this adapter, as it is now."""
-    columns: AdapterColumns | None = getattr(base, COLUMNS, None)
-    if columns is None or not columns.are_of(base.weight, adapter):
-        return None
-    is_written = copy_of(adapter.a, columns.inputs.dtype) is not None
-    return columns if is_written else None
 
 
 class LoraLinearsFunction(torch.autograd.Function):
@@ -249,18 +231,16 @@ class LoraLinearsFunction(torch.autograd.Function):
         ctx,
         x: Tensor,
         known: Quantised | None,
-        room: int,
         linears: tuple[FrozenLinear, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `known` is x in float8, where the kernel that computed it has quantised it, and `room` what
-        it has left beside the rows of x. `parameters` are A_1 (r_1, in), B_1 (out_1, r_1), A_2,
-        ... in any floating type.
+        `known` is x in float8, where the kernel that computed it has quantised it. `parameters`
+        are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
         """
         adapters = cast_adapters(parameters, x.dtype)
-        outputs, xa = project(x, linears, adapters, known, room)
+        outputs, xa = project(x, linears, adapters, known)
         ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
         ctx.linears = linears
         ctx.adapter_dtype = adapter_dtype(parameters)
@@ -272,14 +252,10 @@ class LoraLinearsFunction(torch.autograd.Function):
         """Return the gradients of x and of A_1, B_1, A_2, ..."""
         x, xa, a, *b = ctx.saved_tensors
         adapters = Adapters(a, tuple(b))
-        rooms = [take_room(grad) for grad in grads]
         dy = [flatten_tokens(grad) for grad in grads]
-        is_beside = ctx.needs_input_grad[0] and fit_beside(dy, ctx.linears, rooms)
-        du, db = rank_and_output_gradients(
-            dy, xa, ctx.linears, adapters, ctx.adapter_dtype, is_beside
-        )
+        du, db = rank_and_output_gradients(dy, xa, ctx.linears, adapters, ctx.adapter_dtype)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, du, ctx.linears, adapters, is_beside=is_beside).view(x.shape)
+            dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
         gradients = adapter_gradients(flatten_tokens(x), du, db, ctx.linears, ctx.adapter_dtype)
-        return dx, None, None, None, *gradients
+        return dx, None, None, *gradients

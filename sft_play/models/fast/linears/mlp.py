@@ -32,15 +32,12 @@ from sft_play.models.fast.linears.products import (
     FrozenLinear,
     adapter_dtype,
     cast_adapters,
-    fit_beside,
     flatten_tokens,
     input_gradient,
     project,
 )
-from sft_play.models.fast.linears.room import empty_with_room, take_room
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import take
-from sft_play.plan.columns import room_for
 
 
 def lora_mlp(
@@ -59,7 +56,7 @@ def lora_mlp(
         return down(glu(gate_output, up_output, activation))
     linears, adapters = split_linears(modules)
     x = to_compute_dtype(x)
-    return LoraMlpFunction.apply(x, take(x), take_room(x), linears, activation, *adapters)
+    return LoraMlpFunction.apply(x, take(x), linears, activation, *adapters)
 
 
 def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -78,30 +75,25 @@ class LoraMlpFunction(torch.autograd.Function):
         ctx,
         x: Tensor,
         known: Quantised | None,
-        room: int,
         linears: tuple[FrozenLinear, ...],
         activation: Activation,
         *parameters: Tensor | None,
     ) -> Tensor:
-        """Return y (..., out) of x (..., in).
-
-        `known` is x in float8, and `room` beside the rows of x may be written to.
-        """
+        """Return y (..., out) of x (..., in). `known` is x in float8."""
         *inner, down = linears
         inner_parameters = parameters[:-2]
         down_parameters = parameters[-2:]
         inner_adapters = cast_adapters(inner_parameters, x.dtype)
         down_adapter = cast_adapters(down_parameters, x.dtype)
-        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known, room)
+        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known)
         gate, up = split_halves(outputs)
-        h_in_float8, room, ha = None, 0, None
+        h_in_float8, ha = None, None
         if down.row_scales is None:
-            room = room_beside(gate, down)
-            h, ha = forward_with_adapter(gate, up, activation, down_adapter.a, room)
+            h, ha = forward_with_adapter(gate, up, activation, down_adapter.a)
         else:
             h, h_in_float8 = glu_forward_float8(gate, up, activation)
         h = h.view(*x.shape[:-1], h.shape[1])
-        (y,), ha = project(h, (down,), down_adapter, h_in_float8, room, ha)
+        (y,), ha = project(h, (down,), down_adapter, h_in_float8, ha)
         ctx.save_for_backward(
             x,
             xa,
@@ -128,35 +120,23 @@ class LoraMlpFunction(torch.autograd.Function):
         down_a, down_b, *outputs = saved[count:]
         down_adapter = Adapters(down_a, (down_b,))
         scales = [linear.row_scales for linear in inner] if ctx.needs_input_grad[0] else []
-        rooms = [room_beside(output, of) for output, of in zip(outputs, inner, strict=True)]
-        room = take_room(dy)
         grads, known, down_gradients = down_backward(
-            *(flatten_tokens(dy), room, ha, outputs, rooms, down, down_adapter),
+            *(flatten_tokens(dy), ha, outputs, down, down_adapter),
             *(ctx.activation, ctx.down_dtype, scales),
         )
-        is_beside = ctx.needs_input_grad[0] and fit_beside(grads, inner, rooms)
-        du, db = rank_and_output_gradients(
-            grads, xa, inner, inner_adapters, ctx.inner_dtype, is_beside
-        )
+        du, db = rank_and_output_gradients(grads, xa, inner, inner_adapters, ctx.inner_dtype)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads, du, inner, inner_adapters, known, is_beside).view(x.shape)
+            dx = input_gradient(grads, du, inner, inner_adapters, known).view(x.shape)
         x = flatten_tokens(x)
         inner_gradients = adapter_gradients(x, du, db, inner, ctx.inner_dtype)
-        return dx, None, None, None, None, *inner_gradients, *down_gradients
-
-
-def room_beside(x: Tensor, linear: FrozenLinear) -> int:
-    """Return the room beside rows of x (N, F) for the columns of a linear's adapter."""
-    return 0 if linear.columns is None else room_for(x.shape[1], linear.rank)
+        return dx, None, None, None, *inner_gradients, *down_gradients
 
 
 def down_backward(
     dy: Tensor,
-    room: int,
     ha: Tensor | None,
     outputs: list[Tensor],
-    rooms: list[int],
     down: FrozenLinear,
     adapters: Adapters,
     activation: Activation,
@@ -165,16 +145,12 @@ def down_backward(
 ) -> tuple[list[Tensor], tuple[Quantised, ...] | None, list[Tensor | None]]:
     """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
 
-    dy (N, out), with `room` beside its rows. `outputs` are gate's and up's (N, I), or both as one
-    (N, 2 I); `rooms` are left beside the rows of their gradients. `scales` are those of gate's and
-    up's rows; where both have some, their gradients are quantised, too.
+    dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
+    of gate's and up's rows; where both have some, their gradients are quantised, too.
     """
-    is_beside = fit_beside([dy], [down], [room])
-    du, db = rank_and_output_gradients([dy], ha, [down], adapters, dtype, is_beside)
-    dh = input_gradient([dy], du, [down], adapters, is_beside=is_beside)
-    grads = []
-    for output, beside in zip(outputs, rooms, strict=True):
-        grads.append(empty_with_room(output.shape, beside, output))
+    du, db = rank_and_output_gradients([dy], ha, [down], adapters, dtype)
+    dh = input_gradient([dy], du, [down], adapters)
+    grads = [torch.empty_like(output) for output in outputs]
     gate, up = split_halves(tuple(outputs))
     dgate, dup = split_halves(tuple(grads))
     # The outputs of gate and up are not overwritten: a second backward pass may need them.

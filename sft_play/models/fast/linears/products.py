@@ -15,7 +15,6 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.models.fast.linears.columns import AdapterColumns
 from sft_play.models.fast.linears.copies import copy_of, stacked
 from sft_play.models.fast.linears.float8 import (
     add_input_gradient,
@@ -23,9 +22,10 @@ from sft_play.models.fast.linears.float8 import (
     quantise_shared,
 )
 from sft_play.models.fast.linears.four_bit import unpack
-from sft_play.models.fast.linears.room import beside, with_columns
 from sft_play.models.float8.format import Quantised
 from sft_play.models.partitioned import gathered
+
+MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
 
 
 class FrozenLinear(NamedTuple):
@@ -36,7 +36,6 @@ class FrozenLinear(NamedTuple):
     scale: float  # of the adapter, 0 without one
     rank: int  # of the adapter, 0 without one
     row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
-    columns: AdapterColumns | None = None  # the adapter, where it lies beside the weight
 
 
 class Adapters(NamedTuple):
@@ -103,21 +102,15 @@ def project(
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
     known: Quantised | None = None,
-    room: int = 0,
     xa: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return y_i (..., out_i) of x (..., in), and x A^T (N, R).
 
-    `known` is x in float8. `room` beside the rows of x may be written to. `xa` is x A^T where
-    whoever computed x knows it; it lies in the room then.
+    `known` is x in float8, and `xa` is x A^T, where whoever computed x has them.
     """
     flat = flatten_tokens(x)
-    is_known = xa is not None
     if xa is None and adapters.a is not None:
         xa = flat @ adapters.a.t()
-    with_xa = None
-    if xa is not None and room >= xa.shape[1] and any(linear.columns for linear in linears):
-        with_xa = with_columns(flat, xa.shape[1]) if is_known else beside(flat, xa)
     quantised = quantise_shared(flat, [linear.row_scales for linear in linears], known)
     outputs = []
     for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
@@ -136,11 +129,6 @@ def project(
         # the allocator, by 2.4 GiB for an 8B model.
         y = x.new_empty(*x.shape[:-1], len(b))
         flat_y = flatten_tokens(y)
-        columns = linear.columns
-        if with_xa is not None and columns is not None and columns.fit(part, xa.shape[1], x.dtype):
-            _product_with_bias(with_xa, columns.for_outputs(linear.weight), bias, flat_y)
-            outputs.append(y)
-            continue
         if bias is None:
             flat_y.addmm_(xa[:, part], b.t(), beta=0, alpha=linear.scale)
         else:
@@ -150,28 +138,17 @@ def project(
     return tuple(outputs), xa
 
 
-def _product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
 def input_gradient(
     dy: Sequence[Tensor],
     du: Tensor | None,
     linears: Sequence[FrozenLinear],
     adapters: Adapters,
     known: Sequence[Quantised | None] | None = None,
-    is_beside: bool = False,
 ) -> Tensor:
     """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
 
-    `known` are dy_i in float8, multiplied by the scales of the weight, or None. `is_beside`: dU_i
-    lies in the room beside dy_i.
+    `known` are dy_i in float8, multiplied by the scales of the weight, or None.
     """
-    if is_beside:
-        return _input_gradient_with_columns(dy, linears)
     known = known or [None] * len(dy)
     # a float8 product has an output of its own, which the adapters' part is added to
     is_float8 = any(linear.row_scales is not None for linear in linears)
@@ -185,28 +162,3 @@ def input_gradient(
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
             del weight  # before the next one is dequantised
     return dx.addmm_(du, adapters.a) if is_float8 and du is not None else dx
-
-
-def fit_beside(dy: Sequence[Tensor], linears: Sequence[FrozenLinear], rooms: Sequence[int]) -> bool:
-    """Return whether there is room for all dU_i beside dy_i, and the A lie below the weights.
-
-    `rooms` beside the rows of dy_i may be written to.
-    """
-    if len(rooms) != len(linears):
-        return False
-    for grad, linear, room in zip(dy, linears, rooms, strict=True):
-        columns = linear.columns
-        if columns is None or room < linear.rank or columns.inputs.dtype != grad.dtype:
-            return False
-    return True
-
-
-def _input_gradient_with_columns(dy: Sequence[Tensor], linears: Sequence[FrozenLinear]) -> Tensor:
-    """Return dx (N, in) = sum_i [dy_i | dU_i] [W_i ; A_i]."""
-    dx = None
-    for grad, linear in zip(dy, linears, strict=True):
-        with_du = with_columns(grad, linear.rank)
-        weight = linear.columns.for_inputs(linear.weight)
-        dx = with_du @ weight if dx is None else dx.addmm_(with_du, weight)
-        del weight  # before the next one is unpacked
-    return dx

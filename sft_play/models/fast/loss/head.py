@@ -11,7 +11,6 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from sft_play.models.fast.labelled import known_to_last_layer
 from sft_play.models.fast.loss.formula import HeadFormula
 from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_entropy
 
@@ -110,7 +109,7 @@ def fused_nll(
     """
     head = _forward_of_head(model)
     assert isinstance(head, FusedHead), "fuse_loss comes first"
-    with head.expecting(positions, targets), known_to_last_layer(model, positions):
+    with head.expecting(positions, targets):
         wrapped(**inputs)
     return head.take_nll()
 

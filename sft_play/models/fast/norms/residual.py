@@ -11,13 +11,12 @@ Legend: N tokens, H features.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.linears.room import leave_room, with_room
 from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import is_training
 from sft_play.models.float8.format import Quantised
@@ -64,11 +63,11 @@ def layer_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     norm2 = getattr(self, roles.norm2)
     block1 = getattr(self, roles.block1)
     block2 = getattr(self, roles.block2)
-    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind, reader_of(block1))
+    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind, reads_float8(block1))
     mixed = block1(hidden_states=normed, **roles.arguments_of(kwargs))
     take(normed)  # where no linear has
     mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
-    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind, reader_of(block2))
+    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind, reads_float8(block2))
     output = block2(normed)
     take(normed)
     return stream + _scaled(output[0] if roles.is_tuple2 else output, roles.multiplier)
@@ -78,38 +77,21 @@ def _scaled(x: Tensor, multiplier: float) -> Tensor:
     return x if multiplier == 1.0 else x * multiplier
 
 
-class Reader(NamedTuple):
-    """What the block that reads a norm can take from it, and room that the gradient needs."""
-
-    in_float8: bool = False
-    room: int = 0  # beside the rows of its input
-    gradient_room: int = 0  # beside the rows of the gradient of what the norm reads
-
-
-NO_READER = Reader()
-
-
-def reader_of(block: nn.Module) -> Reader:
-    """Return what a block of a layer takes: `adapter_room` is set where its weights are widened."""
-    return Reader(reads_float8(block), *getattr(block, "adapter_room", (0, 0)))
-
-
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
     norm: nn.Module,
     kind: NormKind,
-    reader: Reader = NO_READER,
+    in_float8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
 
     Use this s instead of x afterwards: its gradient and the norm's are then added in one pass.
-    norm(s) is handed over as its reader takes it, too.
+    With `in_float8`, norm(s) is handed over in float8, too.
     """
     weight = norm.weight
-    y, s, *quantised = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, reader)
+    y, s, *quantised = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, in_float8)
     hand_over(y, Quantised(*quantised) if quantised else None)
-    leave_room(y, reader.room)
     return y, s
 
 
@@ -124,16 +106,15 @@ class AddNormFunction(torch.autograd.Function):
         weight: Tensor,
         eps: float,
         kind: NormKind,
-        reader: Reader,
+        in_float8: bool,
     ) -> tuple[Tensor, ...]:
         """Return y and s (..., H); if asked for, values (N, H) and scales (N,) of y in float8."""
         assert not weight.requires_grad, "a norm whose weight is trained"
         y, s, inverse_rms, quantised = _kernels(x).forward(
-            x, residual, weight, eps, kind, reader.in_float8, reader.room
+            x, residual, weight, eps, kind, in_float8
         )
         ctx.save_for_backward(s, weight, inverse_rms)
         ctx.kind = kind
-        ctx.room = reader.gradient_room
         ctx.has_residual = residual is not None
         if quantised is None:
             return y, s
@@ -146,8 +127,7 @@ class AddNormFunction(torch.autograd.Function):
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
         with gathered([weight]):
-            dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind, ctx.room)
-        leave_room(dx, ctx.room)
+            dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
         return dx, dx if ctx.has_residual else None, None, None, None, None
 
 
@@ -162,7 +142,6 @@ class Reference:
         eps: float,
         kind: NormKind,
         in_float8: bool = False,
-        room: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
         """Return y and s (..., H), 1 / rms(s) (..., 1) float32, and y in float8 if asked for."""
         s = x if residual is None else residual + x
@@ -173,7 +152,7 @@ class Reference:
         else:
             y = (kind.offset + weight) * (wide * inverse_rms).to(x.dtype)
         quantised = quantise(y.flatten(0, -2)) if in_float8 else None
-        return with_room(y, room), s, inverse_rms, quantised
+        return y, s, inverse_rms, quantised
 
     @staticmethod
     def backward(
@@ -183,13 +162,12 @@ class Reference:
         weight: Tensor,
         inverse_rms: Tensor,
         kind: NormKind,
-        room: int = 0,
     ) -> Tensor:
         """Return dx (..., H)."""
         n = s.float() * inverse_rms
         m = dy.float() * (kind.offset + weight.float())
         dx = ds.float() + inverse_rms * (m - n * (m * n).mean(-1, keepdim=True))
-        return with_room(dx.to(s.dtype), room)
+        return dx.to(s.dtype)
 
 
 def _kernels(x: Tensor) -> Any:

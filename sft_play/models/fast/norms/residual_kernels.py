@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.fast.linears.room import empty_with_room, flat_rows
 from sft_play.models.fast.norms.rms import NormKind
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.kernels import empty_rows, in_range, on_device_of, scale_of
@@ -23,7 +22,6 @@ def _forward(
     inverse,
     values,
     scales,
-    y_stride,
     features,
     eps,
     offset,
@@ -49,7 +47,7 @@ def _forward(
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
     rounded = (normed * scale).to(y.dtype.element_ty)
-    tl.store(y + row * y_stride + columns, rounded, inside)
+    tl.store(y + at, rounded, inside)
     if in_float8:
         wide = rounded.to(tl.float32)
         row_scale = scale_of(tl.max(tl.abs(wide), 0))
@@ -65,9 +63,6 @@ def _backward(
     weight,
     inverse,
     dx,
-    dy_stride,
-    ds_stride,
-    dx_stride,
     features,
     offset,
     block: tl.constexpr,
@@ -76,12 +71,13 @@ def _backward(
     columns = tl.arange(0, block)
     inside = columns < features
     factor = tl.load(inverse + row)
-    n = tl.load(s + row * features + columns, inside, 0).to(tl.float32) * factor
+    at = row * features + columns
+    n = tl.load(s + at, inside, 0).to(tl.float32) * factor
     scale = tl.load(weight + columns, inside, 0).to(tl.float32) + offset
-    m = tl.load(dy + row * dy_stride + columns, inside, 0).to(tl.float32) * scale
-    stream = tl.load(ds + row * ds_stride + columns, inside, 0).to(tl.float32)
+    m = tl.load(dy + at, inside, 0).to(tl.float32) * scale
+    stream = tl.load(ds + at, inside, 0).to(tl.float32)
     mean = tl.sum(m * n, 0) / features
-    tl.store(dx + row * dx_stride + columns, stream + factor * (m - n * mean), inside)
+    tl.store(dx + at, stream + factor * (m - n * mean), inside)
 
 
 def forward(
@@ -91,14 +87,10 @@ def forward(
     eps: float,
     kind: NormKind,
     in_float8: bool = False,
-    room: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Quantised | None]:
-    """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for.
-
-    y has room beside its rows.
-    """
+    """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for."""
     x = x.contiguous()
-    y = empty_with_room(x.shape, room, x)
+    y = torch.empty_like(x)
     s = x
     if residual is not None:
         residual = residual.to(x.dtype).contiguous()
@@ -112,7 +104,7 @@ def forward(
         tensors = (x, residual, weight, y, s, inverse, *(quantised or (y, inverse)))
         flags = (kind.casting == "gemma", residual is not None, in_float8)
         _forward[(inverse.numel(),)](
-            *(*tensors, y.stride(-2), features, eps, kind.offset, *flags, block), num_warps=warps
+            *(*tensors, features, eps, kind.offset, *flags, block), num_warps=warps
         )
     return y, s, inverse, quantised
 
@@ -124,17 +116,15 @@ def backward(
     weight: Tensor,
     inverse: Tensor,
     kind: NormKind,
-    room: int = 0,
 ) -> Tensor:
-    """Return dx (..., H), with room beside its rows."""
-    dx = empty_with_room(s.shape, room, s)
+    """Return dx (..., H)."""
+    dx = torch.empty_like(s)
     features, block, warps = _sizes(s)
-    dy, ds = flat_rows(dy), flat_rows(ds)
+    dy, ds = dy.contiguous(), ds.contiguous()
     with torch.cuda.device(s.device):
         tensors = (dy, ds, s, weight, inverse, dx)
-        strides = (dy.stride(0), ds.stride(0), dx.stride(-2))
         sizes = (features, kind.offset, block)
-        _backward[(inverse.numel(),)](*tensors, *strides, *sizes, num_warps=warps)
+        _backward[(inverse.numel(),)](*tensors, *sizes, num_warps=warps)
     return dx
 
 
