@@ -76,7 +76,12 @@ def test_one_number_that_is_not_finite_shows(kernels: ModuleType) -> None:
 def linears_of(b: list[torch.Tensor], scales: tuple[float, ...] = ()) -> list[FrozenLinear]:
     scales = scales or (SCALE,) * len(b)
     frozen = torch.empty(0)
-    return [FrozenLinear(frozen, None, s, each.shape[1]) for each, s in zip(b, scales, strict=True)]
+    linears, end = [], 0
+    for each, scale in zip(b, scales, strict=True):
+        rank = each.shape[1]
+        linears.append(FrozenLinear(frozen, None, scale, rank, slice(end, end + rank)))
+        end += rank
+    return linears
 
 
 def half(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -112,10 +117,9 @@ def test_both_ways_agree_where_some_linears_have_no_adapter(
 ) -> None:
     dy, b, _ = operands(40, (64, 32, 48), 16, gap=16)
     adapters = [None if index in without else each for index, each in enumerate(b)]
-    linears = [
-        linear._replace(rank=0, scale=0.0) if index in without else linear
-        for index, linear in enumerate(linears_of(b))
-    ]
+    own = iter(linears_of([each for each in adapters if each is not None]))
+    plain = FrozenLinear(torch.empty(0), None, 0.0, 0, slice(0, 0))
+    linears = [plain if each is None else next(own) for each in adapters]
     xa = torch.randn(40, 16 * (3 - len(without)))
     found = []
     for is_one_pass in (False, True):

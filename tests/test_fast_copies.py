@@ -8,15 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears.copies import (
-    NAME,
-    AdapterCopies,
-    copy_adapters_at_once,
-    copy_of,
-    float32_adapters,
-    stacked,
-)
-from sft_play.models.fast.linears.lora import fuse_lora_linear, lora_linears
+from sft_play.models.fast.linears.copies import AdapterCopies, copy_adapters_at_once, groups_of
+from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear
 from sft_play.models.fast.setup import base_model_of
 
 
@@ -62,10 +55,9 @@ def test_steps_are_those_without_copies_to_the_bit() -> None:
     copy_adapters_at_once(with_copies, with_copies)
     for one, other in zip(gradients(plain, 3), gradients(with_copies, 3), strict=True):
         assert torch.equal(one, other)
-    adapters = float32_adapters(base_model_of(with_copies).get_decoder())
-    assert len(adapters) == 2 * 7 * 2
-    assert all(copy_of(each, torch.bfloat16) is not None for each in adapters)
-    assert copy_of(adapters[0], torch.float16) is None
+    groups = groups_of(base_model_of(with_copies).get_decoder())
+    assert len(groups) == 2 * 7
+    assert all(group.copies.a.dtype == torch.bfloat16 for group in groups)
 
 
 def test_a_step_that_is_not_under_autocast_reads_no_old_copies() -> None:
@@ -76,27 +68,25 @@ def test_a_step_that_is_not_under_autocast_reads_no_old_copies() -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_the_linears_of_a_layer_read_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_that_share_an_input_read_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
+    decoder = base_model_of(model).get_decoder()
+    layer = decoder.layers[0].self_attn
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj)
+    for module in linears:
+        del module.fused_group
+    layer.input_linears = group = LinearGroup(*linears)
     copy_adapters_at_once(model, model)
-    gradients(model, 1)
-    # what is cast anew is the adapters of no linear
-    monkeypatch.setattr(torch, "_foreach_copy_", None)
-    layer = base_model_of(model).get_decoder().layers[0].self_attn
+    (copies,) = decoder._forward_pre_hooks.values()
     x = torch.randn(5, 32, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        lora_linears(x, (layer.q_proj, layer.k_proj, layer.v_proj))
-    names = (layer.q_proj, layer.k_proj, layer.v_proj)
-    a = [getattr(each.lora_A["default"].weight, NAME) for each in names]
-    whole = stacked(a)
-    assert whole.data_ptr() == a[0].data_ptr() and torch.equal(whole, torch.cat(a))
-
-
-def test_matrices_that_lie_apart_are_copied_side_by_side() -> None:
-    whole = torch.randn(9, 4)
-    first, second, third = whole.split(3)
-    for parts in ((first, third), (second, first), (first, second.clone()), (first[:, :4], third)):
-        assert torch.equal(stacked(parts), torch.cat(parts))
+        copies(decoder)
+        monkeypatch.setattr(torch, "_foreach_copy_", None)  # nothing is cast anew
+        group(x)
+    a = [module.lora_A["default"].weight for module in linears]
+    assert torch.equal(group.copies.a, torch.cat(a).bfloat16())
+    for copied, module in zip(group.copies.b, linears, strict=True):
+        assert torch.equal(copied, module.lora_B["default"].weight.bfloat16())
 
 
 def test_without_autocast_or_training_nothing_is_copied() -> None:
@@ -106,8 +96,8 @@ def test_without_autocast_or_training_nothing_is_copied() -> None:
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(input_ids=tokens)
-    (adapter, *_) = float32_adapters(base_model_of(model).get_decoder())
-    assert copy_of(adapter, torch.bfloat16) is None
+    groups = groups_of(base_model_of(model).get_decoder())
+    assert groups and all(group.copies is None for group in groups)
 
 
 def test_a_model_that_is_shared_is_left_alone() -> None:

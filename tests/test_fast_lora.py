@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears import lora, products
-from sft_play.models.fast.linears.lora import fuse_lora_linear, lora_linears, why_not_fusable
+from sft_play.models.fast.linears import lora
+from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear, why_not_fusable
 
 IN, OUT, TOKENS = 64, 96, 10
 # float32: sums of up to 96 terms in another order; each is off by 6e-8 of its largest term
@@ -73,6 +73,10 @@ Linears = Callable[[torch.Tensor, list[nn.Module]], tuple[torch.Tensor, ...]]
 
 def plainly(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
     return tuple(module(x) for module in modules)
+
+
+def lora_linears(x: torch.Tensor, modules: list[nn.Module]) -> tuple[torch.Tensor, ...]:
+    return LinearGroup(*modules)(x)
 
 
 def results(linears: Linears, modules: list[nn.Module], passes: int = 1) -> dict[str, torch.Tensor]:
@@ -260,11 +264,12 @@ def test_backward_keeps_the_input_and_rank_features_a_token() -> None:
     )
 
 
+def with_linears(bound: lora.Bound, **values: object) -> lora.Bound:
+    return bound._replace(linears=tuple(each._replace(**values) for each in bound.linears))
+
+
 MUTANTS = {
-    "scale forgotten": (
-        "split_linears",
-        lambda f: lambda m: (tuple(w._replace(scale=1.0) for w in f(m)[0]), f(m)[1]),
-    ),
+    "scale forgotten": ("bind_linears", lambda f: lambda m: with_linears(f(m), scale=1.0)),
     "scale forgotten backward": (
         "rank_and_output_gradients",
         lambda f: lambda dy, xa, ws, *rest: f(dy, xa, [w._replace(scale=1.0) for w in ws], *rest),
@@ -281,7 +286,10 @@ MUTANTS = {
         "input_gradient",
         lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad),
     ),
-    "one adapter for all": ("rank_slices", lambda f: lambda ws: [slice(0, w.rank) for w in ws]),
+    "one adapter for all": (
+        "bind_linears",
+        lambda f: lambda m: with_linears(f(m), columns=slice(0, 16)),
+    ),
 }
 
 
@@ -290,8 +298,7 @@ def test_these_tests_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, mutate = MUTANTS[name]
     modules = Case().modules()
     wanted = results(plainly, modules)
-    owner = lora if hasattr(lora, function) else products
-    monkeypatch.setattr(owner, function, mutate(getattr(owner, function)))
+    monkeypatch.setattr(lora, function, mutate(getattr(lora, function)))
     assert worst(results(lora_linears, modules), wanted) > 1e-2
 
 
@@ -359,6 +366,55 @@ def test_disabled_and_merged_adapters_compute_as_peft_does() -> None:
     for model in (plain, fused):
         model.merge_adapter()
     assert torch.equal(fused(IDS).logits, plain(IDS).logits)
+
+
+def other_scale(model: PeftModel) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] = 0.25
+
+
+def other_weights(model: PeftModel) -> None:
+    for number, module in enumerate(model.modules()):
+        if isinstance(module, LoraLayer):
+            torch.manual_seed(number)
+            b = module.lora_B["default"]
+            b.weight = nn.Parameter(torch.randn_like(b.weight))
+
+
+def other_adapter(model: PeftModel) -> None:
+    torch.manual_seed(3)
+    config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+
+
+def hooks_on_outputs(model: PeftModel) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.register_forward_hook(lambda _, args, output: 2 * output)
+
+
+CHANGES = {
+    "scale": other_scale,
+    "weights": other_weights,
+    "adapter": other_adapter,
+    "hooks": hooks_on_outputs,
+    "merged": lambda model: model.merge_adapter(),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_linears_are_bound_again_once_they_have_changed(name: str) -> None:
+    plain, fused = tiny_model(), fused_model()
+    for model in (plain, fused):
+        before = model(IDS).logits
+        CHANGES[name](model)
+        after = model(IDS).logits
+        if name != "merged":
+            assert not torch.allclose(before, after, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(fused(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_linear_says_why_it_keeps_its_own_forward() -> None:

@@ -23,6 +23,7 @@ from sft_play.models.fast.linears import glu_adapter
 from sft_play.models.fast.linears import mlp as mlp_module
 from sft_play.models.fast.linears.activations import activation_of
 from sft_play.models.fast.linears.glu import glu, glu_backward
+from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.linears.mlp import lora_mlp
 
 HIDDEN, INNER, TOKENS = 64, 160, 12
@@ -76,9 +77,8 @@ def an_mlp(
 
 def fused(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
     activation = activation_of(getattr(mlp, "act_fn", None) or mlp.activation_fn)
-    if hasattr(mlp, "gate_up_proj"):
-        return lora_mlp(x, mlp.gate_up_proj, None, mlp.down_proj, activation)
-    return lora_mlp(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj, activation)
+    inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    return lora_mlp(x, LinearGroup(*inner), LinearGroup(mlp.down_proj), activation)
 
 
 def plainly(x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:

@@ -24,7 +24,10 @@ def test_one_pass_is_as_exact_as_two_products(rows: int, outs: tuple[int, ...], 
     dy = [torch.randn(rows, out + 64, device=GPU).bfloat16()[:, :out] for out in outs]
     b = [torch.randn(out, rank, device=GPU).bfloat16() for out in outs]
     xa = torch.randn(rows, rank * len(outs), device=GPU).bfloat16()
-    linears = [FrozenLinear(b[0], None, SCALE, rank) for _ in outs]
+    linears = [
+        FrozenLinear(b[0], None, SCALE, rank, slice(start, start + rank))
+        for start in range(0, rank * len(outs), rank)
+    ]
     if torch.cuda.get_device_capability(GPU)[0] == 9:
         assert fit_one_pass(dy, b, linears)
     arguments = (dy, xa, linears, Adapters(xa, tuple(b)), torch.float32)

@@ -17,7 +17,7 @@ from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.masks import documents_of, is_unmasked
 from sft_play.models.fast.attention.rope import apply_rotary
 from sft_play.models.fast.attention.scoring import Scoring
-from sft_play.models.fast.linears.lora import lora_linears
+from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.recognise import AttentionKind
 from sft_play.models.fast.setup import is_training
 
@@ -56,7 +56,7 @@ def attention_forward(
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
     mixed = attend(query, key, value, scoring, documents_of(attention_mask, kwargs))
-    (output,) = _run_linears(self, mixed.flatten(-2), (self.o_proj,))
+    (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
 
@@ -69,7 +69,7 @@ def projections(module: nn.Module) -> tuple[nn.Module, ...]:
 
 def _project(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
     """Return queries (B, T, H * D), keys and values (B, T, K * D)."""
-    outputs = _run_linears(module, hidden, projections(module))
+    outputs = _run_linears(module, hidden, module.input_linears)
     if len(outputs) == 3:
         return outputs
     keys = module.num_key_value_heads * module.head_dim
@@ -77,12 +77,10 @@ def _project(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
     return outputs[0].split((queries, keys, keys), dim=-1)
 
 
-def _run_linears(
-    module: nn.Module, x: Tensor, linears: tuple[nn.Module, ...]
-) -> tuple[Tensor, ...]:
+def _run_linears(module: nn.Module, x: Tensor, linears: LinearGroup) -> tuple[Tensor, ...]:
     if is_training(module):
-        return lora_linears(x, linears)
-    return tuple(linear(x) for linear in linears)
+        return linears(x)
+    return tuple(linear(x) for linear in linears.modules)
 
 
 def _window(module: nn.Module) -> int | None:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.models.fast.attention.forward import attention_forward
+from sft_play.models.fast.attention.forward import attention_forward, projections
 from sft_play.models.fast.attention.interface import implementations, use_interface
 from sft_play.models.fast.attention.masks import remove_mask, unmasked
 from sft_play.models.fast.by_document import first_tensor
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, as_it_was
+from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import (
     attention_kind_of,
@@ -92,6 +93,8 @@ def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.
     alike = {module: kind for module, kind in kinds.items() if kind is not None}
     for module, kind in alike.items():
         module.attention_kind = kind
+        module.input_linears = LinearGroup(*projections(module))
+        module.output_linear = LinearGroup(module.o_proj)
     try:
         return set(prove(list(alike), _attention_forward_of, setup, _unmasked(setup)))
     except Unsupported:

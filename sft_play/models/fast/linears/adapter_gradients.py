@@ -15,12 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sft_play.models.fast.linears.products import (
-    MOST_SHARING,
-    Adapters,
-    FrozenLinear,
-    rank_slices,
-)
+from sft_play.models.fast.linears.products import MOST_SHARING, Adapters, FrozenLinear
 from sft_play.plan.recurrent import HOPPER
 
 # With 32, what a pass writes and adds up took as long on an H200 as reading dy again.
@@ -56,9 +51,10 @@ def rank_and_output_gradients(
     else:
         du = xa.new_empty(xa.shape)
         own_db = []
-        for grad, b, linear, part in zip(own_dy, own_b, own, rank_slices(own), strict=True):
-            du[:, part].addmm_(grad, b, beta=0, alpha=linear.scale)
-            db = torch.empty_like(b).addmm_(grad.t(), xa[:, part], beta=0, alpha=linear.scale)
+        for grad, b, linear in zip(own_dy, own_b, own, strict=True):
+            own_xa = xa[:, linear.columns]
+            du[:, linear.columns].addmm_(grad, b, beta=0, alpha=linear.scale)
+            db = torch.empty_like(b).addmm_(grad.t(), own_xa, beta=0, alpha=linear.scale)
             own_db.append(db)
     remaining = iter(own_db)
     return du, [next(remaining) if linear.rank else None for linear in linears]

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.models.architecture import decoder_of
-from sft_play.models.fast.recognise import is_linear
+from sft_play.models.fast.linears.lora import LinearGroup
+from sft_play.models.fast.linears.products import Adapters
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.models.sharding import is_divided
-
-NAME = "product_copy"  # of the attribute of a parameter
 
 
 def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
@@ -28,32 +26,41 @@ def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
     DDP.
     """
     decoder = decoder_of(base_model_of(model))
-    found = float32_adapters(decoder)
-    are_whole = wrapped is model or isinstance(wrapped, DistributedDataParallel)
-    if not found or not are_whole or is_divided(model):
+    groups = [group for group in groups_of(decoder) if _is_trained_in_float32(group)]
+    are_complete = wrapped is model or isinstance(wrapped, DistributedDataParallel)
+    if not groups or not are_complete or is_divided(model):
         return
-    if {parameter.device for parameter in found} == {found[0].device}:
-        decoder.register_forward_pre_hook(AdapterCopies(found))
+    copies = AdapterCopies(groups)
+    if len({adapter.device for adapter in copies.adapters}) == 1:
+        decoder.register_forward_pre_hook(copies)
 
 
-def float32_adapters(decoder: nn.Module) -> list[Tensor]:
-    """Return the trained adapters of linears: all A in the order of modules, then all B.
-
-    The A of linears that read the same input then lie side by side, as one matrix.
-    """
-    layers = [each for each in decoder.modules() if isinstance(each, LoraLayer) and is_linear(each)]
+def groups_of(decoder: nn.Module) -> list[LinearGroup]:
+    """Return the groups of fused linears, in the order of modules."""
     found = []
-    for sides in ("lora_A", "lora_B"):
-        for layer in layers:
-            found += [linear.weight for linear in getattr(layer, sides).values()]
-    return [each for each in found if each.requires_grad and each.dtype == torch.float32]
+    for module in decoder.modules():
+        found += [value for value in vars(module).values() if isinstance(value, LinearGroup)]
+    return found
+
+
+def _is_trained_in_float32(group: LinearGroup) -> bool:
+    bound = group.bind()
+    adapters = [] if bound is None else [each for each in bound.adapters if each is not None]
+    return bool(adapters) and all(
+        each.requires_grad and each.dtype == torch.float32 for each in adapters
+    )
 
 
 class AdapterCopies:
-    """A hook that copies adapters; `copy_of` finds the copies."""
+    """A hook that copies the adapters of groups of linears to `LinearGroup.copies`."""
 
-    def __init__(self, adapters: Sequence[Tensor]):
-        self.adapters = list(adapters)
+    def __init__(self, groups: Sequence[LinearGroup]):
+        self.groups = list(groups)
+        self.adapters: list[Tensor] = []  # of each group all A, then all B
+        for group in self.groups:
+            bound = group.bind()
+            for side in (bound.adapters[0::2], bound.adapters[1::2]):
+                self.adapters += [adapter for adapter in side if adapter is not None]
         self.copies: list[Tensor] = []
 
     def __call__(self, decoder: nn.Module, *_: Any) -> None:
@@ -74,27 +81,14 @@ class AdapterCopies:
 
     def _allocate(self, dtype: torch.dtype) -> None:
         sizes = [adapter.numel() for adapter in self.adapters]
-        whole = self.adapters[0].new_empty(sum(sizes), dtype=dtype)
-        self.copies = []
-        for adapter, part in zip(self.adapters, whole.split(sizes), strict=True):
-            copy = part.view(adapter.shape)
-            setattr(adapter, NAME, copy)
-            self.copies.append(copy)
-
-
-def copy_of(adapter: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the copy of an adapter in `dtype`, None where none was made."""
-    copy = getattr(adapter, NAME, None)
-    return copy if copy is not None and copy.dtype == dtype else None
-
-
-def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """Return matrices (r_i, in) as one (R, in): without a copy where they lie side by side."""
-    first = matrices[0]
-    end = first.data_ptr()
-    for matrix in matrices:
-        if matrix.data_ptr() != end or not matrix.is_contiguous():
-            return torch.cat(list(matrices))
-        end += matrix.numel() * matrix.element_size()
-    ranks = sum(len(matrix) for matrix in matrices)
-    return first.as_strided((ranks, first.shape[1]), (first.shape[1], 1))
+        flat = self.adapters[0].new_empty(sum(sizes), dtype=dtype)
+        shapes = [adapter.shape for adapter in self.adapters]
+        self.copies = [part.view(of) for part, of in zip(flat.split(sizes), shapes, strict=True)]
+        remaining = iter(self.copies)
+        for group in self.groups:
+            bound = group.bind()
+            a = [next(remaining) for each in bound.adapters[0::2] if each is not None]
+            b = [None if each is None else next(remaining) for each in bound.adapters[1::2]]
+            ranks = sum(map(len, a))  # the A of a group are neighbours in `flat`
+            stacked = a[0].as_strided((ranks, a[0].shape[1]), (a[0].shape[1], 1))
+            group.copies = Adapters(stacked, tuple(b))

@@ -1,12 +1,10 @@
 """The frozen part of LoRA linears over float8 weights; the formulas are in `models.float8`.
 
-An input that several linears share is quantised once. LoRA's thin products read the input as it
-was, and are added to what the float8 product has rounded to 16 bits.
+LoRA's thin products read the input as it was, and are added to what the float8 product has rounded
+to 16 bits.
 
 Legend: N tokens, `in` and `out` features.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,18 +12,6 @@ from torch import Tensor
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.products import input_product, product
 from sft_play.models.float8.quantise import quantise
-
-
-def quantise_shared(
-    x: Tensor, scales: Iterable[Tensor | None], known: Quantised | None
-) -> Quantised | None:
-    """Return x (N, in) in float8, None if none of the linears that read it has a scale a row.
-
-    `known` is what the kernel that computed x has quantised of it.
-    """
-    if all(scale is None for scale in scales):
-        return None
-    return quantise(x) if known is None else known
 
 
 def float8_output(

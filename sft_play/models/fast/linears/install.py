@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.experts.install import find_experts
-from sft_play.models.fast.linears.lora import fuse_lora_linear, why_not_fusable
+from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear, why_not_fusable
 from sft_play.models.fast.linears.mlp import lora_mlp
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognise import GatedMlp, gated_mlp_of, is_linear
@@ -23,6 +23,9 @@ def install_mlp(setup: TrainingSetup) -> int:
         roles = gated_mlp_of(module)
         if roles is not None:
             module.fused_roles = roles
+            names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
+            module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
+            module.down_linear = LinearGroup(getattr(module, roles.down))
             modules.append(module)
     if not modules and find_experts(setup.decoder):
         return 0
@@ -61,9 +64,7 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     if not is_training(self):
         return type(self).forward(self, hidden_states)
     roles: GatedMlp = self.fused_roles
-    up = None if roles.up is None else getattr(self, roles.up)
-    gate = getattr(self, roles.gate)
-    return lora_mlp(hidden_states, gate, up, getattr(self, roles.down), roles.activation)
+    return lora_mlp(hidden_states, self.inner_linears, self.down_linear, roles.activation)
 
 
 def install_linears(setup: TrainingSetup) -> int:

@@ -13,7 +13,7 @@ an input.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -31,7 +31,7 @@ from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
-    cast_adapters,
+    adapters_in,
     flatten_tokens,
     input_gradient,
     project,
@@ -41,12 +41,66 @@ from sft_play.models.float8.adapters import Float8LoraLinear
 from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import take
 from sft_play.models.float8.linear import Float8Linear
-from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing
+from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
-# For fewer tokens than this, and without a gradient, bitsandbytes' product with packed weights is
-# faster than dequantising them.
-FEW_TOKENS = 64
+
+class Bound(NamedTuple):
+    """Linears that share an input, as long as their modules stay as they are."""
+
+    linears: tuple[FrozenLinear, ...]
+    adapters: tuple[Tensor | None, ...]  # A_1, B_1, A_2, ...; None: no adapter
+
+
+class LinearGroup:
+    """Linears that read the same input, bound once, and again if one of them has changed."""
+
+    def __init__(self, *modules: nn.Module):
+        self.modules = modules
+        self.copies: Adapters | None = None  # the adapters in the dtype of products: `copies`
+        self._state: list[Any] | None = None
+        self._bound: Bound | None = None
+
+    def bind(self) -> Bound | None:
+        """Return the linears as they are now; None if one of them must run its own forward."""
+        state = state_of(self.modules)
+        if state != self._state:
+            self._state = state
+            self._bound = bind_linears(self.modules)
+            self.copies = None
+        return self._bound
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return y_i (..., out_i) of x (..., in)."""
+        bound = self.bind()
+        if bound is None:
+            return tuple(module(x) for module in self.modules)
+        x = to_compute_dtype(x)
+        return LoraLinearsFunction.apply(x, take(x), bound.linears, self.copies, *bound.adapters)
+
+
+def state_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return what linears were bound by: their weights, active adapters, scales and hooks."""
+    state: list[Any] = []
+    for module in modules:
+        base = module
+        if isinstance(module, LoraLayer):
+            base = module.base_layer
+            active = module.active_adapters
+            state += (module.disable_adapters, module.merged, *active)
+            for name in active:
+                if name in module.lora_A:
+                    a, b = module.lora_A[name].weight, module.lora_B[name].weight
+                    state += (id(a), id(b), module.scaling[name])
+        state += (id(base.weight), base.weight.requires_grad)
+        for linear in (module, base):
+            own = vars(linear)
+            state += (
+                len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]),
+                len(own["_backward_hooks"]) + len(own["_backward_pre_hooks"]),
+                "forward" in own,
+            )
+    return state
 
 
 def why_not_fusable(module: nn.Module) -> str | None:
@@ -111,11 +165,13 @@ def why_hooked(module: nn.Module) -> str | None:
 class _FusedInTraining:
     """The forward method of PEFT's LoRA linears, fused in training."""
 
+    fused_group: LinearGroup  # of this linear alone
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return y (..., out) of x (..., in)."""
-        if args or kwargs or not is_training(self) or why_not_fusable(self):
+        if args or kwargs or not is_training(self) or self.fused_group.bind() is None:
             return super().forward(x, *args, **kwargs)
-        return _apply(x, (self,))[0]
+        return self.fused_group(x)[0]
 
 
 class FusedLoraLinear(_FusedInTraining, PeftLinear):
@@ -148,39 +204,7 @@ def fuse_lora_linear(module: LoraLayer) -> None:
     if reason:
         raise ValueError(f"a linear that cannot be fused: {reason}")
     module.__class__ = FUSED_CLASSES.get(type(module), type(module))
-
-
-def lora_linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Return y_i (..., out_i) of linears that all read x (..., in).
-
-    If one of them cannot be fused, each runs its own forward.
-    """
-    if must_run_unfused(x, modules):
-        return tuple(module(x) for module in modules)
-    return _apply(x, modules)
-
-
-def must_run_unfused(x: Tensor, modules: Sequence[nn.Module]) -> bool:
-    """Return whether linears that read x (..., in) must run their own forward."""
-    if any(why_not_fusable(module) for module in modules):
-        return True
-    return is_decoding(x) and any(is_4bit(module) for module in modules)
-
-
-def is_decoding(x: Tensor) -> bool:
-    """Return whether x (..., in) has no gradient and too few tokens to dequantise weights for."""
-    return not torch.is_grad_enabled() and x.numel() < FEW_TOKENS * x.shape[-1]
-
-
-def is_4bit(module: nn.Module) -> bool:
-    """Return whether a linear, with or without adapters, has 4-bit weights."""
-    return isinstance(getattr(module, "base_layer", module), Linear4bit)
-
-
-def _apply(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    linears, adapters = split_linears(modules)
-    x = to_compute_dtype(x)
-    return LoraLinearsFunction.apply(x, take(x), linears, *adapters)
+    module.fused_group = LinearGroup(module)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -191,36 +215,35 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def active_adapter(module: nn.Module) -> str | None:
-    """Return the name of a linear's first active adapter, None where it has none."""
-    if not isinstance(module, LoraLayer):
+def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
+    """Return linears with their adapters; None if one of them cannot be fused."""
+    if any(why_not_fusable(module) for module in modules):
         return None
-    return next((name for name in module.active_adapters if name in module.lora_A), None)
-
-
-def split_linears(
-    modules: Sequence[nn.Module],
-) -> tuple[tuple[FrozenLinear, ...], list[Tensor | None]]:
-    """Return the frozen parts of linears, and their adapters A_1, B_1, A_2, ... (None: no adapter).
-
-    `why_not_fusable` has checked that each has one active adapter at most.
-    """
     linears: list[FrozenLinear] = []
     adapters: list[Tensor | None] = []
+    end = 0  # of the columns of x A^T
     for module in modules:
         base = getattr(module, "base_layer", module)
-        row_scales = getattr(base, "weight_scale", None)
-        name = active_adapter(module)
-        if name is None:
-            linears.append(FrozenLinear(base.weight, base.bias, 0.0, 0, row_scales))
-            adapters += [None, None]
-            continue
-        a, b = module.lora_A[name].weight, module.lora_B[name].weight
+        a, b, scale = None, None, 0.0
+        for name in getattr(module, "active_adapters", ()):  # one at most, as was checked
+            if name in module.lora_A:
+                a, b = module.lora_A[name].weight, module.lora_B[name].weight
+                scale = module.scaling[name]
+        rank = 0 if a is None else len(a)
         linears.append(
-            FrozenLinear(base.weight, base.bias, module.scaling[name], len(a), row_scales)
+            FrozenLinear(
+                base.weight,
+                base.bias,
+                scale,
+                rank,
+                columns=slice(end, end + rank),
+                row_scales=getattr(base, "weight_scale", None),
+                is_partitioned=is_partitioned(base.weight),
+            )
         )
         adapters += [a, b]
-    return tuple(linears), adapters
+        end += rank
+    return Bound(tuple(linears), tuple(adapters))
 
 
 class LoraLinearsFunction(torch.autograd.Function):
@@ -232,14 +255,16 @@ class LoraLinearsFunction(torch.autograd.Function):
         x: Tensor,
         known: Quantised | None,
         linears: tuple[FrozenLinear, ...],
+        copies: Adapters | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
         `known` is x in float8, where the kernel that computed it has quantised it. `parameters`
-        are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type.
+        are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type, and `copies` the same
+        in the dtype of products, if there are some.
         """
-        adapters = cast_adapters(parameters, x.dtype)
+        adapters = adapters_in(x.dtype, copies, parameters)
         outputs, xa = project(x, linears, adapters, known)
         ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
         ctx.linears = linears
@@ -258,4 +283,4 @@ class LoraLinearsFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
         gradients = adapter_gradients(flatten_tokens(x), du, db, ctx.linears, ctx.adapter_dtype)
-        return dx, None, None, *gradients
+        return dx, None, None, None, *gradients

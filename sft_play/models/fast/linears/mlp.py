@@ -10,7 +10,7 @@ Legend: N tokens, I intermediate features.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.fast.linears.activations import Activation
@@ -21,17 +21,12 @@ from sft_play.models.fast.linears.adapter_gradients import (
 )
 from sft_play.models.fast.linears.glu import glu, glu_backward_float8, glu_forward_float8
 from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, forward_with_adapter
-from sft_play.models.fast.linears.lora import (
-    lora_linears,
-    must_run_unfused,
-    split_linears,
-    to_compute_dtype,
-)
+from sft_play.models.fast.linears.lora import LinearGroup, to_compute_dtype
 from sft_play.models.fast.linears.products import (
     Adapters,
     FrozenLinear,
     adapter_dtype,
-    cast_adapters,
+    adapters_in,
     flatten_tokens,
     input_gradient,
     project,
@@ -40,23 +35,22 @@ from sft_play.models.float8.format import Quantised
 from sft_play.models.float8.handover import take
 
 
-def lora_mlp(
-    x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module, activation: Activation
-) -> Tensor:
+def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activation) -> Tensor:
     """Return down(act(gate(x)) * up(x)), (..., out) of x (..., in).
 
-    Without `up`, `gate` computes both outputs, gate's features before up's (Phi 3). If a linear
-    cannot be fused, for instance because its weight is trained, all linears run their own forward
-    and only the elementwise part is fused.
+    `inner` are gate and up, or the one linear that computes both, gate's features before up's
+    (Phi 3). If a linear cannot be fused, for instance because its weight is trained, all linears
+    run their own forward and only the elementwise part is fused.
     """
-    inner = (gate,) if up is None else (gate, up)
-    modules = (*inner, down)
-    if must_run_unfused(x, modules):
-        gate_output, up_output = split_halves(lora_linears(x, inner))
-        return down(glu(gate_output, up_output, activation))
-    linears, adapters = split_linears(modules)
+    bound, bound_down = inner.bind(), down.bind()
+    if bound is None or bound_down is None:
+        gate_output, up_output = split_halves(tuple(module(x) for module in inner.modules))
+        return down.modules[0](glu(gate_output, up_output, activation))
     x = to_compute_dtype(x)
-    return LoraMlpFunction.apply(x, take(x), linears, activation, *adapters)
+    return LoraMlpFunction.apply(
+        *(x, take(x), bound.linears, inner.copies, bound_down.linears[0], down.copies, activation),
+        *(*bound.adapters, *bound_down.adapters),
+    )
 
 
 def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -65,26 +59,29 @@ def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 
 
 class LoraMlpFunction(torch.autograd.Function):
-    """down(act(gate(x)) * up(x)).
-
-    `linears` and their adapters are gate's, up's (unless gate computes both) and down's.
-    """
+    """down(act(gate(x)) * up(x))."""
 
     @staticmethod
     def forward(
         ctx,
         x: Tensor,
         known: Quantised | None,
-        linears: tuple[FrozenLinear, ...],
+        inner: tuple[FrozenLinear, ...],
+        copies: Adapters | None,
+        down: FrozenLinear,
+        down_copies: Adapters | None,
         activation: Activation,
         *parameters: Tensor | None,
     ) -> Tensor:
-        """Return y (..., out) of x (..., in). `known` is x in float8."""
-        *inner, down = linears
+        """Return y (..., out) of x (..., in).
+
+        `known` is x in float8. `parameters` are the adapters of gate, up (unless gate computes
+        both) and down; the copies are the same in the dtype of products, if there are some.
+        """
         inner_parameters = parameters[:-2]
         down_parameters = parameters[-2:]
-        inner_adapters = cast_adapters(inner_parameters, x.dtype)
-        down_adapter = cast_adapters(down_parameters, x.dtype)
+        inner_adapters = adapters_in(x.dtype, copies, inner_parameters)
+        down_adapter = adapters_in(x.dtype, down_copies, down_parameters)
         outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known)
         gate, up = split_halves(outputs)
         h_in_float8, ha = None, None
@@ -103,7 +100,7 @@ class LoraMlpFunction(torch.autograd.Function):
             *(down_adapter.a, *down_adapter.b),
             *outputs,
         )
-        ctx.linears = linears
+        ctx.inner, ctx.down = inner, down
         ctx.activation = activation
         ctx.inner_dtype = adapter_dtype(inner_parameters)
         ctx.down_dtype = adapter_dtype(down_parameters)
@@ -113,7 +110,7 @@ class LoraMlpFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the adapters."""
-        *inner, down = ctx.linears
+        inner, down = ctx.inner, ctx.down
         count = len(inner)
         x, xa, ha, inner_a, *saved = ctx.saved_tensors
         inner_adapters = Adapters(inner_a, tuple(saved[:count]))
@@ -130,7 +127,7 @@ class LoraMlpFunction(torch.autograd.Function):
             dx = input_gradient(grads, du, inner, inner_adapters, known).view(x.shape)
         x = flatten_tokens(x)
         inner_gradients = adapter_gradients(x, du, db, inner, ctx.inner_dtype)
-        return dx, None, None, None, *inner_gradients, *down_gradients
+        return dx, *(None,) * 6, *inner_gradients, *down_gradients
 
 
 def down_backward(

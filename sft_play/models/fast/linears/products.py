@@ -6,8 +6,8 @@ Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all
 an input.
 """
 
+import contextlib
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,14 +15,10 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.models.fast.linears.copies import copy_of, stacked
-from sft_play.models.fast.linears.float8 import (
-    add_input_gradient,
-    float8_output,
-    quantise_shared,
-)
+from sft_play.models.fast.linears.float8 import add_input_gradient, float8_output
 from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantised
+from sft_play.models.float8.quantise import quantise
 from sft_play.models.partitioned import gathered
 
 MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
@@ -35,7 +31,9 @@ class FrozenLinear(NamedTuple):
     bias: Tensor | None  # (out,)
     scale: float  # of the adapter, 0 without one
     rank: int  # of the adapter, 0 without one
+    columns: slice  # of x A^T (N, R), that are the adapter's
     row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
+    is_partitioned: bool = False  # by ZeRO-3
 
 
 class Adapters(NamedTuple):
@@ -51,7 +49,7 @@ def flatten_tokens(x: Tensor) -> Tensor:
 
 
 def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
-    """Return A_1, B_1, A_2, ... in `dtype`: the copies that were made, else one kernel casts them.
+    """Return A_1, B_1, A_2, ... in `dtype`, by one kernel for all.
 
     The A are stacked to one matrix, so that x is read once for all of them.
     """
@@ -59,19 +57,24 @@ def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Ad
     b = [tensor for tensor in parameters[1::2] if tensor is not None]
     if not a:
         return Adapters(None, (None,) * (len(parameters) // 2))
-    made = [copy for tensor in (*a, *b) if (copy := copy_of(tensor, dtype)) is not None]
-    if len(made) == len(a) + len(b):
-        whole, copies = stacked(made[: len(a)]), made[len(a) :]
-    else:
-        ranks = [len(tensor) for tensor in a]
-        whole = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
-        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
-        torch._foreach_copy_([*whole.split(ranks), *copies], [*a, *b])
+    ranks = [len(tensor) for tensor in a]
+    stacked = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
+    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
     remaining = iter(copies)
     cast_b: list[Tensor | None] = []
     for tensor in parameters[1::2]:
         cast_b.append(None if tensor is None else next(remaining))
-    return Adapters(whole, tuple(cast_b))
+    return Adapters(stacked, tuple(cast_b))
+
+
+def adapters_in(
+    dtype: torch.dtype, copies: Adapters | None, parameters: Sequence[Tensor | None]
+) -> Adapters:
+    """Return the copies of adapters if they are in `dtype`, else the parameters cast to it."""
+    if copies is not None and copies.a is not None and copies.a.dtype == dtype:
+        return copies
+    return cast_adapters(parameters, dtype)
 
 
 def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
@@ -80,14 +83,6 @@ def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
         if parameter is not None:
             return parameter.dtype
     return None
-
-
-def rank_slices(linears: Sequence[FrozenLinear]) -> list[slice]:
-    """Return the columns of x A^T (N, R) that belong to each linear."""
-    ends = [0]
-    for linear in linears:
-        ends.append(ends[-1] + linear.rank)
-    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,14 +106,15 @@ def project(
     flat = flatten_tokens(x)
     if xa is None and adapters.a is not None:
         xa = flat @ adapters.a.t()
-    quantised = quantise_shared(flat, [linear.row_scales for linear in linears], known)
+    quantised = known
     outputs = []
-    for linear, b, part in zip(linears, adapters.b, rank_slices(linears), strict=True):
+    for linear, b in zip(linears, adapters.b, strict=True):
         bias = None if linear.bias is None else linear.bias.to(x.dtype)
         if linear.row_scales is not None:
+            quantised = quantise(flat) if quantised is None else quantised
             y = float8_output(quantised, linear.weight, linear.row_scales, bias, x.dtype)
             if b is not None:
-                y.addmm_(xa[:, part], b.t(), alpha=linear.scale)
+                y.addmm_(xa[:, linear.columns], b.t(), alpha=linear.scale)
             # no view: a model may add to what it gets in place
             outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]]))
             continue
@@ -128,11 +124,11 @@ def project(
         # Allocate the output before the dequantised weight: otherwise freeing the weight fragments
         # the allocator, by 2.4 GiB for an 8B model.
         y = x.new_empty(*x.shape[:-1], len(b))
-        flat_y = flatten_tokens(y)
+        flat_y = y.view(-1, len(b))
         if bias is None:
-            flat_y.addmm_(xa[:, part], b.t(), beta=0, alpha=linear.scale)
+            flat_y.addmm_(xa[:, linear.columns], b.t(), beta=0, alpha=linear.scale)
         else:
-            torch.addmm(bias, xa[:, part], b.t(), alpha=linear.scale, out=flat_y)
+            torch.addmm(bias, xa[:, linear.columns], b.t(), alpha=linear.scale, out=flat_y)
         flat_y.addmm_(flat, dequantize(linear.weight, x.dtype).t())
         outputs.append(y)
     return tuple(outputs), xa
@@ -151,13 +147,15 @@ def input_gradient(
     """
     known = known or [None] * len(dy)
     # a float8 product has an output of its own, which the adapters' part is added to
-    is_float8 = any(linear.row_scales is not None for linear in linears)
+    is_float8 = False
+    for linear in linears:
+        is_float8 = is_float8 or linear.row_scales is not None
     dx = None if du is None or is_float8 else du @ adapters.a
     for grad, linear, quantised in zip(dy, linears, known, strict=True):
         if linear.row_scales is not None:
             dx = add_input_gradient(dx, grad, linear.weight, linear.row_scales, quantised)
             continue
-        with gathered([linear.weight]):
+        with gathered([linear.weight]) if linear.is_partitioned else contextlib.nullcontext():
             weight = dequantize(linear.weight, grad.dtype)
             dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
             del weight  # before the next one is dequantised
