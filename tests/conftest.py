@@ -194,7 +194,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     from sft_play.commands import train as training
     from sft_play.config.invocation import Invocation
     from sft_play.data.pipeline import tokenize_run
-    from sft_play.runs.asked import AskedRun
+    from sft_play.runs.resumed import AskedRun
 
     def plan(changes: dict[str, object], num_gpus: int = 1, deepspeed_config: str | None = None):
         settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})

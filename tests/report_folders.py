@@ -6,7 +6,6 @@ from pathlib import Path
 
 from sft_play.config import loader
 from sft_play.config.schema import Config
-from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import (
@@ -17,6 +16,7 @@ from sft_play.runs.report import (
     PhasePeaks,
     RunReport,
 )
+from sft_play.runs.resumed import AskedRun
 
 ROWS = 20
 GIB = 2**30

@@ -35,7 +35,7 @@ from sft_play.inference.parity import answered, parity_rows
 from sft_play.models.older_readers import plain_template, write_for_older_readers
 from sft_play.plan.launch import free_port
 from sft_play.process import Process
-from sft_play.runs import parity, seal
+from sft_play.runs import exports, seal
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
@@ -65,7 +65,7 @@ def test_an_export_is_sealed_and_plain_transformers_begins_its_answers_as_the_ru
     assert not (exported / "stamp.json").exists()
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    rows = parity.read(exported / parity.NAME)
+    rows = exports.read_parity(exported / exports.PARITY)
     assert len(rows) >= 6 and sum(row.messages is not None for row in rows) >= 6
     for row in rows:
         assert tokenizer(row.prompt, add_special_tokens=False)["input_ids"] == row.prompt_ids
@@ -217,7 +217,7 @@ def test_a_damaged_merge_is_made_anew(copied):
 
 
 @pytest.fixture(scope="module")
-def taught_rows(taught_base, tokenizer, prepared_rows) -> list[parity.ParityRow]:
+def taught_rows(taught_base, tokenizer, prepared_rows) -> list[exports.ParityRow]:
     """Parity of a model whose answers end."""
     model = AutoModelForCausalLM.from_pretrained(taught_base).eval()
     process = Process.alone(torch.device("cpu"))
@@ -245,7 +245,7 @@ def test_margins_are_those_of_the_scores_that_chose_the_token(tiny_base, tokeniz
     assert len(found[1].margins) == len(found[1].answer_ids)
 
 
-def told(folder: Path, rows: list[parity.ParityRow], faults: Faults | None = None) -> list[str]:
+def told(folder: Path, rows: list[exports.ParityRow], faults: Faults | None = None) -> list[str]:
     with serving(TinyServer(folder, faults)) as url:
         return check_server(Server.at(url, None, None), rows)
 

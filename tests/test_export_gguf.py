@@ -21,7 +21,7 @@ from sft_play.inference.export_gguf import added, turn_texts_of
 from sft_play.inference.gguf_score import GgufScores, SameTokens
 from sft_play.inference.gguf_tools import LlamaCpp, UnknownPreTokenizer
 from sft_play.inference.modelfile import modelfile_text
-from sft_play.runs import parity, seal
+from sft_play.runs import exports, seal
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
@@ -261,7 +261,7 @@ def test_gguf_files_keep_the_gain_and_answer_as_the_run(finished, monkeypatch):
     assert set(report) == {f"run-{kind}.gguf" for kind in asked.quantizations}
     assert all(facts["gain_kept"] > 0.95 for facts in report.values())
     opened = gguf_tools.require_bindings().Llama(str(target / "run-Q8_0.gguf"), verbose=False)
-    rows = [row for row in parity.read(target / parity.NAME) if row.messages]
+    rows = [row for row in exports.read_parity(target / exports.PARITY) if row.messages]
     answers = [
         opened.create_chat_completion(row.messages, temperature=0, max_tokens=8) for row in rows
     ]

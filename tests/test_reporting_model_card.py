@@ -20,7 +20,7 @@ from sft_play.reporting.card_facts import (
 )
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.verdict import Score
-from sft_play.runs.answer_stops import SavedStops
+from sft_play.runs.exports import SavedStops
 from sft_play.runs.metrics import GpuSample, MetricsLine
 from sft_play.runs.report import RankMemory, RunReport
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, ExitClass
-from sft_play.runs.base_files import refuse_unsafe_base
+from sft_play.runs.model_folder import refuse_unsafe_base
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.runs.ending import ERROR_FILE, last_words, tell_launcher
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import ERROR_FILE, RunFolder, last_words, tell_launcher
 from sft_play.runs.report import RunReport
 
 ROOT = Path(__file__).resolve().parents[1]

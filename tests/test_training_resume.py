@@ -16,10 +16,9 @@ from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.errors import CheckpointError, ConfigError, ExitClass
 from sft_play.runs import seal
-from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.resumed import check_resumable
+from sft_play.runs.resumed import AskedRun, check_resumable
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"

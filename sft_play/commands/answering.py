@@ -19,10 +19,9 @@ from sft_play.data.sources import system_prompt_of
 from sft_play.errors import DataError, StoppedOnRequest
 from sft_play.progress import counted
 from sft_play.runs import stamp
-from sft_play.runs.answer_file import AnswerFile, PartsWatch
+from sft_play.runs.answer_file import AnswerFile, PartsWatch, Place
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
-from sft_play.runs.place import Place
 
 SETTINGS = ("generation_max_new_tokens", "generation_num_beams")  # of train: answers depend on them
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sft_play.commands import exports
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
-from sft_play.runs.parity import ParityRow
+from sft_play.runs.exports import ParityRow
 
 SECONDS = 300.0  # for an answer
 NEAR_TIE = 0.1  # nats: other kernels, in 16 bits, may choose the other token below it

@@ -17,8 +17,8 @@ from sft_play.errors import ExitClass, StoppedOnRequest, of_class
 from sft_play.plan import devices
 from sft_play.plan.launch import free_port
 from sft_play.plan.ranks import visible_entries
+from sft_play.runs.answer_file import PLACE, Place
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.place import PLACE, Place
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 10.0  # after which a process that was asked to end is killed

@@ -8,10 +8,9 @@ from sft_play.commands.call import read_call
 from sft_play.config.invocation import Words
 from sft_play.config.messages import refuse
 from sft_play.errors import ConfigError
-from sft_play.runs import parity
-from sft_play.runs.exports import FORMATS, ExportAsked, exports_of
+from sft_play.runs import exports
+from sft_play.runs.exports import FORMATS, ExportAsked, ParityRow, exports_of
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.parity import ParityRow
 
 QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
 OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
@@ -63,7 +62,7 @@ def chosen_export(run: RunFolder, formats: tuple[str, ...] = FORMATS) -> Path:
 
 
 def parity_rows() -> list[ParityRow]:
-    """Return the rows of the parity.jsonl that PARITY names, or of the run's latest export."""
+    """Return the rows of the exports.jsonl that PARITY names, or of the run's latest export."""
     given = words().text("PARITY")
     path = Path(given) if given else chosen_export(use.chosen_run())
-    return parity.read(path / parity.NAME if path.is_dir() else path)
+    return exports.read_parity(path / exports.PARITY if path.is_dir() else path)

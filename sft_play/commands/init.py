@@ -23,8 +23,8 @@ from sft_play.plan.devices import GIB
 from sft_play.plan.recipe import RecipeFacts
 from sft_play.plan.resolve import fastest, resolve
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.runs.base_files import refuse_unsafe_base
 from sft_play.runs.files import write_text
+from sft_play.runs.model_folder import refuse_unsafe_base
 
 NEEDED = ("model.name", "data.train_path")
 

@@ -26,7 +26,7 @@ from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan import devices, launch
 from sft_play.plan.launch import Launch
 from sft_play.plan.run_plan import read_plan
-from sft_play.runs import ending
+from sft_play.runs import folder
 from sft_play.runs.folder import RunFolder
 
 ARRIVAL_SECONDS = 300.0  # for all processes of a launch to start
@@ -99,7 +99,7 @@ def follow(launched: Launched) -> NoReturn:
 
 def tell_launcher(cause: str) -> None:
     """Let the user's torchrun, if there is one, say why this process has no run to train."""
-    ending.tell_launcher(loader.environment(), cause)
+    folder.tell_launcher(loader.environment(), cause)
 
 
 def lead(launched: Launched, meeting: "Meeting") -> Launched:

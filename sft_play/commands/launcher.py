@@ -12,8 +12,7 @@ from pathlib import Path
 from sft_play.commands.train import failure_recorded
 from sft_play.errors import ExitClass
 from sft_play.progress import visible
-from sft_play.runs.ending import last_words
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, last_words
 from sft_play.stops import StopSignals
 
 

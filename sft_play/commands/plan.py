@@ -10,7 +10,7 @@ from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.workload import workload
-from sft_play.runs.base_files import refuse_unsafe_base
+from sft_play.runs.model_folder import refuse_unsafe_base
 
 LAUNCH_VARIABLES = (
     "CONFIG",

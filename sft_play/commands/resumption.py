@@ -14,10 +14,9 @@ from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
 from sft_play.errors import ConfigError
 from sft_play.runs import lock
-from sft_play.runs.asked import AskedRun
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.resumed import resumed_run
+from sft_play.runs.resumed import AskedRun, resumed_run
 
 RESUME_FROM = "train.resume_from"
 ELASTIC = "train.elastic"

@@ -25,11 +25,10 @@ from sft_play.config.targets import GIVEN, GOALS
 from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
 from sft_play.reporting.answer_scores import title_of
-from sft_play.runs.asked import AskedRun
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import RunReport
-from sft_play.runs.scores import recorded_scores
+from sft_play.runs.report import RunReport, recorded_scores
+from sft_play.runs.resumed import AskedRun
 
 ATTEMPTS = 100  # runs of one combination
 NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "HALVING", "RUN")  # of this command, not of its runs

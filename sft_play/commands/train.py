@@ -42,12 +42,17 @@ from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs import folder as run_folders
-from sft_play.runs.asked import AskedRun
-from sft_play.runs.base_files import refuse_unsafe_base
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import refuse_unsafe_base
 from sft_play.runs.report import STARTED_AT, RunReport
-from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps, resumed_run
+from sft_play.runs.resumed import (
+    AskedRun,
+    Resumed,
+    check_resumable,
+    refuse_other_steps,
+    resumed_run,
+)
 
 FREE_BYTES_FOR_A_RUN = 1 << 30
 NOT_BEGUN = "stopped on request before training began; nothing was trained"

@@ -15,8 +15,8 @@ from sft_play.data.beginnings import held_out_share, read_beginning
 from sft_play.data.sources import SETTINGS, local_files, source_sections
 from sft_play.errors import DataError
 from sft_play.plan.workload import Counted, estimated, estimated_tokens
-from sft_play.runs.cache import cache_folder
 from sft_play.runs.files import read_json, write_json
+from sft_play.runs.folder import cache_folder
 
 if TYPE_CHECKING:
     from sft_play.data.assemble import RunData

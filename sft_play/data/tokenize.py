@@ -42,7 +42,7 @@ from sft_play.data.tokenized import (
 )
 from sft_play.errors import DataError, OutOfMemory
 from sft_play.progress import Pace, Stage
-from sft_play.runs.cache import cache_folder
+from sft_play.runs.folder import cache_folder
 
 MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
 MAX_PROCESSES = 32

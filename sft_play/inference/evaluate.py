@@ -32,10 +32,10 @@ from sft_play.inference.other_weights import lines_of
 from sft_play.models.packed import dtype_name
 from sft_play.plan import sources
 from sft_play.plan.model_shape import shape_of
+from sft_play.runs.answer_file import Place
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
-from sft_play.runs.place import Place
 
 SETTINGS = (
     "predict_with_generate",

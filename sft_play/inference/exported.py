@@ -25,7 +25,7 @@ from sft_play.models.export import read_stops, saved_stops
 from sft_play.models.older_readers import write_for_older_readers
 from sft_play.reporting.card_facts import CardFacts
 from sft_play.reporting.model_card import card_text
-from sft_play.runs import parity, seal, stamp
+from sft_play.runs import exports, seal, stamp
 from sft_play.runs.files import read_json, share, write_text
 from sft_play.runs.folder import RunFolder
 
@@ -132,10 +132,10 @@ def refuse_faults(run: Exported, staging: Path, found: Reopened) -> Reopened:
 def complete(
     run: Exported, staging: Path, target: Path, kind: str, reopened: Sequence[str]
 ) -> None:
-    """Write parity.jsonl and README.md, and seal the folder."""
+    """Write exports.jsonl and README.md, and seal the folder."""
     trained = load_run(run.folder, run.device)
     split = prepared_data(run.folder, run.config, trained.tokenizer).test
-    parity.write(parity_rows(trained, split), staging)
+    exports.write_parity(parity_rows(trained, split), staging)
     write_text(staging / "README.md", card_of(run, target, kind, reopened))
     share(staging)
     seal.seal(staging)

@@ -13,8 +13,7 @@ from sft_play.evaluation.batches import batches_of, room_for
 from sft_play.evaluation.generate import Answer, Generator
 from sft_play.inference.chat import answer_limit
 from sft_play.inference.load import TrainedModel
-from sft_play.runs.answer_file import AnswerFile
-from sft_play.runs.place import Place
+from sft_play.runs.answer_file import AnswerFile, Place
 
 WINDOW = 4096  # prompts that are tokenized and sorted by length together
 

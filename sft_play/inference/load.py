@@ -29,9 +29,9 @@ from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
 from sft_play.runs import seal, stamp
+from sft_play.runs.answer_file import Place
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
-from sft_play.runs.place import Place
 
 logger = logging.getLogger(__name__)
 

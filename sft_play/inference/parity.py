@@ -17,7 +17,7 @@ from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.evaluation.generate import Generator
 from sft_play.evaluation.reference import checked_prompts
 from sft_play.inference.load import TrainedModel
-from sft_play.runs.parity import MOST_TOKENS, ParityRow
+from sft_play.runs.exports import MOST_TOKENS, ParityRow
 
 MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
 CONTENT = "⟦content⟧"  # stands for a question in a template

@@ -14,9 +14,9 @@ from sft_play.config.tasks import TasksAsked
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.inference.load import TrainedModel, base_of, joined, load_run
 from sft_play.reporting.bootstrap import Estimate, estimate
+from sft_play.runs.answer_file import Place
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.place import Place
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

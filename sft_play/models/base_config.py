@@ -15,7 +15,7 @@ from sft_play.models.shards import InFile, tensors_in
 from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
 from sft_play.models.vocabulary import tensor_files
 from sft_play.plan.stored_as import StoredAs, stored_as
-from sft_play.runs.weight_headers import read_headers
+from sft_play.runs.model_folder import read_headers
 
 logger = logging.getLogger(__name__)
 

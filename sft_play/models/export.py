@@ -17,7 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from sft_play.data.render import IGNORE_INDEX, stop_ids
 from sft_play.data.store import Split
-from sft_play.runs.answer_stops import SavedStops
+from sft_play.runs.exports import SavedStops
 from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ from sft_play.models.unused_tensors import refuse_unaccounted
 from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs
 from sft_play.process import Process
-from sft_play.runs.base_files import refuse_unsafe_base
+from sft_play.runs.model_folder import refuse_unsafe_base
 
 logger = logging.getLogger(__name__)
 

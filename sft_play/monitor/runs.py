@@ -4,8 +4,7 @@ from pathlib import Path
 
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder, listing
-from sft_play.runs.report import RunReport
-from sft_play.runs.scores import recorded_scores
+from sft_play.runs.report import RunReport, recorded_scores
 
 KILLED = "killed before it could write why; dmesg names what was killed for memory"
 

@@ -11,13 +11,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json
-
-if TYPE_CHECKING:
-    import psutil
+from sft_play.runs.report import start_time
 
 HOST = "127.0.0.1"  # loopback: training logs are not for the network
 PORTS_TRIED = 21  # the one that was asked for and the 20 after it
@@ -48,6 +45,12 @@ class _Record:
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
+
+    def is_alive(self) -> bool:
+        """Return whether that very process runs, and not another one with its id."""
+        started = start_time(self.pid)
+        # each process reads the boot time that psutil adds by itself, and it may be rounded
+        return started is not None and abs(started - self.started_at) < 1.0
 
 
 def start(
@@ -109,30 +112,12 @@ def _running(pid_file: Path) -> _Record | None:
         record = _Record(**read_json(pid_file))
     except (FileNotFoundError, ValueError, TypeError):  # TypeError: JSON of another shape
         return None
-    return record if _process(record) else None
-
-
-def _process(record: _Record) -> "psutil.Process | None":
-    """Return the live process of a record.
-
-    None where it is gone or a zombie, or where its pid is now another program's.
-    """
-    import psutil
-
-    try:
-        process = psutil.Process(record.pid)
-        # each process reads the boot time that psutil adds by itself, and it may be rounded
-        is_same = abs(process.create_time() - record.started_at) < 1.0
-        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
+    return record if record.is_alive() else None
 
 
 def _spawn(
     logdir: str, port: int, python: str, environ: Mapping[str, str], pid_file: Path
 ) -> _Record:
-    import psutil
-
     pid_file.parent.mkdir(parents=True, exist_ok=True)
     options = ["--logdir", logdir, "--host", HOST, "--port", str(port)]
     with _log_of(pid_file).open("wb") as log:
@@ -150,7 +135,7 @@ def _spawn(
                 f"TensorBoard cannot be started with {python}: {error.strerror}; run `make install`"
             ) from None
     child.returncode = 0  # it outlives us on purpose, of which Popen would warn when collected
-    record = _Record(child.pid, port, logdir, psutil.Process(child.pid).create_time())
+    record = _Record(child.pid, port, logdir, start_time(child.pid))
     # before the wait: a start that Ctrl-C ends can still be stopped
     write_json(pid_file, asdict(record))
     return record
@@ -163,7 +148,7 @@ def _wait_until_it_answers(record: _Record, pid_file: Path) -> bool:
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        if not _process(record):
+        if not record.is_alive():
             pid_file.unlink(missing_ok=True)
             return False
         if _answers(record):

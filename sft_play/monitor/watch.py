@@ -15,8 +15,7 @@ from sft_play.progress import duration, in_short
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
-from sft_play.runs.report import LoggedStep, RankMemory, RunReport
-from sft_play.runs.scores import logged_scores
+from sft_play.runs.report import LoggedStep, RankMemory, RunReport, logged_scores
 
 GIB = 2**30
 CURVE_WIDTH = 60

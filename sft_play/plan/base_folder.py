@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import EnvironmentFault
-from sft_play.runs.weight_headers import Header, read_headers
+from sft_play.runs.model_folder import Header, read_headers
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

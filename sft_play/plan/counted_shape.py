@@ -9,7 +9,7 @@ from sft_play.errors import ConfigError
 from sft_play.plan import counting
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, load_model_config, load_shape
 from sft_play.plan.structure import structure_from_json
-from sft_play.runs.cache import cache_folder
+from sft_play.runs.folder import cache_folder
 
 COUNTER = "sft_play.models.structure"
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.runs.weight_headers import Header
+from sft_play.runs.model_folder import Header
 
 ConfigJson = Mapping[str, Any]
 Block = tuple[int, int]

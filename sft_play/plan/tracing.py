@@ -10,7 +10,7 @@ from sft_play.config.schema import Config
 from sft_play.plan import counting
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, known_config, load_model_config
 from sft_play.plan.traced import Trace, TracedStep
-from sft_play.runs.cache import cache_folder
+from sft_play.runs.folder import cache_folder
 
 TRACER = "sft_play.models.trace_points"
 MODEL_SETTINGS = ("name", "revision", "dtype", "attn_implementation", "trust_remote_code")

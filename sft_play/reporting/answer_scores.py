@@ -7,8 +7,7 @@ from sft_play.reporting import bootstrap
 from sft_play.reporting.answers import Answer, same_rows
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score
-from sft_play.runs.report import RunReport
-from sft_play.runs.scores import RecordedScore, recorded_scores
+from sft_play.runs.report import RecordedScore, RunReport, recorded_scores
 
 ROUGE_L = "ROUGE-L"
 TITLES = {"rougeL": ROUGE_L}

@@ -19,11 +19,11 @@ from sft_play.reporting.row_losses import read_losses
 from sft_play.reporting.summary import loss_score, used_settings
 from sft_play.reporting.verdict import Score
 from sft_play.runs import metrics
-from sft_play.runs.asked import AskedRun
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import MetricsLine
 from sft_play.runs.report import RunReport
+from sft_play.runs.resumed import AskedRun
 
 LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")

@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.config.schema import Config
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import CardFacts
-from sft_play.runs.answer_stops import SavedStops
+from sft_play.runs.exports import SavedStops
 from sft_play.runs.report import RunReport
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -23,9 +23,9 @@ from sft_play.reporting.row_losses import (
     read_losses,
 )
 from sft_play.reporting.verdict import Score, Verdict, verdict
-from sft_play.runs.asked import VALUE_LENGTH, AskedRun
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LengthHistogram, LoggedStep, RunReport
+from sft_play.runs.resumed import VALUE_LENGTH, AskedRun
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import read_json, write_json, write_text
@@ -150,3 +150,23 @@ class Part:
 def as_line(values: Mapping[str, Any]) -> str:
     """Return an object as a line of JSON."""
     return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500"
+
+
+class Place(NamedTuple):
+    """A process among those of a command, and the port where they meet."""
+
+    number: int
+    of: int
+    port: int
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str]) -> "Place | None":
+        """Return that of this process, None where it is the one that the user started."""
+        if PLACE not in environ:
+            return None
+        place, _, port = environ[PLACE].partition(":")
+        number, _, of = place.partition("/")
+        return cls(int(number), int(of), int(port))

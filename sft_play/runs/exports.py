@@ -1,9 +1,14 @@
 """The exports of a run: what was asked for, and where they are. Loads no torch."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from sft_play.errors import CheckpointError
 from sft_play.runs import seal
+from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 
 FORMATS = ("safetensors", "gguf", "adapter")
@@ -30,3 +35,61 @@ def exports_of(run: RunFolder) -> list[Path]:
     """Return the folders of a run's exports, the latest first."""
     found = [path.parent for path in (run.path / EXPORTS).glob(f"*/{seal.NAME}")]
     return sorted(found, key=lambda path: -(path / seal.NAME).stat().st_mtime)
+
+
+@dataclass(frozen=True)
+class SavedStops:
+    """The tokens that end an answer, the trained one first, and their ids."""
+
+    tokens: tuple[str, ...]
+    ids: tuple[int, ...]
+
+
+PARITY = "parity.jsonl"
+MOST_TOKENS = 48  # of an answer
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """A prompt, and the greedy answer of the evaluated model."""
+
+    prompt: str  # the whole text, with its special tokens
+    prompt_ids: list[int]
+    answer: str  # without special tokens
+    answer_ids: list[int]  # at most MOST_TOKENS; the last one is a stop where it has ended
+    answer_ends: list[int]  # characters of the answer after each of its tokens
+    margins: list[float]  # nats between each token and the second most likely one
+    has_ended: bool
+    messages: list[dict[str, Any]] | None = None  # that the chat template makes this prompt of
+
+    @property
+    def finish_reason(self) -> str:
+        """What an OpenAI-compatible server says of this answer."""
+        return "stop" if self.has_ended else "length"
+
+    def margin_at(self, character: int) -> float:
+        """Return the margin of the token that a character of the answer belongs to."""
+        for end, margin in zip(self.answer_ends, self.margins, strict=True):
+            if character < end:
+                return margin
+        return self.margins[-1]
+
+
+def write_parity(rows: Sequence[ParityRow], folder: Path) -> None:
+    """Write parity.jsonl into the folder of an export."""
+    lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows]
+    write_text(folder / PARITY, "".join(lines))
+
+
+def read_parity(path: Path) -> list[ParityRow]:
+    """Return the rows of a parity.jsonl. Raises: CheckpointError where it cannot be used."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows = [ParityRow(**json.loads(line)) for line in text.splitlines()]
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be used ({error}); make export RUN=name writes it"
+        ) from None
+    if not rows:
+        raise CheckpointError(f"{path} has no rows; make export RUN=name writes it")
+    return rows

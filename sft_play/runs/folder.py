@@ -6,7 +6,7 @@ It is the only path between the front end and the worker.
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
-from sft_play.errors import ConfigError, EnvironmentFault, first_line
+from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, first_line
 from sft_play.runs.files import entries, read_json, write_json, write_text
 from sft_play.runs.report import RunReport
 
@@ -296,3 +296,44 @@ def _first_fault(error: yaml.YAMLError | ValidationError) -> str:
         place = ".".join(map(str, first["loc"])) or "the file"
         return f"{place}: {first['msg']}"
     return str(error).splitlines()[0]
+
+
+# Ends after which the newest checkpoint goes on, once what they name is mended
+GOES_ON = (
+    ExitClass.UNEXPECTED,
+    ExitClass.ENVIRONMENT,
+    ExitClass.DISK_FULL,
+    ExitClass.PEER_LOST,
+)
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun, which accelerate starts, too, reads causes
+
+
+def next_line(exit_class: ExitClass, cause: str, command: str | None) -> str:
+    """Return the line with what to type next, '' where the cause says it or nothing is kept."""
+    if exit_class not in GOES_ON or command is None or "RESUME" in cause:
+        return ""
+    return f"\ngo on with {command}"
+
+
+def last_words(folder: RunFolder) -> str | None:
+    """Return why a run did not end well, and what to type; None where it did, or says nothing."""
+    report = folder.read_report()
+    if report.status not in ("failed", "stopped") or not report.exit_class or not report.cause:
+        return None
+    exit_class = ExitClass(report.exit_class)
+    place = f"exit class {int(exit_class)} ({exit_class.name.lower()}), {folder.path}"
+    return f"{report.cause}\n{place}{next_line(exit_class, report.cause, report.next)}"
+
+
+def tell_launcher(environ: Mapping[str, str], cause: str) -> None:
+    """Write why this process ends where torchrun reads it, for the table that it prints last."""
+    path = environ.get(ERROR_FILE)
+    if path:
+        when = {"timestamp": str(int(time.time()))}
+        write_json(Path(path), {"message": {"message": cause, "extraInfo": when}})
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the folder of the cache."""
+    default = Path(config.train.output_dir) / ".data"
+    return Path(config.data.cache_dir or default).resolve()

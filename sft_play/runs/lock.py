@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from sft_play.errors import EnvironmentFault
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import start_time
 
 NAME = "run.lock"
 # What the front end writes before run.json
@@ -33,9 +34,7 @@ class Holder:
     @classmethod
     def this_process(cls) -> "Holder":
         """Return the process that calls this."""
-        import psutil
-
-        return cls(os.getpid(), socket.gethostname(), psutil.Process().create_time())
+        return cls(os.getpid(), socket.gethostname(), start_time(os.getpid()))
 
     @classmethod
     def from_text(cls, text: str) -> "Holder | None":
@@ -47,17 +46,10 @@ class Holder:
 
     def is_alive(self, folder: RunFolder) -> bool:
         """Return whether the process still runs; on another host, whether its run gives signs."""
-        import psutil
-
         if self.host != socket.gethostname():
             return time.time() - _last_sign(folder) < SILENT_SECONDS
-        try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not asked
-                return False
-            return abs(process.create_time() - self.started) < 1
-        except psutil.NoSuchProcess:
-            return False
+        started = start_time(self.pid)
+        return started is not None and abs(started - self.started) < 1
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

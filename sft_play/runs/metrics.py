@@ -4,10 +4,12 @@ It is only appended to, by the main rank, so that others can follow it.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from sft_play.runs.files import write_text
 
@@ -39,7 +41,7 @@ class MetricsLine:
     step: int
     steps: int  # of the whole run
     time: float | None = None  # seconds since the epoch; None for a step of the run resumed from
-    values: dict[str, float] = field(default_factory=dict)  # by the names of the log
+    values: dict[str, float | int] = field(default_factory=dict)  # by the names of the log
     gpus: tuple[GpuSample, ...] = ()
     answers: tuple[SampleAnswer, ...] = ()
 
@@ -48,17 +50,10 @@ class MetricsLine:
         said = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
         return json.dumps(said, ensure_ascii=False) + "\n"
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "MetricsLine":
-        """Return a line of the file."""
-        return cls(
-            step=values["step"],
-            steps=values["steps"],
-            time=values.get("time"),
-            values=values.get("values", {}),
-            gpus=tuple(GpuSample(**sample) for sample in values.get("gpus", [])),
-            answers=tuple(SampleAnswer(**answer) for answer in values.get("answers", [])),
-        )
+
+@cache
+def _adapter() -> TypeAdapter[MetricsLine]:
+    return TypeAdapter(MetricsLine)
 
 
 def append(path: Path, line: MetricsLine) -> None:
@@ -99,6 +94,6 @@ def read(path: Path, offset: int = 0) -> NewLines:
 
 def _parsed(line: bytes) -> MetricsLine | None:
     try:
-        return MetricsLine.from_json(json.loads(line))
-    except (ValueError, KeyError, TypeError):
+        return _adapter().validate_python(json.loads(line))
+    except ValueError:
         return None

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import re
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sft_play.errors import CheckpointError, EnvironmentFault
+from sft_play.config.schema import Config
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.runs import seal, stamp
-from sft_play.runs.base_files import pickled_weights
 from sft_play.runs.folder import RunFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -148,3 +151,67 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise EnvironmentFault(f"{path}: holds no JSON object; copy it anew")
     return found
+
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+
+
+def refuse_unsafe_base(config: Config) -> None:
+    """Refuse pickled weights, and a hub model's code that is not pinned to a commit.
+
+    Raises: ConfigError with the setting that allows it.
+    """
+    model = config.model
+    folder = Path(model.name)
+    if folder.is_dir():
+        pickled = pickled_weights(folder)
+        if pickled and not model.allow_pickled_weights:
+            raise ConfigError(
+                f"model.name={model.name}: its weights are {pickled[0]}, a pickle, which can run "
+                "any code when it is loaded; save them as safetensors, or set "
+                "MODEL_ALLOW_PICKLED_WEIGHTS=true if you trust who made it"
+            )
+        return
+    if model.trust_remote_code and not COMMIT.fullmatch(model.revision or ""):
+        raise ConfigError(
+            f"model.trust_remote_code=true runs Python code of {model.name}, and "
+            f"model.revision={model.revision or 'null'} may be other code tomorrow; set "
+            "MODEL_REVISION to the commit that you have read, 40 digits"
+        )
+
+
+def pickled_weights(folder: Path) -> list[str]:
+    """Return the pickled weight files of a folder that has no safetensors."""
+    if any(folder.glob("*.safetensors")):
+        return []
+    names = {path.name for pattern in PICKLED for path in folder.glob(pattern)}
+    return sorted(names - NO_WEIGHTS)
+
+
+class Header(NamedTuple):
+    """A tensor as a safetensors file describes it."""
+
+    name: str
+    dtype: str  # F32, BF16, F8_E4M3, I8 ...
+
+
+def read_headers(files: Iterable[Path]) -> Iterator[Header]:
+    """Yield the tensors of safetensors files. Raises: ValueError for one that ends too early."""
+    for path in files:
+        damage = ValueError(f"{path.name} is damaged, or ends too early")
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+            if not 0 < length < path.stat().st_size:
+                raise damage
+            try:
+                described = json.loads(file.read(length))
+            except ValueError:
+                raise damage from None
+        described.pop("__metadata__", None)
+        ends = (facts["data_offsets"][1] for facts in described.values())
+        if 8 + length + max(ends, default=0) > path.stat().st_size:
+            raise damage
+        for name, facts in described.items():
+            yield Header(name, facts["dtype"])

@@ -5,11 +5,11 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
-from sft_play.runs.scores import logged_scores
+from pydantic import TypeAdapter
 
-T = TypeVar("T")
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
 
 
@@ -134,14 +134,6 @@ class OutOfMemoryReport:
     components: dict[str, ComponentBytes]
     next: str
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "OutOfMemoryReport":
-        """Return the report in run.json."""
-        components = {
-            name: _known(ComponentBytes, sizes) for name, sizes in values["components"].items()
-        }
-        return _known(cls, {**values, "components": components})
-
 
 @dataclass(frozen=True)
 class ExpertsReport:
@@ -185,7 +177,7 @@ class RunReport:
     peak_bytes: PeakBytes | None = None
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
-    metrics: dict[str, dict[str, float]] | None = None  # by before and after
+    metrics: dict[str, dict[str, float | int]] | None = None  # by before and after
     best: dict[str, Any] | None = None  # the checkpoint whose weights are saved, where not the last
     skipped_steps: list[int] | None = None  # left out by train.on_nonfinite
     loss: list[LoggedLoss] | None = None
@@ -194,7 +186,7 @@ class RunReport:
     data: dict[str, Any] | None = None  # the ledger of each split
     lengths: dict[str, LengthHistogram] | None = None  # of each split
     padding: dict[str, int] | None = None  # tokens of an epoch
-    fast_path: dict[str, dict[str, Any]] | None = None  # fused kernels that are on, and off
+    fast_path: dict[str, Any] | None = None  # fused kernels that are on, and off
     experts: ExpertsReport | None = None  # None without experts, and while the run goes on
     probe: dict[str, Any] | None = None  # None without train.probe
     out_of_memory: OutOfMemoryReport | None = None
@@ -208,33 +200,9 @@ class RunReport:
         return {name: value for name, value in values if value is not None or name in nullable}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RunReport":
-        """Return the report in a run.json; keys of other versions are ignored."""
-        typed = dict(values)
-        if "peak_bytes" in values:
-            typed["peak_bytes"] = _known(PeakBytes, values["peak_bytes"])
-        if "memory" in values:
-            typed["memory"] = _known(PhasePeaks, values["memory"])
-        if "memory_by_rank" in values:
-            typed["memory_by_rank"] = [
-                _known(RankMemory, entry) for entry in values["memory_by_rank"]
-            ]
-        if "loss" in values:
-            typed["loss"] = [_known(LoggedLoss, entry) for entry in values["loss"]]
-        if "history" in values:
-            typed["history"] = [_known(LoggedStep, entry) for entry in values["history"]]
-        if "experts" in values:
-            typed["experts"] = _known(ExpertsReport, values["experts"])
-        if "checks" in values:
-            typed["checks"] = [_known(Check, entry) for entry in values["checks"]]
-        if "lengths" in values:
-            typed["lengths"] = {
-                split: _known(LengthHistogram, lengths)
-                for split, lengths in values["lengths"].items()
-            }
-        if "out_of_memory" in values:
-            typed["out_of_memory"] = OutOfMemoryReport.from_json(values["out_of_memory"])
-        return _known(cls, typed)
+    def from_json(cls, values: object) -> "RunReport":
+        """Return the report in a run.json without unknown keys. Raises ValueError."""
+        return _adapter().validate_python(values)
 
     @property
     def state(self) -> str:
@@ -255,23 +223,76 @@ class RunReport:
 
         Before it has begun, its launcher.
         """
-        import psutil
-
         pid = self.launcher_pid if self.pid is None else self.pid
         if pid is None or self.started_at is None:
             return False
-        try:
-            process = psutil.Process(pid)
-            started = process.create_time()
-            if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not asked
-                return False
-        except psutil.NoSuchProcess:
-            return False
-        reported = time.strptime(self.started_at[:19], "%Y-%m-%dT%H:%M:%S")
-        return started <= time.mktime(reported) + 1
+        started = start_time(pid)
+        reported = time.mktime(time.strptime(self.started_at[:19], "%Y-%m-%dT%H:%M:%S"))
+        return started is not None and started <= reported + 1
 
 
-def _known(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass of those values that have a field."""
-    names = [field.name for field in fields(kind)]
-    return kind(**{name: values[name] for name in names if name in values})
+@cache
+def _adapter() -> TypeAdapter[RunReport]:
+    return TypeAdapter(RunReport)
+
+
+def start_time(pid: int) -> float | None:
+    """Return when a process of this host started, in seconds since the epoch; None if it is gone.
+
+    With the start time, a process is not taken for an older one that had the same id. A zombie,
+    which was killed and whose parent has not asked for its end, is gone.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+# Names that are no score of answers, and the ends of intervals
+NO_SCORES = frozenset(
+    {"eval_loss", "eval_loss_seconds", "answers", "cut_answers", "max_new_tokens"}
+    | {"generation_seconds", "loss", "loss_seconds"}
+)
+BOUNDS = ("_low", "_high")
+
+
+@dataclass(frozen=True)
+class RecordedScore:
+    """A score as run.json has it; `low` and `high` are None for a few rows."""
+
+    name: str  # rougeL, or one of train.metrics
+    mean: float
+    low: float | None
+    high: float | None
+
+    def words(self) -> str:
+        """Return `rougeL=0.812 [0.790, 0.834]`."""
+        text = f"{self.name}={self.mean:.3f}"
+        if self.low is None or self.high is None:
+            return text
+        return f"{text} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def recorded_scores(metrics: Mapping[str, float]) -> list[RecordedScore]:
+    """Return the scores of answers in `metrics`, ROUGE-L first, then by name."""
+    names = [name for name in metrics if name not in NO_SCORES and not _is_bound(name, metrics)]
+    names.sort(key=lambda name: (name != "rougeL", name))
+    return [
+        RecordedScore(name, metrics[name], *(metrics.get(f"{name}{end}") for end in BOUNDS))
+        for name in names
+    ]
+
+
+def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether it is an end of another score's interval; a function may be called so, too."""
+    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in BOUNDS)
+
+
+def logged_scores(logged: Mapping[str, float], rows: str) -> list[RecordedScore]:
+    """Return the scores of answers that a run logged as `<rows>_<name>`; `rows` is eval or test."""
+    start = f"{rows}_"
+    found = {name.removeprefix(start): logged[name] for name in logged if name.startswith(start)}
+    return recorded_scores(found)

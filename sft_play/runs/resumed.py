@@ -4,7 +4,7 @@ Loads no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, Self
 from pydantic import ValidationError
 
 from sft_play.config import layers
-from sft_play.config.loader import RunSettings
+from sft_play.config.loader import LoadedConfig, RunSettings
 from sft_play.config.messages import refuse, word
 from sft_play.config.on_resume import CLASSES, CONTENT, OnResume, of_class
 from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.yaml_source import Located, parse_scalar
 from sft_play.errors import CheckpointError
 from sft_play.runs import stamp
-from sft_play.runs.asked import AskedRun
 from sft_play.runs.checkpoints import step_of
+from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
 
 # Files may have moved, and the plan is this machine's: digests and the stamp decide
@@ -279,3 +279,47 @@ def _table(rows: list[tuple[str, ...]]) -> str:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {'  '.join(cells)}".rstrip())
     return "\n".join(lines)
+
+
+ASKED = "asked.json"
+VALUE_LENGTH = 400  # characters of a value that are kept
+
+
+@dataclass(frozen=True)
+class AskedSetting:
+    """A setting as the user, a file or the schema has it."""
+
+    value: str  # as YAML spells it; "auto" stands as it is
+    origin: str  # such as configs/tiny.yaml:20, or environment TRAIN_EPOCHS
+    is_chosen: bool  # by the user, not by the schema or configs/base.yaml
+
+
+@dataclass(frozen=True)
+class AskedRun:
+    """The settings of a run by dotted name, and the shell command that repeats it."""
+
+    command: str
+    settings: dict[str, AskedSetting]
+
+    @classmethod
+    def of(cls, loaded: LoadedConfig, command: str) -> Self:
+        """Return what a loaded config asks."""
+        asked = {}
+        for path in settings():
+            value = word(loaded.value(path), VALUE_LENGTH)
+            asked[path] = AskedSetting(value, loaded.origin[path], loaded.is_set(path))
+        return cls(command, asked)
+
+    def write(self, folder: RunFolder) -> None:
+        """Write asked.json."""
+        write_json(folder.path / ASKED, asdict(self))
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Self | None:
+        """Return what asked.json says, or None where a run of another version has none."""
+        path = folder.path / ASKED
+        if not path.exists():
+            return None
+        values: dict[str, Any] = read_json(path)
+        found = {name: AskedSetting(**facts) for name, facts in values["settings"].items()}
+        return cls(values["command"], found)

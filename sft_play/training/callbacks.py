@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
-from sft_play.runs.scores import logged_scores
+from sft_play.runs.report import logged_scores
 
 logger = logging.getLogger(__name__)
 

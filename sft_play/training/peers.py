@@ -8,7 +8,7 @@ import psutil
 
 from sft_play import stops
 from sft_play.errors import ExitClass
-from sft_play.runs import ending
+from sft_play.runs import folder
 
 ORPHAN_SECONDS = 120  # to save a last checkpoint, once the launcher is gone
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # which accelerate starts, too
@@ -36,7 +36,7 @@ def end_with_launcher() -> None:
 
 def tell_launcher(cause: str) -> None:
     """Let torchrun say why this rank ends, in the table that it prints last."""
-    ending.tell_launcher(os.environ, cause)
+    folder.tell_launcher(os.environ, cause)
 
 
 def missing_ranks() -> list[int]:

@@ -27,7 +27,7 @@ from sft_play.plan.precision import precision
 from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs import stamp
-from sft_play.runs.cache import cache_folder
+from sft_play.runs.folder import cache_folder
 from sft_play.training.context import RunContext
 from sft_play.training.dry_run import DryRun
 from sft_play.training.recorder import RunRecorder

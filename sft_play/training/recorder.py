@@ -20,8 +20,7 @@ from sft_play.reporting.verdict import resume_command
 from sft_play.reporting.write import write_report_or_warn
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
-from sft_play.runs.ending import next_line
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, next_line
 from sft_play.runs.report import (
     STARTED_AT,
     Check,

@@ -15,9 +15,9 @@ from sft_play.data import cache
 from sft_play.errors import ExitClass, SftPlayError
 from sft_play.inference.load import checked_weights
 from sft_play.runs import checkpoints, seal, stamp
-from sft_play.runs.base_files import refuse_unsafe_base
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import refuse_unsafe_base
 
 NEWEST = "checkpoint-3"
 Damage = Callable[[Path], None]  # of a folder of checkpoints
@@ -459,7 +459,7 @@ BASE = (
         pickled,
         ExitClass.CONFIG,
         ("can run any code", "MODEL_ALLOW_PICKLED_WEIGHTS=true"),
-        Guard("sft_play.runs.base_files:pickled_weights", lambda _: []),
+        Guard("sft_play.runs.model_folder:pickled_weights", lambda _: []),
         5,
         None,
         True,
@@ -470,7 +470,7 @@ BASE = (
         pinned_code,
         ExitClass.CONFIG,
         ("may be other code tomorrow", "set MODEL_REVISION to the commit"),
-        Guard("sft_play.runs.base_files:COMMIT", re.compile("main")),
+        Guard("sft_play.runs.model_folder:COMMIT", re.compile("main")),
         5,
         None,
         True,
