@@ -67,7 +67,7 @@ def measure(
     """Return seconds, speed and peak memory of answering all prompts; `batch` is auto or rows."""
     import torch
 
-    from sft_play.evaluation.batches import batches_of, room_for
+    from sft_play.evaluation.generate import batches_of, room_for
 
     process = generator.process
     is_gpu = process.device.type == "cuda"

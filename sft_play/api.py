@@ -18,8 +18,8 @@ from sft_play.commands.watch import verdict_lines
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
 from sft_play.errors import of_class
+from sft_play.reporting.page import report_page
 from sft_play.reporting.summary import read_summary
-from sft_play.reporting.write import report_page
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport

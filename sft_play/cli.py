@@ -254,12 +254,13 @@ def memory_check() -> None:
 def doctor() -> None:
     """Check versions, GPUs, compilers and disk; print the command that fixes what is missing."""
     from sft_play.monitor import doctor as checks
+    from sft_play.monitor import packages
 
     called = _call()
     num_gpus = called.invocation.num_gpus
     findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ, num_gpus)
-    _echo_lines(checks.report_lines(findings))
-    raise typer.Exit(int(checks.exit_class(findings)))
+    _echo_lines(packages.report_lines(findings))
+    raise typer.Exit(int(packages.exit_class(findings)))
 
 
 @app.command()
@@ -280,7 +281,7 @@ def tb_stop() -> None:
 @app.command()
 def runs() -> None:
     """List the runs with status and scores."""
-    from sft_play.monitor.runs import run_table
+    from sft_play.monitor.watch import run_table
 
     _echo_lines(run_table(_call().output_dir))
 

@@ -14,7 +14,7 @@ from run_files import run_json
 
 from sft_play.errors import CheckpointError, DivergedError, ExitClass
 from sft_play.inference.load import checked_weights
-from sft_play.monitor.runs import run_table
+from sft_play.monitor.watch import run_table
 from sft_play.runs import checkpoints, seal
 from sft_play.runs.folder import RunFolder
 from sft_play.training.sealed_save import check_finite_optimizer

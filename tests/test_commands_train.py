@@ -13,7 +13,7 @@ from sft_play.commands import train as training
 from sft_play.commands import use
 from sft_play.config import invocation
 from sft_play.errors import DataError, EnvironmentFault
-from sft_play.monitor.runs import run_table
+from sft_play.monitor.watch import run_table
 from sft_play.runs import folder as folders
 from sft_play.runs import lock
 from sft_play.runs.files import write_json, write_text

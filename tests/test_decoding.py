@@ -9,8 +9,7 @@ from test_fast_install import plain_model
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sft_play.evaluation import decoding
-from sft_play.evaluation.decoding import attend_one_token, shared_keys
+from sft_play.evaluation.generate import attend_one_token, shared_keys
 
 PROMPTS = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13], [0, 14, 15, 16, 17, 18]])
 MASK = (PROMPTS > 0).long()
@@ -41,7 +40,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         heads.append(query.shape[1])
         return attend_one_token(query, *rest)
 
-    monkeypatch.setattr(decoding, "attend_one_token", noting)
+    monkeypatch.setattr("sft_play.evaluation.generate.attend_one_token", noting)
     yield heads
 
 

@@ -24,11 +24,10 @@ from sft_play.data.rows import Message
 from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
-from sft_play.evaluation.batches import Room, batches_of, share_of_rank
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator
-from sft_play.evaluation.generate import Answer, Generator
-from sft_play.evaluation.metrics import rouge_l
+from sft_play.evaluation.generate import Answer, Generator, Room, batches_of, share_of_rank
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
+from sft_play.evaluation.scores import rouge_l
 from sft_play.models.fast.loss.install import fuse_loss
 from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import read_plan

@@ -9,8 +9,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sft_play.config import metrics as names
 from sft_play.errors import ConfigError
 from sft_play.evaluation.generate import Answer
-from sft_play.evaluation.metrics import Answered, rouge_l, score_answers
-from sft_play.evaluation.scores import GenerationScores
+from sft_play.evaluation.scores import Answered, GenerationScores, rouge_l, score_answers
 
 ANSWERS = ["the cat sat on the mat", "", "one two", "Completely different words", "a b c d"]
 EXPECTED = ["the cat is on the mat", "something", "one two", "nothing shared here", "d c b a"]

@@ -127,7 +127,7 @@ def test_an_adapter_that_trained_a_tied_part_is_asked_as_it_is(tiny_base, tokeni
     from transformers import AutoModelForCausalLM
 
     from sft_play.inference.load import TrainedModel
-    from sft_play.inference.task_model import TaskModel
+    from sft_play.inference.tasks import TaskModel
     from sft_play.process import Process
 
     base = AutoModelForCausalLM.from_pretrained(tiny_base)

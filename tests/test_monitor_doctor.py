@@ -10,7 +10,7 @@ from fake_nvml import NO_DRIVER, card
 
 from sft_play.errors import ExitClass
 from sft_play.monitor import doctor
-from sft_play.monitor.findings import Finding, exit_class, report_lines
+from sft_play.monitor.packages import Finding, exit_class, report_lines
 from sft_play.plan.devices import GIB, Gpu
 
 ONE_GPU = (Gpu(0, "NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0), "GPU-a"),)

@@ -7,7 +7,7 @@ from fake_nvml import NO_DRIVER, card
 
 from sft_play.monitor import gpus
 from sft_play.monitor.gpus import gpu_info_lines
-from sft_play.monitor.installed import TorchBuild
+from sft_play.monitor.packages import TorchBuild
 
 
 def test_gpu_info_counts_no_gpus_without_any_nvidia_software(plant):

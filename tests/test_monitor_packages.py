@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import ExitClass
-from sft_play.monitor import installed, packages
-from sft_play.monitor.findings import Finding, exit_class
+from sft_play.monitor import packages
 from sft_play.monitor.gpus import Driver
-from sft_play.monitor.installed import TorchBuild
+from sft_play.monitor.packages import Finding, TorchBuild, exit_class
 from sft_play.plan.devices import GIB, Gpu
 
 ONE_GPU = (Gpu(0, "NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0), "GPU-a"),)
@@ -136,10 +135,10 @@ def test_missing_torch_fails_the_doctor():
     ],
 )
 def test_the_torch_build_is_read_from_its_files(text, version, build):
-    assert installed.parse_torch_version(text, version) == build
+    assert packages.parse_torch_version(text, version) == build
 
 
 def test_the_installed_torch_build_is_what_torch_says():
     torch = pytest.importorskip("torch")
     cuda = tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else None
-    assert installed.torch_build() == TorchBuild(torch.__version__, cuda)
+    assert packages.torch_build() == TorchBuild(torch.__version__, cuda)

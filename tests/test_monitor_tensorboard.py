@@ -19,6 +19,7 @@ from run_files import run_json
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor import tensorboard
+from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
 
 
@@ -89,7 +90,7 @@ def test_a_tensorboard_that_dies_at_once_is_an_environment_fault_with_its_words(
 
 def test_a_missing_interpreter_is_an_environment_fault(pid_file, tmp_path):
     with pytest.raises(EnvironmentFault, match="make install"):
-        tensorboard.start(tmp_path, tensorboard._any_port(), str(tmp_path / "none"), {}, pid_file)
+        tensorboard.start(tmp_path, free_port(), str(tmp_path / "none"), {}, pid_file)
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
@@ -114,7 +115,7 @@ def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeyp
     )
     monkeypatch.setattr(tensorboard, "START_SECONDS", 0.3)
     with pytest.raises(EnvironmentFault, match=r"did not answer on port (?s:.*)importing"):
-        tensorboard.start(tmp_path, tensorboard._any_port(), str(interpreter), {}, pid_file)
+        tensorboard.start(tmp_path, free_port(), str(interpreter), {}, pid_file)
     assert not pid_file.exists()
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
@@ -152,7 +153,7 @@ def test_a_target_that_ends_in_tb_trains_with_tensorboard_beside_it(target, sett
         "RUN": "run",
         "DEVICE": "cpu",
         "NUM_GPUS": "2",
-        "TB_PORT": str(tensorboard._any_port()),
+        "TB_PORT": str(free_port()),
         "PY": sys.executable,
     }
     command = ["make", target, *(f"{name}={value}" for name, value in words.items())]

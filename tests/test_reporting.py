@@ -14,11 +14,11 @@ from sft_play.commands.compare import write_report_again
 from sft_play.commands.train import failure_recorded
 from sft_play.config.invocation import Invocation
 from sft_play.errors import DataError, ExitClass
-from sft_play.monitor.runs import run_table
+from sft_play.monitor.watch import run_table
 from sft_play.reporting import bootstrap, charts
 from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
+from sft_play.reporting.page import report_page, write_report, write_report_or_warn
 from sft_play.reporting.summary import read_summary
-from sft_play.reporting.write import report_page, write_report, write_report_or_warn
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.report import Check, LengthHistogram, LoggedStep, RunReport
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.schema import Config, ModelSection
-from sft_play.reporting.answer_scores import answer_scores
+from sft_play.reporting.answers import answer_scores
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.card_facts import (
     CardFacts,

@@ -10,7 +10,7 @@ from run_files import run_json
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import DivergedError, ExitClass
-from sft_play.monitor.runs import run_table
+from sft_play.monitor.watch import run_table
 from sft_play.process import Process
 from sft_play.training.divergence import LossWatch
 from sft_play.training.trainer import SftTrainer

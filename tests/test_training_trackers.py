@@ -7,7 +7,7 @@ from sft_play.commands.train import check_trackers
 from sft_play.config import loader
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.monitor.installed import installed_version
+from sft_play.monitor.packages import installed_version
 from sft_play.training.trackers import Trackers
 
 

@@ -21,8 +21,7 @@ from sft_play.commands import watch as watching
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
 from sft_play.errors import EnvironmentFault
-from sft_play.monitor.text_chart import bar, curve
-from sft_play.monitor.watch import Follower, frame, pipe_line, plain
+from sft_play.monitor.watch import Follower, bar, curve, frame, pipe_line, plain
 from sft_play.runs import metrics
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer

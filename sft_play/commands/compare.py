@@ -22,27 +22,27 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
     Raises: ConfigError for runs that do not exist; EnvironmentFault when the page cannot be
     written.
     """
-    from sft_play.reporting import comparison_text
+    from sft_play.reporting import compare
     from sft_play.reporting.compare import compare as compare_runs
 
     folders = named_runs(call, list(names))
     comparison = compare_runs(folders)
     path = Path(out or call.environ.get("OUT") or default_page(call, folders))
     try:
-        write_text(path, comparison_text.comparison_page(comparison))
+        write_text(path, compare.comparison_page(comparison))
     except OSError as error:
         raise EnvironmentFault(
             f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
         ) from None
     if as_json:
-        return as_text({**comparison_text.comparison_json(comparison), "page": str(path)})
-    lines = comparison_text.comparison_lines(comparison)
+        return as_text({**compare.comparison_json(comparison), "page": str(path)})
+    lines = compare.comparison_lines(comparison)
     return "\n".join([*lines, "", f"page {path}"])
 
 
 def write_report_again(call: Call) -> str:
     """Write the report of RUN anew, or of the latest run; return the path of the page."""
-    from sft_play.reporting.write import write_report
+    from sft_play.reporting.page import write_report
 
     return str(write_report(run_folders.find(call.output_dir, call.invocation.run)))
 

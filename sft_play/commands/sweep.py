@@ -24,7 +24,7 @@ from sft_play.commands.resumption import other_rows
 from sft_play.config.targets import GIVEN, GOALS
 from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, rungs
-from sft_play.reporting.answer_scores import title_of
+from sft_play.reporting.answers import title_of
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport, recorded_scores

@@ -34,7 +34,7 @@ from sft_play.errors import (
     StoppedOnRequest,
     disk_errors_in_words,
 )
-from sft_play.monitor.trackers import check_installed
+from sft_play.monitor import packages
 from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.base_folder import refuse_missing_weights
 from sft_play.plan.devices import GIB
@@ -266,7 +266,7 @@ def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: st
         folder.write_report(report)
     except OSError as error:  # it must not hide the cause
         print(f"{folder.path / 'run.json'} cannot be written: {error.strerror}")
-    from sft_play.reporting.write import write_report_or_warn  # its templates take a while
+    from sft_play.reporting.page import write_report_or_warn  # its templates take a while
 
     write_report_or_warn(folder)
 
@@ -338,7 +338,7 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
 def check_trackers(config: Config, with_tensorboard: bool) -> None:
     """Refuse trackers that cannot be used, before anything is tokenised or loaded."""
     names = config.train.report_to
-    check_installed(names)
+    packages.check_trackers(names)
     if with_tensorboard and "tensorboard" not in names:
         raise ConfigError(
             f"train.report_to={','.join(names) or 'none'} writes nothing that TensorBoard shows; "

@@ -20,10 +20,24 @@ from sft_play.data.questions import question_indices
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import DivergedError
-from sft_play.evaluation.batches import batches_of, room_for, share_of_rank
-from sft_play.evaluation.generate import Answer, Generator, StopWhen
-from sft_play.evaluation.metrics import Answered, MetricScore, rouge_l, score_answers
-from sft_play.evaluation.scores import GenerationScores, Question, RowLoss, Scores
+from sft_play.evaluation.generate import (
+    Answer,
+    Generator,
+    StopWhen,
+    batches_of,
+    room_for,
+    share_of_rank,
+)
+from sft_play.evaluation.scores import (
+    Answered,
+    GenerationScores,
+    MetricScore,
+    Question,
+    RowLoss,
+    Scores,
+    rouge_l,
+    score_answers,
+)
 from sft_play.models.fast.loss.head import fused_nll_of_rows, is_loss_fused
 from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
 from sft_play.models.sharding import resharding

@@ -3,13 +3,15 @@
 Legend: B prompts of a batch, T tokens of the longest one, N generated tokens.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from peft.helpers import disable_input_dtype_casting
+from torch import Tensor, nn
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -18,11 +20,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.render import stop_ids
-from sft_play.evaluation.decoding import shared_keys
 from sft_play.models.positions import room_for_answer
+from sft_play.plan.devices import host_memory
+from sft_play.plan.model_shape import shape_of
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -177,3 +181,152 @@ def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tenso
         input_ids.append([pad_id] * padding + list(ids))
         mask.append([0] * padding + [1] * len(ids))
     return torch.tensor(input_ids), torch.tensor(mask)
+
+
+SDPA = "sdpa"
+
+
+@contextlib.contextmanager
+def shared_keys() -> Iterator[None]:
+    """Let models with transformers' sdpa attention generate without repeated keys and values."""
+    own = ALL_ATTENTION_FUNCTIONS[SDPA]
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what transformers' function returns, by another way where heads share keys."""
+        # what else transformers' function reads, of all that it is given
+        is_plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
+        if not (is_plain and can_share(query, key, attention_mask)):
+            return own(module, query, key, value, attention_mask, **kwargs)
+        return attend_one_token(query, key, value, attention_mask, kwargs.get("scaling")), None
+
+    ALL_ATTENTION_FUNCTIONS[SDPA] = attend
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[SDPA] = own
+
+
+def can_share(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
+    """Return whether several query heads (B, H, 1, D) share keys (B, K, S, D) and a mask."""
+    has_one_mask = attention_mask is None or attention_mask.shape[1] == 1
+    return query.shape[2] == 1 and query.shape[1] > key.shape[1] and has_one_mask
+
+
+def attend_one_token(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return the output (B, 1, H, D) of query (B, H, 1, D) over key and value (B, K, S, D).
+
+    The mask is (B, 1, 1, S), or None where every token is seen.
+    """
+    rows, heads = query.shape[:2]
+    groups = heads // key.shape[1]
+    grouped = query.view(rows, key.shape[1], groups, query.shape[-1])
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(-1, -1, groups, -1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scale
+    )
+    return output.reshape(rows, 1, heads, value.shape[-1])
+
+
+MOST_PROMPTS = {"cuda": 256, "cpu": 32}  # on a CPU more at once do not come faster
+# Of the free memory: a cache that grows by a token leaves blocks of its former sizes behind
+SHARE = 0.5
+CACHE_COPIES = 2  # of a layer, while its cache is made one token longer
+SCORE_COPIES = 3  # of the scores of a token: the head's, in float32, and processed
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that generation may take, and what it takes for each prompt."""
+
+    free_bytes: int
+    cached_token_bytes: int  # keys and values of all layers
+    read_token_bytes: int  # activations of a layer, while the prompts are read
+    prompt_bytes: int  # scores of all tokens of the vocabulary
+    most: int  # prompts, however much memory there is
+
+    def prompts(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Return how many prompts of so many tokens are answered at once, at least one."""
+        bytes_each = (
+            self.cached_token_bytes * (prompt_tokens + new_tokens)
+            + self.read_token_bytes * prompt_tokens
+            + self.prompt_bytes
+        )
+        return max(1, min(self.most, int(SHARE * self.free_bytes) // bytes_each))
+
+
+def room_for(
+    model: torch.nn.Module, process: Process, beams: int = 1, limit_bytes: int | None = None
+) -> Room:
+    """Return the room for generation beside what this process holds now.
+
+    `limit_bytes` is what it may hold on its GPU in all; None is all that is free.
+    """
+    shape = shape_of(model.config.to_dict(), getattr(model.config, "name_or_path", ""))
+    itemsize = process.compute_dtype.itemsize
+    # inputs and outputs of attention and MLP, of the layer that is computed
+    read_features = 8 * shape.hidden + 4 * shape.intermediate
+    return Room(
+        free_bytes=max(0, free_bytes(process, limit_bytes)),
+        cached_token_bytes=beams * CACHE_COPIES * 2 * shape.kv_features * itemsize,
+        read_token_bytes=beams * read_features * itemsize,
+        prompt_bytes=beams * SCORE_COPIES * 4 * shape.vocab,
+        most=max(1, MOST_PROMPTS[process.device.type] // beams),
+    )
+
+
+def free_bytes(process: Process, limit_bytes: int | None = None) -> int:
+    """Return what this process can still allocate on the fullest of its devices."""
+    if process.device.type != "cuda":
+        return host_memory().available_bytes // process.world_size
+    found = []
+    for device in process.devices:
+        free, _ = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - allocated
+        if limit_bytes is not None:
+            free = min(free, limit_bytes - allocated)
+        found.append(free)
+    return min(found)
+
+
+def batches_of(
+    lengths: Sequence[int], rows_at: Callable[[int], int], world_size: int = 1
+) -> list[list[int]]:
+    """Split rows of `lengths` tokens into batches of their indices, the longest first.
+
+    `rows_at(tokens)` is how many rows a batch takes whose longest has so many tokens. No batch is
+    larger than a rank's share of all rows.
+    """
+    order = longest_first(lengths)
+    share = -(-len(order) // world_size)
+    found = []
+    while order:
+        rows = min(share, rows_at(lengths[order[0]]))
+        found.append(order[:rows])
+        order = order[rows:]
+    return found
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of `lengths` from the longest to the shortest; equal ones in order."""
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
+
+
+def share_of_rank(batches: Sequence[list[int]], process: Process) -> list[list[int]]:
+    """Return this rank's batches; every rank has the same number.
+
+    A rank with one batch too few gets a batch of one filler, `~index` of the last row.
+    """
+    missing = -len(batches) % process.world_size
+    every = [*batches, *[[~batches[-1][-1]]] * missing]
+    return every[process.rank :: process.world_size]

@@ -18,8 +18,8 @@ from sft_play.data.store import Split
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.data.tokenized import TokenizedSource, read_bad_rows
 from sft_play.errors import ConfigError, DataError
-from sft_play.evaluation.batches import free_bytes
 from sft_play.evaluation.evaluator import Evaluator
+from sft_play.evaluation.generate import free_bytes
 from sft_play.evaluation.scores import Scores, answers_jsonl
 from sft_play.inference.load import (
     TrainedModel,

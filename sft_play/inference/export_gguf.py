@@ -16,6 +16,7 @@ from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.exported import (
     Exported,
     complete,
+    messages_of,
     refuse_faults,
     reopened_model,
     staging_of,
@@ -31,7 +32,6 @@ from sft_play.inference.gguf_tools import (
 )
 from sft_play.inference.merge import publish
 from sft_play.inference.modelfile import Messages, TurnTexts, modelfile_text, read_turn_texts
-from sft_play.inference.parity import messages_of
 from sft_play.models.export import read_stops
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json, write_text

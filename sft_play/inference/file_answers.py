@@ -9,8 +9,7 @@ from sft_play.data.prompts import Prompt
 from sft_play.data.render import RenderError, render_prompt
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
-from sft_play.evaluation.batches import batches_of, room_for
-from sft_play.evaluation.generate import Answer, Generator
+from sft_play.evaluation.generate import Answer, Generator, batches_of, room_for
 from sft_play.inference.chat import answer_limit
 from sft_play.inference.load import TrainedModel
 from sft_play.runs.answer_file import AnswerFile, Place

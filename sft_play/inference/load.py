@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
@@ -19,7 +19,6 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, is_out_of_memory
 from sft_play.evaluation.generate import Sampling
 from sft_play.inference.other_weights import load_other_adapter
-from sft_play.inference.sampling import sampling_of
 from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import load_base
@@ -245,3 +244,27 @@ def quiet_libraries() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampling | None:
+    """Return the sampling, None for the most likely token.
+
+    A base that samples by itself does so here; what the call asks for is put in its place.
+    """
+    base_samples = bool(generation.do_sample)
+    if request.is_greedy or (request.asks_nothing and not base_samples):
+        return None
+    own = Sampling()
+    if base_samples:
+        own = Sampling(
+            generation.temperature or 1.0,
+            generation.top_p,
+            generation.top_k or None,  # 0 is none
+            generation.min_p,
+        )
+    return Sampling(
+        own.temperature if request.temperature is None else request.temperature,
+        own.top_p if request.top_p is None else request.top_p,
+        own.top_k if request.top_k is None else request.top_k,
+        own.min_p,
+    )

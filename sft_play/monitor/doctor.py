@@ -12,23 +12,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sft_play.config.backends import BNB, UNSLOTH
-from sft_play.monitor.findings import Finding, exit_class, report_lines
-from sft_play.monitor.gpus import dotted, gib, nvidia_driver
-from sft_play.monitor.installed import TorchBuild, nccl, torch_build
-from sft_play.monitor.links import link_lines, links
+from sft_play.monitor.gpus import gib, link_lines, links, nvidia_driver
 from sft_play.monitor.packages import (
     GPU_REQUIREMENTS,
     INSTALL,
+    Finding,
+    TorchBuild,
+    dotted,
     gpu_kernel_findings,
+    nccl,
     optional_findings,
     package_findings,
     python_finding,
+    torch_build,
     torch_findings,
 )
 from sft_play.plan import switches
 from sft_play.plan.devices import Gpu, nvml_gpus
-
-__all__ = ["examine", "exit_class", "report_lines"]
 
 NVIDIA_VENDOR = "0x10de"  # on the PCI bus
 # two checkpoints in full mode of 1 B weights: 4 bytes a weight, 8 for Adam's two moments
@@ -63,7 +63,7 @@ def examine(
         gpu_finding(gpus, reason),
         *several_gpus_findings(gpus, num_gpus),
         *link_findings(gpus),
-        nccl_finding(build),
+        Finding("ok", "nccl", nccl() or _words_without_nccl(build)),
         disk_finding(output_dir),
         *compiler_findings(environ),
         *network_findings(environ),
@@ -104,23 +104,12 @@ def several_gpus_findings(gpus: tuple[Gpu, ...], num_gpus: int | None) -> Iterat
 def link_findings(gpus: tuple[Gpu, ...]) -> list[Finding]:
     """Report how several GPUs are connected; over PCIe alone, sharded training is slow."""
     found = links(gpus)
-    lines = link_lines(found) if found else []
-    if all(link.is_nvlink for link in found):
-        return [Finding("ok", "links", line) for line in lines]
-    fix = (
+    is_fast = all(link.is_nvlink for link in found)
+    slow = (
         "adapters and models that fit on one GPU: `make train-distributed` (DDP) rather than ZeRO-3"
     )
-    return [Finding("warn", "links", line, fix) for line in lines]
-
-
-def nccl_finding(build: TorchBuild | None) -> Finding:
-    """Report the library of GPU collectives; a CPU build of torch uses gloo, which it contains."""
-    found = nccl()
-    if found is None:
-        found = "not used: torch on a CPU talks through gloo"
-        if build and build.cuda:
-            found = "comes with torch"
-    return Finding("ok", "nccl", found)
+    verdict = ("ok", "") if is_fast else ("warn", slow)
+    return [Finding(verdict[0], "links", line, verdict[1]) for line in link_lines(found)]
 
 
 def disk_finding(output_dir: Path) -> Finding:
@@ -172,16 +161,18 @@ def network_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
             fix = f"export {variable}=<one of {', '.join(interfaces)}>"
             yield Finding("missing", variable, f"{value} names no interface here", fix)
     if address := environ.get("MASTER_ADDR"):
-        yield _master_finding(address)
+        try:
+            socket.getaddrinfo(address, None)
+            yield Finding("ok", "MASTER_ADDR", address)
+        except (OSError, UnicodeError):  # UnicodeError: no host name at all
+            fix = "MASTER_ADDR=<the first machine's name or IP address>"
+            yield Finding("missing", "MASTER_ADDR", f"{address} does not resolve", fix)
 
 
-def _master_finding(address: str) -> Finding:
-    try:
-        socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError):  # UnicodeError: no host name at all
-        fix = "MASTER_ADDR=<the first machine's name or IP address>"
-        return Finding("missing", "MASTER_ADDR", f"{address} does not resolve", fix)
-    return Finding("ok", "MASTER_ADDR", address)
+def _words_without_nccl(build: TorchBuild | None) -> str:
+    if build and build.cuda:
+        return "comes with torch"
+    return "not used: torch on a CPU talks through gloo"
 
 
 def interfaces_of(value: str, interfaces: list[str]) -> list[str]:

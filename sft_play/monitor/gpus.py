@@ -1,15 +1,21 @@
-"""`make gpu-info`: this host's GPUs as lines of text. Asks NVML, never torch."""
+"""`make gpu-info`: this host's GPUs, and how they reach each other and their host.
 
-from collections.abc import Iterator, Mapping
+Asks NVML, never torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from sft_play.config.backends import UNSLOTH
-from sft_play.monitor.installed import nccl, torch_build
-from sft_play.monitor.links import link_lines, links, matrix_lines, slots
+from sft_play.monitor.packages import Driver, dotted, nccl, torch_build
 from sft_play.plan.devices import (
     GIB,
     Gpu,
     NvmlUnavailable,
+    answer,
     cpu_count,
     host_memory,
     nvml_gpus,
@@ -19,12 +25,45 @@ from sft_play.plan.devices import (
 NF4_CAPABILITY = (6, 0)  # the least that bitsandbytes' documentation asks for
 
 
-@dataclass(frozen=True)
-class Driver:
-    """The NVIDIA driver."""
+class LinkPath(NamedTuple):
+    """The connection of two GPUs."""
 
-    version: str
-    cuda: tuple[int, int]  # the newest that it runs, as (13, 0)
+    words: str  # `NVLink`, or `PCIe through one switch (PIX)`
+    code: str  # as `nvidia-smi topo -m` writes it: NV18 for 18 NVLinks, PIX
+
+
+UNKNOWN_PATH = LinkPath("unknown", "?")  # NVML does not say, as inside many virtual machines
+# NVML_TOPOLOGY_*: where the PCIe paths of two GPUs meet, in the words of `nvidia-smi topo -m`
+PCIE_PATHS = {
+    0: LinkPath("PCIe on one board", "INT"),
+    10: LinkPath("PCIe through one switch (PIX)", "PIX"),
+    20: LinkPath("PCIe through several switches (PXB)", "PXB"),
+    30: LinkPath("PCIe through a host bridge (PHB)", "PHB"),
+    40: LinkPath("PCIe across one CPU's host bridges (NODE)", "NODE"),
+    50: LinkPath("PCIe across CPU sockets (SYS)", "SYS"),
+}
+# by the major compute capability of the chip: drivers have numbered one generation in several ways
+# (nvmlDeviceGetNvLinkVersion)
+NVLINK_GENERATION = {6: 1, 7: 2, 8: 3, 9: 4, 10: 5}
+COLUMN = 8  # characters of a column of the table of links
+ABILITIES_OF_CPU = (
+    "precision: float32, and bfloat16 where TRAIN_BF16=true asks for it; NF4 weights under qlora",
+    "bnb backend on the CPU: lora, qlora, full in float32",
+    "unsloth backend: not here, it needs an NVIDIA GPU",
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How two GPUs, given by their indices, reach each other."""
+
+    first: int
+    second: int
+    path: LinkPath
+
+    @property
+    def is_nvlink(self) -> bool:
+        return self.path.words == "NVLink"
 
 
 def gpu_info_lines(environ: Mapping[str, str]) -> list[str]:
@@ -36,13 +75,11 @@ def gpu_info_lines(environ: Mapping[str, str]) -> list[str]:
         *([f"no GPU: {reason}"] if reason else []),
         *map(_gpu_line, gpus),
         *_order_lines(gpus, environ),
-        *_driver_lines(),
-        *_link_lines(gpus),
+        *(_connection_lines(gpus) if gpus else []),
         f"CPU: {cpu_count()} cores, {gib(host.available_bytes)} of {gib(host.total_bytes)} GiB RAM "
         "available",
         _torch_line(),
-        _precision_line(gpus),
-        *_backend_lines(gpus),
+        *(_ability_lines(gpus) if gpus else ABILITIES_OF_CPU),
     ]
 
 
@@ -61,9 +98,24 @@ def gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.1f}"
 
 
-def dotted(version: tuple[int, int]) -> str:
-    """Return (13, 0) as 13.0."""
-    return f"{version[0]}.{version[1]}"
+def links(gpus: Sequence[Gpu]) -> list[Link]:
+    """Return how each pair of GPUs is connected."""
+    if len(gpus) < 2:
+        return []
+    with nvml_session() as nvml:
+        handles = {gpu.index: nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus}
+        return [
+            Link(first, second, _path(nvml, handles[first], handles[second]))
+            for first, second in combinations(handles, 2)
+        ]
+
+
+def link_lines(found: Sequence[Link]) -> list[str]:
+    """Return one line where all pairs are connected alike, else one line a pair."""
+    paths = {link.path.words for link in found}
+    if len(paths) == 1:
+        return [f"links: {paths.pop()} between {'the two' if len(found) == 1 else 'all'} GPUs"]
+    return [f"link cuda:{link.first} - cuda:{link.second}: {link.path.words}" for link in found]
 
 
 def _gpu_line(gpu: Gpu) -> str:
@@ -84,16 +136,69 @@ def _order_lines(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Iterator[
         )
 
 
-def _driver_lines() -> list[str]:
+def _connection_lines(gpus: tuple[Gpu, ...]) -> Iterator[str]:
+    """Yield the driver, the links, and these as a table with each GPU's PCIe link to the host.
+
+    One GPU has its row and no column.
+    """
     driver = nvidia_driver()
-    return [f"driver: {driver.version}, runs CUDA up to {dotted(driver.cuda)}"] if driver else []
-
-
-def _link_lines(gpus: tuple[Gpu, ...]) -> list[str]:
-    if not gpus:
-        return []
+    if driver:
+        yield f"driver: {driver.version}, runs CUDA up to {dotted(driver.cuda)}"
     found = links(gpus)
-    return [*link_lines(found), *matrix_lines(gpus, found, slots(gpus))]
+    yield from link_lines(found)
+    codes: dict[tuple[int, int], str] = {}
+    for link in found:
+        codes[link.first, link.second] = codes[link.second, link.first] = link.path.code
+    columns = gpus if found else ()
+    yield _row("", [f"cuda:{gpu.index}" for gpu in columns], "PCIe to the host")
+    with nvml_session() as nvml:
+        for gpu in gpus:
+            cells = [codes.get((gpu.index, other.index), "-") for other in columns]
+            slot = _slot_words(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
+            yield _row(f"cuda:{gpu.index}", cells, slot)
+    if any(link.is_nvlink for link in found):
+        generation = NVLINK_GENERATION.get(gpus[0].capability[0], "unknown")
+        yield f"NV18 is 18 NVLinks; those of {gpus[0].name} are of generation {generation}"
+
+
+def _row(name: str, cells: list[str], end: str) -> str:
+    return "".join(f"{cell:<{COLUMN}}" for cell in (name, *cells)) + end
+
+
+def _slot_words(nvml: ModuleType, handle: Any) -> str:
+    """Return the PCIe link of a GPU: an idle one slows its link down, but keeps its lanes."""
+    generation = answer(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    lanes = answer(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle)
+    most = answer(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    if generation is None or lanes is None:
+        return "unknown"
+    of_most = f" of {most}" if most and most > lanes else ""
+    return f"generation {generation}, {lanes}{of_most} lanes"
+
+
+def _path(nvml: ModuleType, first: Any, second: Any) -> LinkPath:
+    status = answer(nvml, "nvmlDeviceGetP2PStatus", first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if status == nvml.NVML_P2P_STATUS_OK:
+        return LinkPath("NVLink", f"NV{_count_nvlinks(nvml, first, second) or '?'}")
+    ancestor = answer(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second)
+    return PCIE_PATHS.get(ancestor, UNKNOWN_PATH)
+
+
+def _count_nvlinks(nvml: ModuleType, first: Any, second: Any) -> int:
+    """Return how many NVLinks lead from one GPU to another.
+
+    These are its direct ones, or all of its own where they lead to a switch.
+    """
+    other = answer(nvml, "nvmlDeviceGetPciInfo", second)
+    active = direct = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if not answer(nvml, "nvmlDeviceGetNvLinkState", first, link):
+            continue
+        active += 1
+        end = answer(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", first, link)
+        if other is not None and end is not None and end.busId == other.busId:
+            direct += 1
+    return direct or active
 
 
 def _torch_line() -> str:
@@ -104,39 +209,20 @@ def _torch_line() -> str:
     return f"{line}, NCCL {nccl() or 'of its own'}" if build.cuda else line
 
 
-def _precision_line(gpus: tuple[Gpu, ...]) -> str:
-    if not gpus:
-        return (
-            "precision: float32, and bfloat16 where TRAIN_BF16=true asks for it; "
-            "NF4 weights under qlora"
-        )
-    types = "float16, float32"
-    if all(gpu.supports_bf16 for gpu in gpus):
-        types = f"bfloat16, {types}"
+def _ability_lines(gpus: tuple[Gpu, ...]) -> list[str]:
+    """Return the number types and the backends that run on all of the GPUs."""
+    lowest = min(gpu.capability for gpu in gpus)
+    has_bf16 = all(gpu.supports_bf16 for gpu in gpus)
+    types = "bfloat16, float16, float32" if has_bf16 else "float16, float32"
     nf4 = "NF4 weights under qlora"
-    if _lowest_capability(gpus) < NF4_CAPABILITY:
+    if lowest < NF4_CAPABILITY:
         nf4 = f"no NF4, which needs capability {dotted(NF4_CAPABILITY)}"
-    return f"precision: {types}; {nf4}"
-
-
-def _backend_lines(gpus: tuple[Gpu, ...]) -> list[str]:
-    if not gpus:
-        return [
-            "bnb backend on the CPU: lora, qlora, full in float32",
-            "unsloth backend: not here, it needs an NVIDIA GPU",
-        ]
-    half = "bfloat16" if all(gpu.supports_bf16 for gpu in gpus) else "float16"
-    lowest = _lowest_capability(gpus)
-    unsloth = (
-        "unsloth backend on the GPU: lora, qlora, full; `make doctor` says whether it is installed"
-    )
+    unsloth = " on the GPU: lora, qlora, full; `make doctor` says whether it is installed"
     if lowest < UNSLOTH.min_capability:
-        unsloth = (
-            "unsloth backend: not here, it needs capability "
-            f"{dotted(UNSLOTH.min_capability)} and finds {dotted(lowest)}"
-        )
-    return [f"bnb backend on the GPU: lora, qlora, full in {half}", unsloth]
-
-
-def _lowest_capability(gpus: tuple[Gpu, ...]) -> tuple[int, int]:
-    return min(gpu.capability for gpu in gpus)
+        needed = dotted(UNSLOTH.min_capability)
+        unsloth = f": not here, it needs capability {needed} and finds {dotted(lowest)}"
+    return [
+        f"precision: {types}; {nf4}",
+        f"bnb backend on the GPU: lora, qlora, full in {'bfloat16' if has_bf16 else 'float16'}",
+        f"unsloth backend{unsloth}",
+    ]

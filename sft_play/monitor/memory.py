@@ -18,7 +18,8 @@ from sft_play.plan.devices import (
     nvml_gpus,
     nvml_session,
 )
-from sft_play.runs.folder import RunFolder, listing
+from sft_play.runs.folder import listing
+from sft_play.runs.report import RunReport
 
 PROCESSES_SHOWN = 5
 
@@ -29,16 +30,6 @@ class GpuUse:
 
     gpu: str  # cuda:0
     used_bytes: int | None  # None where NVML does not say
-
-
-@dataclass(frozen=True)
-class ActiveRun:
-    """A run that trains now on this host."""
-
-    name: str
-    device: str
-    predicted_bytes: int
-    pids: list[int]  # one for each rank
 
 
 UseByPid = Mapping[int, list[GpuUse]]
@@ -76,46 +67,40 @@ def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
     It has the predicted peak and what the process holds; `uses` is what NVML says of each process.
     The last line says how to see it live.
     """
-    runs = [run for run in map(_active_run, listing(output_dir)) if run is not None]
-    lines = [line for run in runs for line in _run_lines(run, uses)]
-    name = f" RUN={runs[-1].name}" if runs else ""
-    return [*lines, f"live: make watch{name} follows a run until it ends"]
+    runs = [(folder.name, folder.read_report()) for folder in listing(output_dir)]
+    active = [(name, report) for name, report in runs if _is_active(report)]
+    lines = [line for name, report in active for line in _run_lines(name, report, uses)]
+    latest = f" RUN={active[-1][0]}" if active else ""
+    return [*lines, f"live: make watch{latest} follows a run until it ends"]
 
 
-def _active_run(folder: RunFolder) -> ActiveRun | None:
-    """Return the run of a folder, None where it does not train now."""
-    report = folder.read_report()
-    if report.status != "running" or not report.is_alive():
-        return None
-    return ActiveRun(
-        name=folder.name,
-        device=report.device,
-        predicted_bytes=report.peak_bytes.predicted,
-        pids=_rank_pids(report.world_size, report.pid, report.launcher_pid),
-    )
+def _is_active(report: RunReport) -> bool:
+    """Return whether a run trains now on this host."""
+    return report.status == "running" and report.is_alive()
 
 
-def _rank_pids(world_size: int, pid: int, launcher_pid: int) -> list[int]:
+def _rank_pids(report: RunReport) -> list[int]:
     """Return the process of each rank: of several, the launcher's children."""
     import psutil
 
-    if world_size == 1:
-        return [pid]
+    if report.world_size == 1:
+        return [report.pid]
     try:
-        return [child.pid for child in psutil.Process(launcher_pid).children()]
+        return [child.pid for child in psutil.Process(report.launcher_pid).children()]
     except psutil.NoSuchProcess:
-        return [pid]
+        return [report.pid]
 
 
-def _run_lines(run: ActiveRun, uses: UseByPid) -> Iterator[str]:
-    start = f"run {run.name}: predicted peak {gib(run.predicted_bytes)} GiB"
-    for pid in run.pids:
-        if run.device == "cpu":
+def _run_lines(name: str, report: RunReport, uses: UseByPid) -> Iterator[str]:
+    start = f"run {name}: predicted peak {gib(report.peak_bytes.predicted)} GiB"
+    pids = _rank_pids(report)
+    for pid in pids:
+        if report.device == "cpu":
             yield f"{start}, {gib(_resident_bytes(pid))} GiB of RAM in use (pid {pid})"
         for use in uses.get(pid, []):
             held = "an unknown part" if use.used_bytes is None else f"{gib(use.used_bytes)} GiB"
             yield f"{start}, {held} in use on {use.gpu} (pid {pid})"
-    if run.device != "cpu" and not any(pid in uses for pid in run.pids):
+    if report.device != "cpu" and not any(pid in uses for pid in pids):
         yield (
             f"{start}; NVML lists none of its processes, as in a container: "
             "the GPUs above say what is in use"
@@ -181,19 +166,15 @@ def _python_lines() -> list[str]:
     """Return the Python processes with the largest resident memory."""
     import psutil
 
-    fields = ["pid", "name", "cmdline", "memory_info"]
     pythons = []
-    for process in psutil.process_iter(fields):
+    for process in psutil.process_iter(["pid", "name", "cmdline", "memory_info"]):
         info = process.info
         # memory_info is None for a process of another user
         if (info["name"] or "").startswith("python") and info["memory_info"]:
-            pythons.append(info)
-    pythons.sort(key=lambda info: -info["memory_info"].rss)
-    lines = []
-    for info in pythons[:PROCESSES_SHOWN]:
-        program = _program(info["name"], info["cmdline"] or [])
-        lines.append(f"  pid {info['pid']} {program}: {gib(info['memory_info'].rss)} GiB")
-    return lines
+            program = _program(info["name"], info["cmdline"] or [])
+            pythons.append((info["memory_info"].rss, f"  pid {info['pid']} {program}"))
+    largest = sorted(pythons, reverse=True)[:PROCESSES_SHOWN]
+    return [f"{line}: {gib(used_bytes)} GiB" for used_bytes, line in largest]
 
 
 def _program(name: str, command: list[str]) -> str:

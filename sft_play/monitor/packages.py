@@ -1,15 +1,18 @@
-"""Findings about software: Python, the pinned packages and torch. Imports none of the packages."""
+"""Installed software by its metadata and files: what `make doctor` and `make gpu-info` say of it.
+
+Imports none of the packages that it looks at.
+"""
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal
 
 from sft_play.config.backends import UNSLOTH
-from sft_play.monitor.findings import Finding
-from sft_play.monitor.gpus import Driver, dotted
-from sft_play.monitor.installed import TorchBuild, installed_version
+from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.devices import Gpu
 
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install/environment.py
@@ -20,20 +23,114 @@ GPU_REQUIREMENTS = "requirements-gpu.txt"
 INSTALL_TORCH = (
     f"python -m pip install 'torch{TORCH_RANGE}' --index-url https://download.pytorch.org/whl/cu130"
 )
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+# Of train.report_to; mlflow-skinny has the client alone
+TRACKERS = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio",),
+}
 
 
-class Requirement(NamedTuple):
-    """One requirement of a requirements file."""
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked; `fix` is what to type, empty where nothing needs fixing."""
 
-    line_number: int
-    text: str
+    level: Literal["ok", "warn", "missing"]
+    subject: str
+    found: str
+    fix: str = ""
 
 
-class Comparison(NamedTuple):
-    """The installed packages against their pins."""
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver."""
 
-    differing: list[Finding]
-    agreeing: int  # number of packages
+    version: str
+    cuda: tuple[int, int]  # the newest that it runs, as (13, 0)
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The installed torch."""
+
+    version: str
+    cuda: tuple[int, int] | None  # that it was built for, as (13, 0); None: a CPU build
+
+    @property
+    def kind(self) -> str:
+        """What it was built for, in words."""
+        return f"built for CUDA {dotted(self.cuda)}" if self.cuda else "a CPU build"
+
+
+def exit_class(findings: Iterable[Finding]) -> ExitClass:
+    """Return ENVIRONMENT when something is missing, else DONE; a warning does not fail."""
+    is_missing = any(finding.level == "missing" for finding in findings)
+    return ExitClass.ENVIRONMENT if is_missing else ExitClass.DONE
+
+
+def report_lines(findings: list[Finding]) -> list[str]:
+    """Return the findings as aligned lines, each fix below its finding."""
+    width = max((len(finding.subject) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<7}  {finding.subject:<{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':<7}  {'':<{width}}  fix: {finding.fix}")
+    return lines
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """Return (13, 0) as 13.0."""
+    return f"{version[0]}.{version[1]}"
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise EnvironmentFault for the first tracker whose package is not installed."""
+    for name in names:
+        if not any(map(installed_version, TRACKERS[name])):
+            raise EnvironmentFault(
+                f"train.report_to={name}: its package is not installed; type "
+                f"{sys.executable} -m pip install {name}, or TRAIN_REPORT_TO=tensorboard"
+            )
+
+
+def nccl() -> str | None:
+    """Return NCCL's version and package; None where torch brings its own or uses none."""
+    versions = ((installed_version(name), name) for name in NCCL_PACKAGES)
+    return next((f"{version} ({name})" for version, name in versions if version), None)
+
+
+def torch_build() -> TorchBuild | None:
+    """Return the build of the installed torch by its files, None where there is none."""
+    version = installed_version("torch")
+    if version is None:
+        return None
+    file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    return parse_torch_version(file.read_text(encoding="utf-8") if file.exists() else "", version)
+
+
+def parse_torch_version(text: str, version: str) -> TorchBuild:
+    """Return the build that torch/version.py describes.
+
+    Where `text` is empty, the local part of the distribution's version names the CUDA:
+    2.11.0+cu130.
+    """
+    if text:
+        cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([0-9]+)\.([0-9]+)", text, re.MULTILINE)
+    else:
+        cuda = re.search(r"\+cu([0-9]+)([0-9])$", version)
+    full = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return TorchBuild(full[1] if full else version, (int(cuda[1]), int(cuda[2])) if cuda else None)
 
 
 def python_finding(version: tuple[int, int]) -> Finding:
@@ -46,14 +143,11 @@ def python_finding(version: tuple[int, int]) -> Finding:
 
 
 def package_findings(requirements: Path) -> list[Finding]:
-    """Compare the installed packages with the pins: one finding for all that agree, one for each
-    that does not."""
-    name = requirements.name
-    if not requirements.exists():
-        found = f"{name}: no such file in {requirements.parent}"
-        return [Finding("missing", "packages", found, f"git checkout {name}")]
-    differing, agreeing = _compare(requirements, INSTALL)
-    return [Finding("ok", "packages", f"{agreeing} installed as {name} pins them"), *differing]
+    """Compare the installed packages with the pins."""
+    if requirements.exists():
+        return _compare(requirements, "packages", INSTALL)
+    found = f"{requirements.name}: no such file in {requirements.parent}"
+    return [Finding("missing", "packages", found, f"git checkout {requirements.name}")]
 
 
 def optional_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
@@ -64,18 +158,13 @@ def optional_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
     """
     if not requirements.exists():
         return []
-    differing, agreeing = _compare(requirements, UNSLOTH.install_command)
-    first = next(_read_requirements(requirements), Requirement(0, "")).text
+    summary, *differing = _compare(requirements, "unsloth", UNSLOTH.install_command)
+    _, first = next(_read_requirements(requirements), (0, ""))
     for finding in differing:
         if finding.level == "missing" and re.match(rf"{finding.subject}\b", first):
-            hint = "of use on a GPU only"
-            if has_gpu:
-                hint = f"`{UNSLOTH.install_command}` adds it"
+            hint = f"`{finding.fix}` adds it" if has_gpu else "of use on a GPU only"
             return [Finding("ok", "unsloth", f"not installed; optional, {hint}")]
-    return [
-        Finding("ok", "unsloth", f"{agreeing} installed as {requirements.name} pins them"),
-        *(Finding("warn", each.subject, each.found, each.fix) for each in differing),
-    ]
+    return [summary, *(replace(finding, level="warn") for finding in differing)]
 
 
 def gpu_kernel_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
@@ -83,54 +172,10 @@ def gpu_kernel_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
     if not has_gpu or not requirements.exists():
         return []
     install = f"python -m tools.install add {requirements.name}"
-    differing, agreeing = _compare(requirements, install)
+    summary, *differing = _compare(requirements, "kernels", install)
     cost = "; without it models like Qwen3.5, Mamba 2 and their hybrids train many times slower"
-    if not differing:
-        return [Finding("ok", "kernels", f"{agreeing} installed as {requirements.name} pins them")]
-    return [Finding("warn", each.subject, each.found + cost, each.fix) for each in differing]
-
-
-def _compare(requirements: Path, install: str) -> Comparison:
-    """Return how the installed packages agree with a requirements file; torch has its own check."""
-    from packaging.requirements import InvalidRequirement
-    from packaging.requirements import Requirement as Pin
-
-    differing, agreeing = [], 0
-    for number, text in _read_requirements(requirements):
-        try:
-            pin = Pin(text)
-        except InvalidRequirement as error:
-            found = f"line {number}, {text!r}: {str(error).splitlines()[0]}"
-            fix = f"correct {requirements.name}:{number}"
-            differing.append(Finding("warn", requirements.name, found, fix))
-            continue
-        if pin.name.lower() == "torch" or (pin.marker and not pin.marker.evaluate()):
-            continue
-        version = installed_version(pin.name)
-        if version is None:
-            found = f"not installed, the pin is {pin.specifier}"
-            differing.append(Finding("missing", pin.name, found, install))
-        elif not pin.specifier.contains(version, prereleases=True):
-            found = f"{version}, the pin is {pin.specifier}"
-            differing.append(Finding("warn", pin.name, found, install))
-        else:
-            agreeing += 1
-    return Comparison(differing, agreeing)
-
-
-def _read_requirements(requirements: Path) -> Iterator[Requirement]:
-    """Yield requirements without comments, pip's options (-r, -c, --hash=) and continued lines."""
-    start, whole = 1, ""
-    for number, line in enumerate(requirements.read_text(encoding="utf-8").splitlines(), 1):
-        start = start if whole else number
-        whole += line.removesuffix("\\")
-        if line.endswith("\\"):
-            continue
-        text = re.sub(r"(^|\s)#.*", "", whole)
-        text = re.sub(r"\s--\S.*", "", text).strip()
-        if text and not text.startswith("-"):
-            yield Requirement(start, text)
-        whole = ""
+    slower = [replace(each, level="warn", found=each.found + cost) for each in differing]
+    return slower or [summary]
 
 
 def torch_findings(
@@ -149,15 +194,58 @@ def torch_findings(
         yield Finding("warn", "torch", f"{found}; tested are {TORCH_RANGE}", install)
     elif gpus and not build.cuda:
         found += f": it cannot use the {len(gpus)} GPU(s) of this host"
-        yield Finding("warn", "torch", found, INSTALL_TORCH)
+        yield Finding("warn", "torch", found, install)
     else:
         yield Finding("ok", "torch", found)
     # a driver runs all minor versions of its CUDA major version
     if build.cuda and driver and driver.cuda[0] < build.cuda[0]:
-        yield Finding(
-            "warn",
-            "driver",
+        found = (
             f"driver {driver.version} runs CUDA up to {dotted(driver.cuda)}, torch was built for "
-            f"{dotted(build.cuda)}",
-            "update the driver, or make install TORCH=cu126, a torch for CUDA 12",
+            f"{dotted(build.cuda)}"
         )
+        fix = "update the driver, or make install TORCH=cu126, a torch for CUDA 12"
+        yield Finding("warn", "driver", found, fix)
+
+
+def _compare(requirements: Path, subject: str, install: str) -> list[Finding]:
+    """Return one finding for all packages that agree with their pins, and one for each other.
+
+    torch has a check of its own.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    name = requirements.name
+    differing, agreeing = [], 0
+    for number, text in _read_requirements(requirements):
+        try:
+            pin = Requirement(text)
+        except InvalidRequirement as error:
+            found = f"line {number}, {text!r}: {str(error).splitlines()[0]}"
+            differing.append(Finding("warn", name, found, f"correct {name}:{number}"))
+            continue
+        if pin.name.lower() == "torch" or (pin.marker and not pin.marker.evaluate()):
+            continue
+        version = installed_version(pin.name)
+        if version is None:
+            found = f"not installed, the pin is {pin.specifier}"
+            differing.append(Finding("missing", pin.name, found, install))
+        elif not pin.specifier.contains(version, prereleases=True):
+            found = f"{version}, the pin is {pin.specifier}"
+            differing.append(Finding("warn", pin.name, found, install))
+        else:
+            agreeing += 1
+    return [Finding("ok", subject, f"{agreeing} installed as {name} pins them"), *differing]
+
+
+def _read_requirements(requirements: Path) -> Iterator[tuple[int, str]]:
+    """Yield line numbers and requirements, without comments and pip's options (-r, -c, --hash=)."""
+    start, text = 1, ""
+    for number, line in enumerate(requirements.read_text(encoding="utf-8").splitlines(), 1):
+        start = start if text else number
+        text += line.removesuffix("\\")
+        if line.endswith("\\"):
+            continue
+        text = re.sub(r"(^|\s)(#|--\S).*", "", text).strip()
+        if text and not text.startswith("-"):
+            yield start, text
+        text = ""

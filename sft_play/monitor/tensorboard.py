@@ -8,11 +8,12 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan.launch import free_port
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.report import start_time
 
@@ -74,7 +75,8 @@ def start(
     elif running and _wait_until_it_answers(running, pid_file):
         message = f"TensorBoard runs already: {running.url} (pid {running.pid})"
         return Started(running.port, running.pid, running.url, message)
-    for candidate in _free_ports(port):
+    candidates = range(port, min(port + PORTS_TRIED, 65536))
+    for candidate in filter(_is_free, candidates):
         record = _spawn(resolved, candidate, python, environ, pid_file)
         if _wait_until_it_answers(record, pid_file):
             if candidate != port:
@@ -88,7 +90,7 @@ def start(
             )
     raise EnvironmentFault(
         f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; "
-        f"choose another, such as TB_PORT={_any_port()}"
+        f"choose another, such as TB_PORT={free_port()}"
     )
 
 
@@ -197,10 +199,6 @@ def _end(pid: int, grace_seconds: float) -> None:
         _, family = psutil.wait_procs(family, timeout=grace_seconds)
 
 
-def _free_ports(first: int) -> Iterator[int]:
-    return (port for port in range(first, min(first + PORTS_TRIED, 65536)) if _is_free(port))
-
-
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         # as TensorBoard binds: a listener holds a port, a closed connection that lingers does not
@@ -210,12 +208,6 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _any_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 def _log_of(pid_file: Path) -> Path:

@@ -3,19 +3,19 @@
 Reads the run's files and nothing else, so it shows a run of another host with the same disk too.
 """
 
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from sft_play.monitor.text_chart import bar, curve
 from sft_play.progress import duration, in_short
 from sft_play.runs import metrics
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, listing
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
-from sft_play.runs.report import LoggedStep, RankMemory, RunReport, logged_scores
+from sft_play.runs.report import LoggedStep, RankMemory, RunReport, logged_scores, recorded_scores
 
 GIB = 2**30
 CURVE_WIDTH = 60
@@ -26,6 +26,12 @@ LOG_TAIL_BYTES = 8192
 SILENT_SECONDS = 30.0
 LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
 GOING_ON = ("planned", "running")
+FACTS = {
+    "step_seconds": "{:.3g} s a step",
+    "mfu": "MFU {:.0%}",
+    "learning_rate": "learning rate {:.3g}",
+    "grad_norm": "gradient norm {:.3g}",
+}
 
 
 @dataclass
@@ -77,9 +83,8 @@ class Follower:
 
     def latest(self, name: str) -> float | None:
         """Return the value that was logged last under a name."""
-        return next(
-            (line.values[name] for line in reversed(self.lines) if name in line.values), None
-        )
+        found = self.values(name)
+        return found[-1][1] if found else None
 
     def scores_of(self, rows: str) -> list[str]:
         """Return the names of the scores of answers that were logged as `<rows>_<name>`."""
@@ -106,7 +111,8 @@ class Follower:
         begun, last = self.begun, self.last
         if begun is None or last is None:
             return None
-        first = next((line for line in self.lines if _is_after(line, begun)), None)
+        timed = (line for line in self.lines if line.time is not None)
+        first = next((line for line in timed if line.step > begun.step), None)
         if first is None or last.step <= first.step:
             return None
         seconds_per_step = (last.time - first.time) / (last.step - first.step)
@@ -119,10 +125,6 @@ def _line_of(step: LoggedStep) -> MetricsLine:
     scores = known.pop("eval_scores", {})
     known |= {f"eval_{name}": value for name, value in scores.items()}
     return MetricsLine(known.pop("step"), steps=0, values=known)
-
-
-def _is_after(line: MetricsLine, begun: MetricsLine) -> bool:
-    return line.time is not None and line.step > begun.step
 
 
 def last_log_line(path: Path) -> str:
@@ -152,7 +154,7 @@ def frame(run: Follower) -> list[str]:
         *_progress_lines(run),
         *_loss_lines(run),
         *_fact_lines(run),
-        *map(_gpu_line(run.report), run.gpus),
+        *_gpu_lines(run),
         *([f"log    {run.log}"] if run.log and run.goes_on else []),
         *_answer_lines(run.answers),
     ]
@@ -204,16 +206,9 @@ def _loss_lines(run: Follower) -> Iterator[str]:
 
 
 def _fact_lines(run: Follower) -> Iterator[str]:
-    facts = []
     tokens = run.latest("tokens_per_second")
-    if tokens is not None:
-        facts.append(f"{in_short(tokens)} tokens/s")
-    for name, words in (
-        ("step_seconds", "{:.3g} s a step"),
-        ("mfu", "MFU {:.0%}"),
-        ("learning_rate", "learning rate {:.3g}"),
-        ("grad_norm", "gradient norm {:.3g}"),
-    ):
+    facts = [] if tokens is None else [f"{in_short(tokens)} tokens/s"]
+    for name, words in FACTS.items():
         value = run.latest(name)
         if value is not None:
             facts.append(words.format(value))
@@ -221,18 +216,14 @@ def _fact_lines(run: Follower) -> Iterator[str]:
         yield f"speed  {', '.join(facts)}"
 
 
-def _gpu_line(report: RunReport) -> Callable[[GpuSample], str]:
-    """Return a function that describes a GPU in one line."""
-    ranks = {rank.rank: rank for rank in report.memory_by_rank or []}
+def _gpu_lines(run: Follower) -> Iterator[str]:
+    ranks = {rank.rank: rank for rank in run.report.memory_by_rank or []}
     hosts = {rank.host for rank in ranks.values()}
-
-    def line(sample: GpuSample) -> str:
+    for sample in run.gpus:
         rank = ranks.get(sample.rank)
         name = f" {rank.name}" if rank else ""
         host = f" of {rank.host}" if rank and len(hosts) > 1 else ""
-        return f"GPU {sample.rank}{name}{host}: {', '.join(load_of(sample, rank))}"
-
-    return line
+        yield f"GPU {sample.rank}{name}{host}: {', '.join(load_of(sample, rank))}"
 
 
 def load_of(sample: GpuSample, rank: RankMemory | None) -> list[str]:
@@ -260,23 +251,115 @@ def _answer_lines(answers: Sequence[SampleAnswer]) -> Iterator[str]:
 
 def pipe_line(run: Follower, line: MetricsLine) -> str | None:
     """Return a log in one line for a pipe; None for a line that logged no loss."""
-    names = ["loss", "grad_norm", "learning_rate", "mfu", "eval_loss"]
-    names += [f"eval_{score.name}" for score in logged_scores(line.values, "eval")]
-    names.append("test_loss")
-    names += [f"test_{score.name}" for score in logged_scores(line.values, "test")]
+    names = ["loss", "grad_norm", "learning_rate", "mfu"]
+    for rows in ("eval", "test"):
+        scores = [score.name for score in logged_scores(line.values, rows)]
+        names += [f"{rows}_{name}" for name in ("loss", *scores)]
     facts = [f"{name}={line.values[name]:.4g}" for name in names if name in line.values]
     if line.time is None or not any("loss" in fact for fact in facts):
         return None
     if "tokens_per_second" in line.values:
         facts.append(f"tokens_per_second={line.values['tokens_per_second']:.0f}")
-    busy = [f"{gpu.busy_percent:.0f}" for gpu in line.gpus if gpu.busy_percent is not None]
-    used = [f"{gpu.used_gib:.1f}" for gpu in line.gpus if gpu.used_gib is not None]
-    if busy:
-        facts.append(f"gpu_busy_percent={','.join(busy)}")
-    if used:
-        facts.append(f"gpu_used_gib={','.join(used)}")
+    for name, digits in (("busy_percent", 0), ("used_gib", 1)):
+        loads = [getattr(gpu, name) for gpu in line.gpus]
+        shown = ",".join(f"{load:.{digits}f}" for load in loads if load is not None)
+        if shown:
+            facts.append(f"gpu_{name}={shown}")
     left = run.seconds_left()
     if left is not None and line.step == run.last.step < line.steps:
         facts.append(f"left={duration(left).replace(' ', '')}")
     clock = time.strftime("%H:%M:%S", time.localtime(line.time))
     return f"{clock} step {line.step}/{line.steps} {' '.join(facts)}"
+
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def bar(fraction: float, width: int) -> str:
+    """Return a bar that is filled to `fraction`.
+
+    >>> bar(0.25, 8)
+    '██░░░░░░'
+    """
+    filled = round(min(1.0, max(0.0, fraction)) * width)
+    return "█" * filled + "░" * (width - filled)
+
+
+def curve(values: Sequence[float], width: int, height: int) -> list[str]:
+    """Return lines that draw the values from left to right, the top one first.
+
+    More values than columns are averaged. The top line is labelled with the largest value that is
+    drawn, the bottom line with the least.
+
+    >>> for line in curve([4.0, 3.0, 2.0, 0.0], width=4, height=2): print(line)
+    4.000 ┤█▅▁▁
+    0.000 ┤████
+    """
+    columns = _columns(values, width)
+    low = min(columns)
+    high = max(columns)
+    # a value at the bottom still shows: its column has an eighth
+    span = (high - low) or 1.0
+    levels = [1 + round((value - low) / span * (8 * height - 1)) for value in columns]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        label = ""
+        if row == height - 1:
+            label = f"{high:.4g}"
+        elif row == 0:
+            label = f"{low:.4g}"
+        cells = [EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels]
+        lines.append(f"{label:>8} ┤{''.join(cells)}")
+    return lines
+
+
+def _columns(values: Sequence[float], width: int) -> list[float]:
+    """Return at most `width` values: each the mean of about equally many neighbours."""
+    count = min(width, len(values))
+    columns = []
+    for column in range(count):
+        start = math.floor(column * len(values) / count)
+        end = math.floor((column + 1) * len(values) / count)
+        group = values[start:end]
+        columns.append(sum(group) / len(group))
+    return columns
+
+
+KILLED = "killed before it could write why; dmesg names what was killed for memory"
+
+
+def run_table(output_dir: Path) -> list[str]:
+    """Return a line for each run below `output_dir`, oldest first."""
+    folders = listing(output_dir)
+    if not folders:
+        return [f"{output_dir} holds no run yet; make train makes one"]
+    width = max(len(folder.name) for folder in folders)
+    return [_run_line(folder, width) for folder in folders]
+
+
+def _run_line(folder: RunFolder, width: int) -> str:
+    """Return name, status, steps and scores of a run."""
+    report = folder.read_report()
+    after = (report.metrics or {}).get("after", {})
+    words = [score.words() for score in recorded_scores(after)]
+    if "eval_loss" in after:
+        words.insert(0, f"eval_loss={after['eval_loss']:.4f}")
+    scores = " ".join(words)
+    mode = f"{report.mode or '-'}/{report.backend or '-'}"
+    cause = (report.cause or report.warning or "").partition("\n")[0]
+    if report.state == "died" and not cause:
+        cause = KILLED
+    facts = f"world={report.world_size or '-'} step={_step(folder, report)} {scores} {cause}"
+    if report.state in ("failed", "died", "stopped") and report.next and "RESUME" not in cause:
+        facts += f"; go on with {report.next}"
+    elif report.state == "died":
+        facts += "; nothing is kept: the same command starts it anew"
+    return f"{folder.name:<{width}}  {report.state:<8} {mode:<13} {facts}".rstrip()
+
+
+def _step(folder: RunFolder, report: RunReport) -> int:
+    """Return the last step that a run is known to have reached, also of one that was killed."""
+    reached = report.global_step or 0
+    if report.state == "died":
+        reached = max([reached, *(line.step for line in metrics.read(folder.metrics).lines)])
+    return reached

@@ -14,8 +14,7 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
 from sft_play.plan.model_shape import find_file, is_composite
 from sft_play.reporting import answers
-from sft_play.reporting.answer_scores import answer_scores
-from sft_play.reporting.row_losses import read_losses
+from sft_play.reporting.answers import answer_scores, read_losses
 from sft_play.reporting.summary import loss_score, used_settings
 from sft_play.reporting.verdict import Score
 from sft_play.runs import metrics

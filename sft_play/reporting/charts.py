@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sft_play.reporting.answer_scores import title_of
+from sft_play.reporting.answers import title_of
 from sft_play.runs.report import LengthHistogram, LoggedStep
 
 # The area of the curves in a drawing of WIDTH x HEIGHT, in SVG units

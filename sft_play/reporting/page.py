@@ -1,5 +1,10 @@
-"""Pages from templates: text is escaped, no script runs and no other file is loaded."""
+"""Pages and model cards from templates, and the report of a run. Loads no torch.
 
+In HTML text is escaped, no script runs and no other file is loaded.
+"""
+
+import logging
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -7,6 +12,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sft_play.data.visible_text import make_visible
+from sft_play.errors import first_line
+from sft_play.reporting import charts
+from sft_play.reporting.summary import RunSummary, read_summary
+from sft_play.runs.files import write_json, write_text
+from sft_play.runs.folder import RunFolder
 
 TEMPLATES = Path(__file__).parent / "templates"
 GIB = 2**30
@@ -22,7 +32,7 @@ TONES = {
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the page of a template in templates/."""
+    """Return the text of a template in templates/."""
     return _environment().get_template(template).render(values)
 
 
@@ -30,7 +40,7 @@ def render(template: str, **values: Any) -> str:
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=lambda name: name.endswith(".html.j2"),
         undefined=StrictUndefined,  # a misspelt name is an error, not an empty place
         trim_blocks=True,
         lstrip_blocks=True,
@@ -43,6 +53,7 @@ def _environment() -> Environment:
         seconds=seconds,
         score=score,
         change=change,
+        repr=repr,
     )
     environment.globals["tones"] = TONES
     return environment
@@ -78,3 +89,56 @@ def score(number: float | None) -> str:
 def change(number: float | None) -> str:
     """Return the change of a score with its sign, or a dash."""
     return "–" if number is None else f"{number:+.3f}"
+
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write what the folder of a run says of it; return the path of report.html."""
+    summary = read_summary(folder)
+    write_json(folder.path / "report.json", as_json(summary))
+    path = folder.path / "report.html"
+    write_text(path, report_page(summary))
+    return path
+
+
+def write_report_or_warn(folder: RunFolder) -> None:
+    """Write the report of a run that has ended. A fault of it is one warning, and no error.
+
+    The run's own end, and its exit class, must not depend on a page about it.
+    """
+    try:
+        write_report(folder)
+    except Exception as error:
+        logger.warning(
+            "%s cannot be written: %s; the run ended as run.json says",
+            folder.path / "report.html",
+            first_line(error),
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )
+
+
+def as_json(summary: RunSummary) -> dict[str, object]:
+    """Return report.json: what the page shows, but for what run.json holds already."""
+    values = asdict(summary)
+    for name in ("report", "history", "lengths"):
+        del values[name]
+    for row, score in zip(values["scores"], summary.scores, strict=True):
+        row["outcome"] = score.outcome
+    return values
+
+
+def report_page(summary: RunSummary) -> str:
+    """Return the page of a run."""
+    lengths = [
+        charts.histogram(f"Lengths of {split} samples, tokens", histogram)
+        for split, histogram in summary.lengths.items()
+    ]
+    return render(
+        "report.html.j2",
+        summary=summary,
+        report=summary.report,
+        curves=charts.history_charts([(summary.run, summary.history)]),
+        lengths=[drawing for drawing in lengths if drawing is not None],
+    )

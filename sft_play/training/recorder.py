@@ -16,8 +16,8 @@ from sft_play import stops
 from sft_play.errors import ExitClass, SftPlayError, first_line
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.reporting.page import write_report_or_warn
 from sft_play.reporting.verdict import resume_command
-from sft_play.reporting.write import write_report_or_warn
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder, next_line

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sft_play.evaluation.scores import GenerationScores, Question
-from sft_play.reporting.answer_scores import title_of
+from sft_play.reporting.answers import title_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.held_out import HeldOutEvaluation

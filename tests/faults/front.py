@@ -19,7 +19,7 @@ from faults.bench import QUIET, Bench, Fault, Guard, Outcome
 from faults.disks import NAMED, called, command_line, start_command_line, train_words
 from faults.files import flip, nothing
 from sft_play.errors import ExitClass
-from sft_play.monitor.runs import run_table
+from sft_play.monitor.watch import run_table
 from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport

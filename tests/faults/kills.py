@@ -25,7 +25,7 @@ from faults.bench import (
 )
 from faults.files import SEALED, nothing
 from sft_play.errors import ExitClass
-from sft_play.monitor.runs import run_table
+from sft_play.monitor.watch import run_table
 from sft_play.plan.launch import free_port
 from sft_play.runs import checkpoints
 from sft_play.runs.folder import RunFolder
