@@ -6,6 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from sft_play.commands.launcher import main
+    from sft_play.commands.train import run_launcher
 
-    main(*sys.argv[1:])
+    run_launcher(*sys.argv[1:])

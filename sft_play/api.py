@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands.ask import Request, ask
-from sft_play.commands.watch import verdict_lines
+from sft_play.commands.runs import verdict_lines
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
 from sft_play.errors import of_class

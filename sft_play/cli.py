@@ -6,19 +6,24 @@ no shell interprets their values.
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import typer
 
 from sft_play import cli_use
-from sft_play.commands import call as calls
-from sft_play.commands import data_check as checking
 from sft_play.commands import launched as launching
 from sft_play.commands import plan as planning
-from sft_play.commands import preview as previews
-from sft_play.commands import setup
+from sft_play.commands import rows as reading
 from sft_play.commands import train as training
+from sft_play.commands.call import (
+    as_text,
+    load_config,
+    pid_file,
+    plan_run,
+    read_call,
+    without_meeting,
+)
 from sft_play.commands.launched import Launched
 from sft_play.commands.options import (
     BackendOption,
@@ -47,15 +52,6 @@ app = typer.Typer(
 )
 
 
-def _call(
-    config: str | None = None,
-    overrides: list[str] | None = None,
-    gpus: str | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> calls.Call:
-    return calls.read_call(config, overrides or (), gpus, environ)
-
-
 def _echo_lines(lines: Iterable[str]) -> None:
     typer.echo("\n".join(lines))
 
@@ -81,9 +77,9 @@ def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption
     """Show the merged settings, each with its origin."""
     from sft_play.config import present
 
-    loaded = calls.load_config(_call(config, set_))
+    loaded = load_config(read_call(config, set_))
     if json:
-        typer.echo(calls.as_text(present.as_json(loaded)))
+        typer.echo(as_text(present.as_json(loaded)))
     else:
         _echo_lines(present.as_lines(loaded))
 
@@ -107,7 +103,7 @@ def plan(
     ] = False,
 ) -> None:
     """Show what a run would do here or on the hardware named: memory, batch, speed, command."""
-    called = calls.without_meeting(_call(config, set_, gpus))
+    called = without_meeting(read_call(config, set_, gpus))
     planned = planning.plan_for_display(called, distributed, deepspeed)
     typer.echo(planning.plan_text(called, planned, exact, json))
     if not planned.plan.fits and not planned.plan.is_batch_explicit:
@@ -117,9 +113,9 @@ def plan(
 @app.command()
 def slurm(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Write the batch script of a run for Slurm; it is submitted with sbatch."""
-    from sft_play.commands import slurm as scripts
+    from sft_play.commands import plan as scripts
 
-    typer.echo(scripts.slurm(_call(config, set_)))
+    typer.echo(scripts.slurm(read_call(config, set_)))
 
 
 @app.command()
@@ -136,7 +132,7 @@ def train(
 ) -> None:
     """Fine-tune: evaluate, train, evaluate, save and check."""
     launched: Launched | None = context.obj
-    called = _call(config, set_, environ=launched.environ if launched else None)
+    called = read_call(config, set_, environ=launched.environ if launched else None)
     training.train(called, distributed, deepspeed, tensorboard, backend, launched)
 
 
@@ -158,7 +154,7 @@ def sweep(
     """Train every combination of the values in OVER, and compare the held-out scores."""
     from sft_play.commands import sweep as sweeping
 
-    called = _call(config, set_)
+    called = read_call(config, set_)
     over = over or called.environ.get("OVER", "")
     halving = halving or called.environ.get("HALVING", "")
     _echo_lines(sweeping.sweep(called, over, halving))
@@ -169,9 +165,9 @@ def data_check(
     config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False
 ) -> None:
     """Read and render all rows as a run would, and account for each."""
-    called = _call(config, set_)
-    planned = calls.plan_run(called, calls.load_config(called))
-    checking.data_check(planned, json)
+    called = read_call(config, set_)
+    planned = plan_run(called, load_config(called))
+    reading.data_check(planned, json)
 
 
 @app.command()
@@ -179,7 +175,7 @@ def init(set_: SetOption = None) -> None:
     """Write a commented config for a model, rows and this machine, with a reason for each line."""
     from sft_play.commands import init as initial
 
-    _echo_lines(initial.init(_call(None, set_)))
+    _echo_lines(initial.init(read_call(None, set_)))
 
 
 @app.command("convert-notebook")
@@ -187,7 +183,7 @@ def convert_notebook() -> None:
     """Convert an Unsloth notebook (NB) for several GPUs: to OUT=x.ipynb, train.py or x.yaml."""
     from sft_play.commands import notebook
 
-    _echo_lines(notebook.convert_notebook(_call()))
+    _echo_lines(notebook.convert_notebook(read_call()))
 
 
 @app.command("check-notebook")
@@ -195,7 +191,7 @@ def check_notebook() -> None:
     """Score a notebook (NB) by the five points of one for several GPUs."""
     from sft_play.commands import notebook
 
-    lines, is_converted = notebook.check_notebook(_call())
+    lines, is_converted = notebook.check_notebook(read_call())
     _echo_lines(lines)
     raise typer.Exit(0 if is_converted else int(ExitClass.CONFIG))
 
@@ -221,16 +217,16 @@ def preview(
     ] = False,
 ) -> None:
     """Show training samples token by token, trained ones marked: here, and as a page."""
-    called = _call(config, set_)
-    loaded = calls.load_config(called)
-    planned = calls.plan_run(called, loaded)
-    typer.echo(previews.preview(planned, loaded.source, rows, page, no_color))
+    called = read_call(config, set_)
+    loaded = load_config(called)
+    planned = plan_run(called, loaded)
+    typer.echo(reading.preview(planned, loaded.source, rows, page, no_color))
 
 
 @app.command("setup-accelerate")
 def setup_accelerate(config: ConfigOption = None) -> None:
     """Write the accelerate file that train-distributed uses; asks nothing."""
-    _echo_lines(setup.setup_accelerate(_call(config)))
+    _echo_lines(training.setup_accelerate(read_call(config)))
 
 
 @app.command("gpu-info")
@@ -238,7 +234,7 @@ def gpu_info() -> None:
     """Show GPUs, memory, links, and what runs on this host."""
     from sft_play.monitor import gpus
 
-    _echo_lines(gpus.gpu_info_lines(_call().environ))
+    _echo_lines(gpus.gpu_info_lines(read_call().environ))
 
 
 @app.command("memory-check")
@@ -246,7 +242,7 @@ def memory_check() -> None:
     """Show memory and load of each GPU now, and who holds it."""
     from sft_play.monitor.memory import memory_check_lines
 
-    called = _call()
+    called = read_call()
     _echo_lines(memory_check_lines(called.environ, called.output_dir))
 
 
@@ -256,7 +252,7 @@ def doctor() -> None:
     from sft_play.monitor import doctor as checks
     from sft_play.monitor import packages
 
-    called = _call()
+    called = read_call()
     num_gpus = called.invocation.num_gpus
     findings = checks.examine(loader.PROJECT_ROOT, called.output_dir, called.environ, num_gpus)
     _echo_lines(packages.report_lines(findings))
@@ -266,8 +262,8 @@ def doctor() -> None:
 @app.command()
 def tensorboard() -> None:
     """Show all runs in TensorBoard."""
-    called = _call()
-    typer.echo(setup.start_tensorboard(called, called.output_dir))
+    called = read_call()
+    typer.echo(training.start_tensorboard(called, called.output_dir))
 
 
 @app.command("tb-stop")
@@ -275,7 +271,7 @@ def tb_stop() -> None:
     """Stop the TensorBoard that this project started."""
     from sft_play.monitor import tensorboard as board
 
-    typer.echo(board.stop(calls.pid_file(_call())))
+    typer.echo(board.stop(pid_file(read_call())))
 
 
 @app.command()
@@ -283,15 +279,15 @@ def runs() -> None:
     """List the runs with status and scores."""
     from sft_play.monitor.watch import run_table
 
-    _echo_lines(run_table(_call().output_dir))
+    _echo_lines(run_table(read_call().output_dir))
 
 
 @app.command()
 def watch() -> None:
     """Follow a run (RUN, default the latest) until it ends: progress, loss, speed, GPUs."""
-    from sft_play.commands import watch as watching
+    from sft_play.commands import runs as watching
 
-    watching.watch(_call())
+    watching.watch(read_call())
 
 
 @app.command()
@@ -306,17 +302,17 @@ def compare(
     json: JsonOption = False,
 ) -> None:
     """Put runs beside each other: scores, settings that differ, speed, memory, and a page."""
-    from sft_play.commands import compare as comparing
+    from sft_play.commands import runs as comparing
 
-    typer.echo(comparing.compare(_call(), runs or (), out, json))
+    typer.echo(comparing.compare(read_call(), runs or (), out, json))
 
 
 @app.command()
 def report() -> None:
     """Write report.html of a run (RUN, default the latest) anew, also of one that was killed."""
-    from sft_play.commands import compare as comparing
+    from sft_play.commands import runs as comparing
 
-    typer.echo(comparing.write_report_again(_call()))
+    typer.echo(comparing.write_report_again(read_call()))
 
 
 app.add_typer(cli_use.app)

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from sft_play.commands import answering, exports, scoring, use
+from sft_play.commands import each_gpu, exports, use
+from sft_play.commands.call import read_call
 from sft_play.commands.options import SetOption
+from sft_play.config.sampling import read_sampling
 
 app = typer.Typer()
 
@@ -17,10 +19,8 @@ app = typer.Typer()
 @app.command("eval")
 def evaluate(set_: SetOption = None) -> None:
     """Score RUN (a run, a model folder, an adapter) on its test rows or DATA_TEST_PATH."""
-    run = use.chosen_weights()
-    asked = use.settings_of(run, "eval", set_)
-    device = use.inference_device()
-    for line in scoring.score_run(run, device, asked, set_ or (), use.compares(run)):
+    call = read_call(None, set_)
+    for line in each_gpu.score_run(call, use.chosen_weights(call)):
         typer.echo(line)
 
 
@@ -33,37 +33,41 @@ def infer(
     set_: SetOption = None,
 ) -> None:
     """Answer questions with the weights of a run; those of a file with IN and OUT."""
-    run = use.chosen_weights()
-    asked = use.file_call(run, prompt, set_)
+    call = read_call(None, set_)
+    run = use.chosen_weights(call)
+    asked = each_gpu.FileCall.read(call, run, prompt)
     if asked is not None:
-        for line in answering.answer_file(asked, set_ or ()):
+        for line in each_gpu.answer_file(asked):
             typer.echo(line)
         return
-    config = use.settings_of(run, "infer", set_).config
-    request = use.sampling()
+    config = use.settings_of(call, run, "infer").config
+    request = read_sampling(call.environ)
     from sft_play.inference.chat import answer_all
 
-    for answer in answer_all(run, use.inference_device(), use.prompts(prompt), config, request):
+    questions = use.prompts(call, prompt)
+    for answer in answer_all(run, use.inference_device(call), questions, config, request):
         typer.echo(answer)  # flushes: a program that reads line by line need not wait
 
 
 @app.command()
 def chat(set_: SetOption = None) -> None:
     """Talk to the weights of a run; /help lists the commands, /exit leaves."""
-    run = use.chosen_weights()
-    config = use.settings_of(run, "chat", set_).config
-    request = use.sampling()
+    call = read_call(None, set_)
+    run = use.chosen_weights(call)
+    config = use.settings_of(call, run, "chat").config
+    request = read_sampling(call.environ)
     from sft_play.inference.chat import chat_with
 
-    is_terminal = sys.stdin.isatty()
-    chat_with(run, use.inference_device(), config, is_terminal, request, use.compares(run))
+    device = use.inference_device(call)
+    chat_with(run, device, config, sys.stdin.isatty(), request, use.compares(call, run))
 
 
 @app.command()
 def merge(set_: SetOption = None) -> None:
     """Merge a run's adapter into its base, in MODEL_DTYPE: a model folder that needs no PEFT."""
-    run = use.chosen_run(("adapter",))
-    dtype = use.asked_dtype(run, set_)
+    call = read_call(None, set_)
+    run = use.chosen_run(call, ("adapter",))
+    dtype = use.asked_dtype(call, run)
     from sft_play.inference.merge import merge_run
 
     typer.echo("\n".join(merge_run(run, dtype)))
@@ -72,24 +76,18 @@ def merge(set_: SetOption = None) -> None:
 @app.command()
 def export(set_: SetOption = None) -> None:
     """Write a run's weights as other programs take them (FORMAT), held to what was scored."""
-    run = use.chosen_run()
-    asked = exports.read_export(run, set_)
+    call = read_call(None, set_)
+    run = use.chosen_run(call)
+    asked = exports.read_export(call, run)
     from sft_play.inference.export import export_run
 
-    typer.echo("\n".join(export_run(run, asked, use.inference_device())))
+    typer.echo("\n".join(export_run(run, asked, use.inference_device(call))))
 
 
 @app.command()
 def serve() -> None:
     """Serve a run's export, on this machine alone: vLLM or transformers' own server."""
-    from sft_play.commands import serve as serving
-
-    run = use.chosen_run()
-    folder = exports.chosen_export(run, serving.SERVED)
-    address = serving.read_address()
-    launch = serving.server_of(folder, address, use.inference_device())
-    typer.echo("\n".join(serving.lines_of(folder, address, launch, run.name)))
-    serving.start(launch)
+    exports.serve(read_call())
 
 
 @app.command("check-server")
@@ -97,14 +95,12 @@ def check_server() -> None:
     """Hold a server (URL) to an export's parity.jsonl: prompt tokens, stops and answers."""
     from sft_play.commands import check_server as checking
 
-    server = checking.Server.asked()
-    typer.echo("\n".join(checking.check_server(server, exports.parity_rows())))
+    call = read_call()
+    server = checking.Server.asked(call)
+    typer.echo("\n".join(checking.check_server(server, exports.parity_rows(call))))
 
 
 @app.command()
 def push() -> None:
     """Upload a run's export to the hub (REPO), private unless PUBLIC=1."""
-    from sft_play.commands import push as pushing
-
-    folder = exports.chosen_export(use.chosen_run())
-    typer.echo("\n".join(pushing.push(folder)))
+    typer.echo("\n".join(exports.push(read_call())))

@@ -82,7 +82,7 @@ ALLOWED = {
         "monitor",
         "notebooks",
     },
-    "cli_use": {"inference", "commands"},
+    "cli_use": {"config", "inference", "commands"},
     "cli": {
         "errors",
         "masking",

@@ -137,15 +137,15 @@ def test_the_latest_run_is_the_latest_with_weights_and_the_skipped_ones_are_name
     ended(tmp_path, "bad", "failed", cause="rows.jsonl:2: not valid JSON\nmore")
     monkeypatch.setenv("TRAIN_OUTPUT_DIR", str(tmp_path))
     monkeypatch.delenv("RUN", raising=False)
-    assert use.chosen_run().name == "full"
+    assert use.chosen_run(calls.read_call()).name == "full"
     assert capsys.readouterr().err.splitlines() == [
         f"skipped: {tmp_path}/bad has no adapter/ or model/ (failed: rows.jsonl:2: not valid JSON)",
         f"run {tmp_path}/full, the latest with weights; RUN= chooses another",
     ]
-    assert use.chosen_run(("adapter",)).name == "lora"
+    assert use.chosen_run(calls.read_call(), ("adapter",)).name == "lora"
     assert f"skipped: {tmp_path}/full has no adapter/ (done)" in capsys.readouterr().err
     monkeypatch.setenv("RUN", "bad")
-    assert use.chosen_run().name == "bad"
+    assert use.chosen_run(calls.read_call()).name == "bad"
     assert capsys.readouterr().err == ""
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.commands import call as calls
-from sft_play.commands import preview as previews
+from sft_play.commands import rows as previews
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.data.pipeline import build_run_data

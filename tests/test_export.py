@@ -22,9 +22,9 @@ from transformers import (
 from typer.testing import CliRunner
 
 from sft_play import cli
-from sft_play.commands import serve
+from sft_play.commands import exports as export_commands
 from sft_play.commands.check_server import Server, Tally, check_server, compare
-from sft_play.commands.serve import Address
+from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.inference import exported as inference_parity
@@ -296,28 +296,28 @@ def test_a_server_that_is_not_there_is_an_error_in_words():
 
 
 def test_what_is_served_listens_on_the_loopback_interface(exported, monkeypatch):
-    monkeypatch.setattr(serve, "NEEDED", ())
-    launch = serve.server_of(exported, Address("127.0.0.1", 8000), "cpu")
+    monkeypatch.setattr(export_commands, "NEEDED", ())
+    launch = export_commands.server_of(exported, Address("127.0.0.1", 8000), "cpu")
     assert launch.argv[1:] == (
         *("-m", "transformers.cli.transformers", "serve", str(exported)),
         *("--host", "127.0.0.1", "--port", "8000", "--device", "cpu"),
     )
-    assert len(serve.lines_of(exported, Address("127.0.0.1", 8000), launch, "run")) == 2
-    warned = serve.lines_of(exported, Address("0.0.0.0", 8000), launch, "run")
+    assert len(export_commands.lines_of(exported, Address("127.0.0.1", 8000), launch, "run")) == 2
+    warned = export_commands.lines_of(exported, Address("0.0.0.0", 8000), launch, "run")
     assert warned[-1].startswith("warning: BIND=0.0.0.0: whoever reaches this machine")
 
 
 def test_a_server_of_transformers_computes_soft_caps(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "NEEDED", ())
+    monkeypatch.setattr(export_commands, "NEEDED", ())
     (tmp_path / "config.json").write_text('{"attn_logit_softcapping": 50.0}')
-    launch = serve.server_of(tmp_path, Address("127.0.0.1", 8000), "cpu")
+    launch = export_commands.server_of(tmp_path, Address("127.0.0.1", 8000), "cpu")
     assert launch.argv[-2:] == ("--attn-implementation", "eager")
 
 
 def test_a_server_whose_packages_are_missing_says_how_to_install_them(exported, monkeypatch):
-    monkeypatch.setattr(serve, "NEEDED", ("no_such_package",))
+    monkeypatch.setattr(export_commands, "NEEDED", ("no_such_package",))
     with pytest.raises(EnvironmentFault, match=r"needs no_such_package, which .* type .* -m pip"):
-        serve.server_of(exported, Address("127.0.0.1", 8000), "cpu")
+        export_commands.server_of(exported, Address("127.0.0.1", 8000), "cpu")
 
 
 def called(folder: RunFolder, words: list[str], **variables: str):

@@ -14,7 +14,6 @@ from test_gpu_stalls import GPU, Watch, trainer_on_gpu, watch  # noqa: F401 (a f
 from test_out_of_memory import check_both_ended, write_faulty
 
 from sft_play.commands import call as calls
-from sft_play.commands import setup
 from sft_play.commands import train as training
 from sft_play.config.invocation import Invocation
 from sft_play.data.pipeline import tokenize_run
@@ -125,7 +124,7 @@ def plan(settings_of, tmp_path) -> Callable[..., tuple[RunFolder, launch.Launch]
         ranks = planned.plan.ranks
         command = launch.launch_command(ranks, folder.path, os.environ)
         if ranks.strategy == "ddp":
-            config = launch.accelerate_config(ranks, setup.mixed_precision(planned.config))
+            config = launch.accelerate_config(ranks, training.mixed_precision(planned.config))
             launch.write_accelerate_config(folder.path / "accelerate.yaml", config, "Of a test.")
         return folder, launch.Launch(
             tuple(str(script) if word == str(launch.WORKER) else word for word in command.argv),

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.commands import use
+from sft_play.commands.call import read_call
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.generate import Generator
@@ -296,7 +297,7 @@ def test_a_folder_in_a_run_is_named_after_it(tmp_path):
 
 def test_a_run_of_the_name_wins_over_a_folder(run, monkeypatch):
     monkeypatch.setenv("RUN", str(run.path))
-    assert type(use.chosen_weights()) is RunFolder
+    assert type(use.chosen_weights(read_call())) is RunFolder
 
 
 def test_the_rows_that_are_scored_at_once_change_no_score(call, adapter):

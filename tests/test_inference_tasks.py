@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sft_play import cli
-from sft_play.commands import scoring
+from sft_play.commands import each_gpu
 from sft_play.config.schema import Config
 from sft_play.config.tasks import TasksAsked, read_tasks
 from sft_play.errors import ConfigError, EnvironmentFault
@@ -84,7 +84,7 @@ def test_what_does_not_go_together_is_refused(given, said):
 def test_without_lm_eval_the_error_says_what_to_install(evaluate, taught_base, monkeypatch):
     real = importlib.util.find_spec
     hidden = lambda name, *rest: None if name == "lm_eval" else real(name, *rest)  # noqa: E731
-    monkeypatch.setattr(scoring.importlib.util, "find_spec", hidden)
+    monkeypatch.setattr(each_gpu.importlib.util, "find_spec", hidden)
     found = evaluate(taught_base, TASKS="hellaswag").exception
     assert isinstance(found, EnvironmentFault)
     assert str(found).endswith("which is not installed: make install-tasks")

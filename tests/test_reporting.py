@@ -10,7 +10,7 @@ import pytest
 from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
 
 from sft_play.commands.call import Call
-from sft_play.commands.compare import write_report_again
+from sft_play.commands.runs import write_report_again
 from sft_play.commands.train import failure_recorded
 from sft_play.config.invocation import Invocation
 from sft_play.errors import DataError, ExitClass

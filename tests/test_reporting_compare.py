@@ -8,7 +8,7 @@ from report_folders import DONE, ROWS, answer_lines, run_folder, scored_lines
 from test_reporting import HOSTILE, Page
 
 from sft_play.commands.call import Call
-from sft_play.commands.compare import compare as compare_command
+from sft_play.commands.runs import compare as compare_command
 from sft_play.config.invocation import Invocation
 from sft_play.config.targets import READS
 from sft_play.errors import ConfigError, EnvironmentFault

@@ -170,12 +170,12 @@ def test_a_signal_stops_the_runs_of_a_sweep_once_and_its_handlers_go(tmp_path):
     script += "except KeyboardInterrupt:\n    print('saved')\n"
     log = tmp_path / "log"
     before = signal.getsignal(signal.SIGTERM)
-    with sweep.Children() as children, ThreadPoolExecutor(1) as pool:
-        done = pool.submit(children.run, [sys.executable, "-c", script], {}, log)
+    with sweep.Sweep(call(tmp_path), [None]) as running, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(running.run, [sys.executable, "-c", script], {}, log)
         while not (log.exists() and "up" in log.read_text()):
             assert not done.done(), log.read_text()
             time.sleep(0.01)
         signal.raise_signal(signal.SIGTERM)
         done.result(timeout=30)
-    assert children.is_stopping and log.read_text() == "up\nsaved\n"
+    assert running.is_stopping and log.read_text() == "up\nsaved\n"
     assert signal.getsignal(signal.SIGTERM) == before

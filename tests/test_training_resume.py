@@ -13,6 +13,7 @@ import pytest
 from run_files import run_json
 
 from sft_play.commands import call as calls
+from sft_play.commands import resumption
 from sft_play.commands import train as training
 from sft_play.errors import CheckpointError, ConfigError, ExitClass
 from sft_play.runs import seal
@@ -365,7 +366,7 @@ def test_the_front_end_refuses_a_checkpoint_of_another_backend_both_ways_before_
         planned = calls.plan_run(call, loaded)
         changed = planned.config.tuning.model_copy(update=tuning)
         config = planned.config.model_copy(update={"tuning": changed})
-        training.check_resume(dataclasses.replace(planned, config=config), loaded)
+        resumption.check_resume(dataclasses.replace(planned, config=config), loaded)
 
     with pytest.raises(CheckpointError, match=r"tuning.backend +unsloth +bnb"):
         check(of_unsloth)

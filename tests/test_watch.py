@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from report_folders import DONE, run_folder
 
-from sft_play.commands import watch as watching
+from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
 from sft_play.errors import EnvironmentFault

@@ -1,6 +1,11 @@
-"""Starts a command for a Python program, prints its lines, and returns its answer. No torch."""
+"""A command for a Python program that waits for it: asked in JSON, answered in a file.
+
+It runs in its own process, as under make: the program keeps its memory, its threads and its
+signals. What a command prints goes to standard output. Loads no torch.
+"""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -12,14 +17,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play import stops
+from sft_play.commands import plan as planning
+from sft_play.commands import rows as reading
+from sft_play.commands.call import Call, load_config, plan_run, read_call
+from sft_play.commands.train import NOT_BEGUN, hand_over, prepare_run
 from sft_play.config.loader import PROJECT_ROOT, environment
-from sft_play.errors import SftPlayError
+from sft_play.errors import SftPlayError, StoppedOnRequest
+from sft_play.masking import mask_secrets
+from sft_play.progress import log_to_stderr
+from sft_play.runs.files import write_json
 
 # Started anywhere: beside a notebook the project may not be the current folder
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from sft_play.commands.child import main
+from sft_play.commands.ask import main
 main()
 """
 
@@ -37,13 +50,16 @@ class Request:
     rows: int = 3  # of a preview
 
 
-class Child:
-    """A command in a process of its own: this one keeps its memory, threads and signals."""
+def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> dict[str, Any]:
+    """Run a command to its end, print its lines unless `quiet`, and return its answer.
 
-    def __init__(self, request: Request, variables: Mapping[str, str], answer: Path) -> None:
-        """Start it; it answers in the file `answer`."""
+    KeyboardInterrupt stops it with a checkpoint, a second one kills it.
+    Raises: SftPlayError where it ended without an answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="sft_play-") as folder:
+        answer = Path(folder) / "answer.json"
         asked = json.dumps(asdict(request))
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(PROJECT_ROOT), str(answer), asked],
             env={**environment(), **variables, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -54,42 +70,77 @@ class Child:
             errors="replace",
             start_new_session=True,  # an interrupt reaches it once, through this process
         )
-
-    def show(self, quiet: bool) -> None:
-        """Print its lines until it ends."""
-        for line in self.process.stdout:
-            if not quiet:
-                print(line, end="", flush=True)
-
-    def stop(self) -> None:
-        """Ask it to end; a run that trains saves a checkpoint."""
-        self.process.send_signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> dict[str, Any]:
-    """Run a command to its end, print its lines unless `quiet`, and return its answer.
-
-    KeyboardInterrupt stops it with a checkpoint, a second one kills it.
-    Raises: SftPlayError where it ended without an answer.
-    """
-    with tempfile.TemporaryDirectory(prefix="sft_play-") as folder:
-        answer = Path(folder) / "answer.json"
-        child = Child(request, variables, answer)
         try:
-            child.show(quiet)
+            _show(process, quiet)
         except KeyboardInterrupt:
             print("stopping with a checkpoint; interrupt again to kill the run", flush=True)
-            child.stop()
+            process.send_signal(signal.SIGINT)
             try:
-                child.show(quiet)
+                _show(process, quiet)
             except KeyboardInterrupt:
-                child.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 raise
-        code = child.process.wait()
+        code = process.wait()
         if not answer.exists():
             raise SftPlayError(f"{request.command} ended with exit code {code}; it says why above")
         return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def _show(process: subprocess.Popen[str], quiet: bool) -> None:
+    """Print the lines of a process until it ends."""
+    for line in process.stdout:
+        if not quiet:
+            print(line, end="", flush=True)
+
+
+def main() -> None:
+    """Answer the request on the command line; an error of ours is an answer too."""
+    stops.end_with_parent(stops.PARENT_GONE)  # else a restarted notebook leaves a GPU occupied
+    log_to_stderr()
+    answer = Path(sys.argv[2])
+    request = Request(**json.loads(sys.argv[3]))
+    try:
+        call = read_call(request.config, request.overrides)
+        if request.command == "plan":
+            write_json(answer, _plan(call, request))
+        elif request.command == "preview":
+            write_json(answer, _preview(call, request))
+        else:
+            _train(call, request, answer)
+    except SftPlayError as error:
+        write_json(answer, {"error": mask_secrets(str(error)), "exit_class": int(error.exit_class)})
+        sys.exit(int(error.exit_class))
+
+
+def _train(call: Call, request: Request, answer: Path) -> None:
+    """Answer with the run's folder, and become its launcher. Raises: StoppedOnRequest."""
+    with stops.StopSignals():
+        try:
+            folder, planned = prepare_run(
+                call, request.distributed, request.deepspeed, request.backend
+            )
+            write_json(answer, {"folder": str(folder.path)})
+            sys.stdout.flush()
+            hand_over(folder, planned, call)
+        except KeyboardInterrupt:
+            raise StoppedOnRequest(NOT_BEGUN) from None
+
+
+def _plan(call: Call, request: Request) -> dict[str, Any]:
+    planned = planning.plan_for_display(call, request.distributed, request.deepspeed)
+    as_json = planning.plan_text(call, planned, with_trace=False, as_json=True)
+    return {
+        "text": planning.plan_text(call, planned, with_trace=False, as_json=False),
+        "fits": planned.plan.fits,
+        "values": json.loads(as_json),
+    }
+
+
+def _preview(call: Call, request: Request) -> dict[str, Any]:
+    loaded = load_config(call)
+    planned = plan_run(call, loaded)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        page = reading.preview(planned, loaded.source, request.rows, None, no_color=True)
+    return {"text": printed.getvalue(), "page": str(page)}

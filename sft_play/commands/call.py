@@ -35,10 +35,15 @@ class Call:
         """Folder of the run folders, for commands that need no config."""
         return Path(self.environ.get("TRAIN_OUTPUT_DIR") or "outputs")
 
+    @property
+    def words(self) -> invocations.Words:
+        """What reads the variables of one command; it collects what is wrong with them."""
+        return invocations.Words(self.environ)
+
 
 def read_call(
-    config: str | None,
-    overrides: Iterable[str],
+    config: str | None = None,
+    overrides: Iterable[str] | None = None,
     gpus: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Call:
@@ -51,7 +56,7 @@ def read_call(
         environ["CONFIG"] = config
     if gpus:
         environ["GPUS"] = gpus
-    return Call(invocations.read(environ), environ, tuple(overrides))
+    return Call(invocations.read(environ), environ, tuple(overrides or ()))
 
 
 def load_config(call: Call, backend: str | None = None) -> LoadedConfig:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.commands import exports
+from sft_play.commands.call import Call
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.runs.exports import ParityRow
 
@@ -36,9 +36,9 @@ class Server:
     key: str | None = None
 
     @classmethod
-    def asked(cls) -> "Server":
+    def asked(cls, call: Call) -> "Server":
         """Return the server of URL and SERVED_NAME; a key is OPENAI_API_KEY of the environment."""
-        words = exports.words()
+        words = call.words
         url = words.text("URL")
         if url is None:
             raise ConfigError("URL: write where the server is, such as URL=http://127.0.0.1:8000")
@@ -68,7 +68,7 @@ class Server:
         limit = {"max_tokens": len(row.answer_ids), "temperature": 0, "stream": False}
         if row.has_ended:  # room to run on behind the stop
             limit["max_tokens"] += 8
-        return call(f"{self.url}/{path}", {"model": self.model, **asked, **limit}, self.key)
+        return request(f"{self.url}/{path}", {"model": self.model, **asked, **limit}, self.key)
 
 
 @dataclass
@@ -122,7 +122,7 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
 def only_model(base: str, key: str | None) -> str:
     """Return the model that a server lists. Raises: ConfigError where it lists several."""
     try:
-        listed = call(f"{base}/models", None, key).get("data", [])
+        listed = request(f"{base}/models", None, key).get("data", [])
     except NotServed:
         return ANY_MODEL
     names = [entry["id"] for entry in listed]
@@ -191,15 +191,15 @@ def compare_text(tally: Tally, place: str, row: ParityRow, text: str) -> bool:
     return False
 
 
-def call(url: str, body: Mapping[str, Any] | None, key: str | None) -> dict[str, Any]:
+def request(url: str, body: Mapping[str, Any] | None, key: str | None) -> dict[str, Any]:
     """Return what a URL answers, as JSON. Raises: NotServed, EnvironmentFault."""
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(url, data, headers)
+    asked = urllib.request.Request(url, data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code in NOT_SERVED or body is None:

@@ -1,36 +1,208 @@
-"""A process on each GPU, for commands that share their rows: the same command with a number.
+"""`make eval` and `make infer IN=...`: a process on each GPU, which share the rows of one command.
 
-Loads no torch.
+Each process is the same command with a place among them. Loads no torch until this one computes.
 """
 
-import contextlib
+import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from sft_play import stops
+from sft_play.commands import use
 from sft_play.commands.call import Call
-from sft_play.config.loader import PROJECT_ROOT
-from sft_play.errors import ExitClass, StoppedOnRequest, of_class
+from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
+from sft_play.config.messages import refuse
+from sft_play.config.sampling import SamplingRequest, read_sampling
+from sft_play.config.tasks import TasksAsked, read_tasks
+from sft_play.data.prompts import Prompt, read_prompts
+from sft_play.data.sources import system_prompt_of
+from sft_play.errors import DataError, EnvironmentFault, ExitClass, StoppedOnRequest, of_class
 from sft_play.plan import devices
 from sft_play.plan.launch import free_port
 from sft_play.plan.ranks import visible_entries
-from sft_play.runs.answer_file import PLACE, Place
+from sft_play.progress import counted
+from sft_play.runs import stamp
+from sft_play.runs.answer_file import PLACE, AnswerFile, PartsWatch, Place
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import ModelFolder
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 10.0  # after which a process that was asked to end is killed
+SETTINGS = ("generation_max_new_tokens", "generation_num_beams")  # of train: answers depend on them
 
 
-def processes_of(call: Call, gpus_per_process: int = 1) -> int:
-    """Return how many processes a command takes: one a GPU, or NUM_GPUS."""
-    asked = call.invocation.num_gpus
+def score_run(call: Call, run: RunFolder) -> list[str]:
+    """Score weights on rows, or on TASKS, on every GPU or NUM_GPUS; return the lines to print.
+
+    The first of several processes prints them itself.
+    """
+    asked = use.settings_of(call, run, "eval")
+    device = use.inference_device(call)
+    compares = use.compares(call, run)
+    tasks = read_tasks(call.environ)
+    if tasks is not None:
+        require_lm_eval(tasks)
+    place = own_place(call.environ)
+    count = count_processes(call, asked)
+    if place is None and count > 1:
+        run_on_each("eval", call, run, count)
+        return []
+    if tasks is None:
+        from sft_play.inference.evaluate import evaluate_run
+
+        lines = evaluate_run(run, device, asked, place, compares)
+    else:
+        from sft_play.inference.tasks import score_tasks
+
+        lines = score_tasks(run, device, asked, tasks, place, compares)
+    return lines if place is None or place.number == 0 else []
+
+
+def require_lm_eval(asked: TasksAsked) -> None:
+    """Raise EnvironmentFault where lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise EnvironmentFault(
+            f"TASKS={','.join(asked.names)}: tasks are lm-eval's, which is not installed: "
+            "make install-tasks"
+        )
+
+
+@dataclass(frozen=True)
+class FileCall:
+    """A call that asks for the answers to a file."""
+
+    call: Call
+    run: RunFolder
+    loaded: LoadedConfig  # the run's settings, with those on top that were given
+    sampling: SamplingRequest
+    inputs: Path
+    device: str  # cuda or cpu
+
+    @classmethod
+    def read(cls, call: Call, run: RunFolder, prompt: str | None) -> "FileCall | None":
+        """Return what to do with the file that IN names; None without it. Raises ConfigError."""
+        inputs, out = call.words.text("IN"), call.words.text("OUT")
+        problems = []
+        if inputs and (prompt or call.words.text("PROMPT")):
+            problems.append(f"IN={inputs} and PROMPT: ask one of them")
+        if out and not inputs:
+            problems.append("OUT: is for the answers to a file; name that with IN=prompts.jsonl")
+        refuse(problems)
+        if inputs is None:
+            return None
+        loaded = use.settings_of(call, run, "infer")
+        device = use.inference_device(call)
+        return cls(call, run, loaded, read_sampling(call.environ), Path(inputs), device)
+
+    @property
+    def out(self) -> Path:
+        """OUT, by default the name of the file in the run's folder."""
+        out = self.call.words.text("OUT")
+        name = f"{self.inputs.name.partition('.')[0]}.jsonl"
+        return Path(out) if out else self.run.results / "answers" / name
+
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts of the file. Raises DataError."""
+        columns = self.loaded.config.data.columns if self.loaded.is_set("data.columns") else {}
+        found = read_prompts(self.inputs, columns, system_prompt_of(self.loaded.config))
+        if not found:
+            raise DataError(f"IN={self.inputs}: no prompts")
+        return found
+
+    def asked(self) -> dict[str, Any]:
+        """Return what the answers depend on."""
+        config = self.loaded.config
+        weights = _digest(self.run.weights(config.tuning.mode) / stamp.NAME)
+        if isinstance(self.run, ModelFolder):
+            weights = stamp.digest_of_model(self.run.path)
+        return {
+            "in": str(self.inputs.resolve()),
+            "sha256": _digest(self.inputs),
+            "run": str(self.run.path.resolve()),
+            "weights_sha256": weights,
+            "data.system_prompt": config.data.system_prompt,
+            **{f"train.{name}": getattr(config.train, name) for name in SETTINGS},
+            **asdict(self.sampling),
+        }
+
+
+def answer_file(asked: FileCall) -> list[str]:
+    """Answer the prompts of a file, on every GPU; return the lines to print.
+
+    The same call goes on where an earlier one stopped. Raises: StoppedOnRequest on Ctrl-C.
+    """
+    prompts = asked.prompts()
+    file = AnswerFile(asked.out)
+    place = own_place(asked.call.environ)
+    if place is not None:
+        _answer_share(asked, prompts, file, place, lambda _: None)
+        return []
+    file.begin(asked.asked())
+    if not file.is_complete():
+        with file.held():
+            _answer_rest(asked, prompts, file)
+    without = file.count_without_answer()
+    lines = [f"answers {file.path} rows={len(prompts)}"]
+    if without:
+        warning = f"warning: {without} prompts have no answer; their lines say why, under error"
+        lines.insert(0, warning)
+    return lines
+
+
+def _answer_rest(asked: FileCall, prompts: Sequence[Prompt], file: AnswerFile) -> None:
+    """Answer what is not answered yet, and put all answers in order."""
+    done = len(file.answered())
+    count = min(count_processes(asked.call, asked.loaded), max(1, len(prompts) - done))
+    try:
+        with counted("answering", len(prompts), "prompts", done) as advance:
+            if count == 1:
+                _answer_share(asked, prompts, file, Place(0, 1, 0), advance)
+            else:
+                watch = PartsWatch(file)
+                look = lambda: advance(watch.new_answers())  # noqa: E731
+                run_on_each("infer", asked.call, asked.run, count, look)
+                look()
+    except (KeyboardInterrupt, StoppedOnRequest):
+        done = len(file.answered())
+        raise StoppedOnRequest(
+            f"stopped: {done} of {len(prompts)} prompts are answered; the same command goes on"
+        ) from None
+    file.finish(len(prompts))
+
+
+def _answer_share(
+    asked: FileCall,
+    prompts: Sequence[Prompt],
+    file: AnswerFile,
+    place: Place,
+    advance: Callable[[int], None],
+) -> None:
+    from sft_play.inference.file_answers import answer_prompts
+    from sft_play.inference.load import load_to_answer
+
+    trained = load_to_answer(asked.run, asked.device, asked.loaded.config, asked.sampling)
+    answer_prompts(trained, prompts, file, place, asked.sampling.seed, advance)
+
+
+def count_processes(call: Call, asked: LoadedConfig) -> int:
+    """Return how many processes share the rows: one a GPU, or NUM_GPUS.
+
+    One where the model itself is placed on several GPUs.
+    """
+    if asked.config.model.device_map is not None:
+        return 1
     hardware = devices.detect(call.invocation.device, call.environ)
+    wanted = call.invocation.num_gpus
     if hardware.kind == "cpu":
-        return asked or 1
-    return max(1, min(asked or hardware.count, hardware.count) // gpus_per_process)
+        return wanted or 1
+    return min(wanted or hardware.count, hardware.count)
 
 
 def own_place(environ: Mapping[str, str]) -> Place | None:
@@ -46,7 +218,6 @@ def own_place(environ: Mapping[str, str]) -> Place | None:
 
 def run_on_each(
     command: str,
-    overrides: Sequence[str],
     call: Call,
     run: RunFolder,
     count: int,
@@ -54,35 +225,35 @@ def run_on_each(
 ) -> None:
     """Run `count` processes of a command to their end; `look` is called meanwhile.
 
-    `overrides` are those of --set. Raises: StoppedOnRequest after a signal, and the error class of
-    a process that failed.
+    Raises: StoppedOnRequest after a signal, and the error class of a process that failed.
     """
-    words = [word for override in overrides for word in ("--set", override)]
+    words = [word for override in call.overrides for word in ("--set", override)]
+    paths = [str(PROJECT_ROOT), call.environ.get("PYTHONPATH", "")]
+    environ = {
+        **call.environ,
+        "RUN": str(run.path),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     port = free_port()
     entries = visible_entries(call.environ.get("CUDA_VISIBLE_DEVICES"), count)
-    children = []
-    with _stopped_by_signals(), _ended(children):
-        for number in range(count):
-            environ = {
-                **call.environ,
-                "RUN": str(run.path),
-                "PYTHONPATH": _python_path(call.environ),
-                PLACE: f"{number}/{count}:{port}",
-            }
-            if call.invocation.device != "cpu":
-                environ["CUDA_VISIBLE_DEVICES"] = entries[number]
-            line = [sys.executable, "-m", "sft_play", command, *words]
-            children.append(subprocess.Popen(line, env=environ, stdin=subprocess.DEVNULL))
-        while any(child.poll() is None for child in children):
+    children: list[subprocess.Popen] = []
+    try:
+        with stops.StopSignals():
+            for number in range(count):
+                environ[PLACE] = f"{number}/{count}:{port}"
+                if call.invocation.device != "cpu":
+                    environ["CUDA_VISIBLE_DEVICES"] = entries[number]
+                line = [sys.executable, "-m", "sft_play", command, *words]
+                children.append(subprocess.Popen(line, env=environ, stdin=subprocess.DEVNULL))
+            while any(child.poll() is None for child in children):
+                _refuse_failed(children, command)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                look()
             _refuse_failed(children, command)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-            look()
-        _refuse_failed(children, command)
-
-
-def _python_path(environ: Mapping[str, str]) -> str:
-    paths = [str(PROJECT_ROOT), environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, paths))
+    except KeyboardInterrupt:
+        raise StoppedOnRequest("stopped") from None
+    finally:
+        _end(children)
 
 
 def _refuse_failed(children: Sequence[subprocess.Popen], command: str) -> None:
@@ -96,28 +267,21 @@ def _refuse_failed(children: Sequence[subprocess.Popen], command: str) -> None:
             )
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Raise StoppedOnRequest in this context after a signal."""
-    try:
-        with stops.StopSignals():
-            yield
-    except KeyboardInterrupt:
-        raise StoppedOnRequest("stopped") from None
+def _end(children: Sequence[subprocess.Popen]) -> None:
+    """End the processes that still run."""
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        try:
+            child.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
-@contextlib.contextmanager
-def _ended(children: list[subprocess.Popen]) -> Iterator[None]:
-    """End processes that still run when the context is left."""
-    try:
-        yield
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.terminate()
-        for child in children:
-            try:
-                child.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+def _digest(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

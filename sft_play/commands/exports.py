@@ -1,31 +1,45 @@
-"""What export, serve, push and check-server are asked by variables. Loads no torch."""
+"""`make export`, `make serve` and `make push`: what the variables ask for. Loads no torch.
 
+A server listens on the loopback interface, unless BIND names another. The token of a push is the
+one of `hf auth login`, or HF_TOKEN of the environment; never of a command line, which other users
+of the machine can read.
+"""
+
+import importlib.util
+import shutil
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_play.commands import use
-from sft_play.commands.call import read_call
-from sft_play.config.invocation import Words
+from sft_play.commands.call import Call
+from sft_play.config import targets
 from sft_play.config.messages import refuse
-from sft_play.errors import ConfigError
-from sft_play.runs import exports
+from sft_play.config.schema import ModelSection
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
+from sft_play.plan.launch import Launch, execute
+from sft_play.runs import exports, seal
 from sft_play.runs.exports import FORMATS, ExportAsked, ParityRow, exports_of
 from sft_play.runs.folder import RunFolder
 
 QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
 OF_GGUF = ("QUANT", "LLAMA_CPP", "PRE_TOKENIZER")
+LOOPBACK = "127.0.0.1"
+PORT = 8000
+PORTS = 65535
+SERVED = ("safetensors", "gguf")
+NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers serve
+NEEDED_FOR_GGUF = ("llama_cpp", "fastapi", "uvicorn", "sse_starlette", "starlette_context")
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
-def words() -> Words:
-    """Return the variables of this call."""
-    return Words(read_call(None, ()).environ)
-
-
-def read_export(run: RunFolder, overrides: Sequence[str] | None) -> ExportAsked:
+def read_export(call: Call, run: RunFolder) -> ExportAsked:
     """Return what the variables of `make export` ask for. Raises: ConfigError."""
-    given = words()
+    given = call.words
     kind = given.choice("FORMAT", FORMATS) or FORMATS[0]
-    dtype = use.asked_dtype(run, overrides, "export")
+    dtype = use.asked_dtype(call, run, "export")
     if kind != "gguf":
         for name in filter(given.text, OF_GGUF):
             given.problems.append(f"{name}: FORMAT={kind} does not read it; set FORMAT=gguf")
@@ -44,12 +58,12 @@ def read_export(run: RunFolder, overrides: Sequence[str] | None) -> ExportAsked:
     )
 
 
-def chosen_export(run: RunFolder, formats: tuple[str, ...] = FORMATS) -> Path:
+def chosen_export(call: Call, run: RunFolder, formats: tuple[str, ...] = FORMATS) -> Path:
     """Return the export that FORMAT names, or the latest of these formats.
 
     Raises: ConfigError where there is none.
     """
-    given = words()
+    given = call.words
     wanted = given.choice("FORMAT", formats)
     refuse(given.problems)
     for path in exports_of(run):
@@ -61,8 +75,142 @@ def chosen_export(run: RunFolder, formats: tuple[str, ...] = FORMATS) -> Path:
     )
 
 
-def parity_rows() -> list[ParityRow]:
-    """Return the rows of the exports.jsonl that PARITY names, or of the run's latest export."""
-    given = words().text("PARITY")
-    path = Path(given) if given else chosen_export(use.chosen_run())
+def parity_rows(call: Call) -> list[ParityRow]:
+    """Return the rows of the parity.jsonl that PARITY names, or of the run's latest export."""
+    given = call.words.text("PARITY")
+    path = Path(given) if given else chosen_export(call, use.chosen_run(call))
     return exports.read_parity(path / exports.PARITY if path.is_dir() else path)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, call: Call) -> "Address":
+        """Return what BIND and PORT say. Raises: ConfigError."""
+        words = call.words
+        port = words.whole_number("PORT", 1, PORTS)
+        refuse(words.problems)
+        return cls(words.text("BIND") or LOOPBACK, port or PORT)
+
+
+def serve(call: Call) -> None:
+    """Become a server of a run's export: vLLM, transformers' own, or that of llama-cpp-python."""
+    run = use.chosen_run(call)
+    folder = chosen_export(call, run, SERVED)
+    address = Address.read(call)
+    launch = server_of(folder, address, use.inference_device(call))
+    print("\n".join(lines_of(folder, address, launch, run.name)), flush=True)
+    execute(launch, call.environ)
+
+
+def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[str]:
+    """Return what is printed before the server takes over."""
+    url = f"http://{address.host}:{address.port}"
+    lines = [
+        " ".join(launch.argv),
+        f"serves {folder} at {url}/v1; make check-server RUN={run} URL={url} "
+        f"SERVED_NAME={folder} checks it, Ctrl-C ends it",
+    ]
+    if address.host not in (LOOPBACK, "localhost", "::1"):
+        lines.append(f"warning: BIND={address.host}: whoever reaches this machine may ask it")
+    return lines
+
+
+def server_of(folder: Path, address: Address, device: str) -> Launch:
+    """Return how a server of a folder is started: vLLM on a GPU where it is installed.
+
+    Raises: EnvironmentFault where none is.
+    """
+    where = ("--host", address.host, "--port", str(address.port))
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        require(NEEDED_FOR_GGUF, "'llama-cpp-python[server]'")
+        words = ("-m", "llama_cpp.server", "--model", str(files[0]), "--n_gpu_layers", "-1")
+        return Launch((sys.executable, *words, *where), {})
+    vllm = shutil.which("vllm")
+    if vllm is not None and device == "cuda":
+        return Launch((vllm, "serve", str(folder), *where), {})
+    require(NEEDED, " ".join(NEEDED))
+    from sft_play.reporting.card_facts import base_config, has_soft_caps
+
+    words = ("-m", "transformers.cli.transformers", "serve", str(folder))
+    own = ("--device", device)
+    if has_soft_caps(base_config(ModelSection(name=str(folder)))):  # which sdpa leaves out silently
+        own += ("--attn-implementation", "eager")
+    return Launch((sys.executable, *words, *where, *own), {})
+
+
+def require(packages: Sequence[str], to_install: str) -> None:
+    """Raise EnvironmentFault where a package is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentFault(
+            f"the server needs {', '.join(missing)}, which are not installed; type "
+            f"{sys.executable} -m pip install {to_install}"
+        )
+
+
+def push(call: Call) -> list[str]:
+    """Upload an export to the hub, private unless PUBLIC=1; typed again, it resumes.
+
+    Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
+    """
+    folder = chosen_export(call, use.chosen_run(call))
+    words = call.words
+    repo = words.text("REPO")
+    is_public = words.choice("PUBLIC", ("0", "1")) == "1"
+    refuse([*words.problems, *_problems_of_push(call, repo)])
+    damage = seal.find_damage(folder, allows_more=False)
+    if damage is not None:
+        raise CheckpointError(f"{folder}: {damage}; make export writes it anew")
+    import httpx
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if get_token() is None:
+        raise EnvironmentFault(f"REPO={repo}: no token of the hub; type hf auth login")
+    api = HfApi()
+    try:
+        found = api.create_repo(repo, private=not is_public, exist_ok=True)
+        refuse_public_repo(api, repo, is_public)
+        message = f"{folder.name} of run {folder.parent.parent.name}"
+        done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except HfHubHTTPError as error:
+        raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
+    except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
+        raise EnvironmentFault(
+            f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command goes "
+            "on where it was cut off"
+        ) from None
+    kind = "public" if is_public else "private"
+    return [f"pushed {folder} to {found} ({kind}, commit {done.oid[:12]})"]
+
+
+def _problems_of_push(call: Call, repo: str | None) -> list[str]:
+    """Return what is wrong with the words of a push."""
+    from sft_play.reporting.model_card import HUB_ID
+
+    problems = []
+    if repo is None:
+        problems.append("REPO: write the repository on the hub, such as REPO=name/model")
+    elif not HUB_ID.fullmatch(repo):
+        problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
+    given = call.environ.get(targets.GIVEN, "").split()
+    for name in TOKENS:
+        if name in given:
+            problems.append(
+                f"{name}: other users can read a command line; type hf auth login, and make that "
+                "token invalid"
+            )
+    return problems
+
+
+def refuse_public_repo(api: Any, repo: str, is_public: bool) -> None:
+    """Raise ConfigError where a repository that exists is public, and that was not asked for."""
+    if not is_public and not api.repo_info(repo).private:
+        raise ConfigError(f"REPO={repo} is public; PUBLIC=1 says that this is meant")

@@ -1,15 +1,30 @@
-"""`make plan`. Loads no torch, unless the real model is traced."""
+"""`make plan` and `make slurm`. Loads no torch, unless the real model is traced."""
 
 import dataclasses
+import re
+import sys
 from pathlib import Path
 
-from sft_play.commands.call import Call, as_text, hardware_of, load_config, plan_run, settle
+from sft_play.commands.call import (
+    Call,
+    as_text,
+    hardware_of,
+    load_config,
+    plan_run,
+    settle,
+    without_meeting,
+)
+from sft_play.config.loader import BASE, PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_counts import count_rows_or_reason
+from sft_play.errors import ConfigError
 from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.resolve import fastest
-from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.plan.slurm import SlurmJob, script
 from sft_play.plan.workload import workload
+from sft_play.runs import folder as run_folders
+from sft_play.runs.files import write_text
 from sft_play.runs.model_folder import refuse_unsafe_base
 
 LAUNCH_VARIABLES = (
@@ -74,3 +89,93 @@ def override_variables(call: Call) -> dict[str, str]:
         path, _, value = override.partition("=")
         variables[env_name(path.strip())] = value.strip()
     return variables
+
+
+# Set by the script on each machine
+OF_SCRIPT = ("RUN", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAIN_RUN_NAME")
+# What the targets of make run
+TRAIN = {
+    "train": "train",
+    "train-distributed": "train --distributed",
+    "train-deepspeed": "train --distributed --deepspeed",
+}
+
+
+def slurm(call: Call) -> str:
+    """Write the script to OUT and return what to type next; without OUT return the script.
+
+    Under DeepSpeed where DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
+    Raises: OutOfMemory for a plan that does not fit, ConfigError where OUT cannot be written.
+    """
+    call = without_meeting(call)  # the script finds the address out
+    use_deepspeed = call.invocation.deepspeed_config is not None
+    planned = plan_for_display(call, use_deepspeed, use_deepspeed)
+    if planned.plan.ranks.device == "cpu" and call.invocation.device != "cpu":
+        raise ConfigError(
+            "GPUS is not given and this host has no GPU, so the job would train on CPUs; name the "
+            "GPUs of each machine, such as GPUS=8xH100, or set DEVICE=cpu"
+        )
+    refuse_what_does_not_fit(planned.plan)
+    job = job_of(call, planned)
+    text = script(job)
+    if not call.environ.get("OUT"):
+        return text.rstrip("\n")
+    path = Path(call.environ["OUT"])
+    try:
+        job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not make it for its log
+        write_text(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None
+    return (
+        f"wrote {path}: {job.nodes} x {job.per_node} processes for {job.limit} "
+        f"({job.limit_reason})\nsubmit it with: sbatch {path}"
+    )
+
+
+def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
+    """Return what the script of a plan asks for."""
+    plan = planned.plan
+    given, overrides = given_variables(call), override_variables(call)
+    for variables in (given, overrides):
+        for name in OF_SCRIPT:
+            variables.pop(name, None)
+    _, target, *words = next_command.start_command(plan, given, overrides)
+    counted = count_rows_or_reason(planned.config)
+    seconds = None
+    if not isinstance(counted, str):
+        seconds = workload(planned.config, plan, counted).seconds
+    return SlurmJob(
+        name=call.invocation.run or run_stem(load_config(call)),
+        nodes=plan.ranks.nodes,
+        per_node=plan.ranks.per_node,
+        gpus_per_node=plan.ranks.gpus_per_node,
+        device=plan.ranks.device,
+        seconds=seconds,
+        command=f'"{sys.executable}" -m sft_play {TRAIN[target]}',
+        variables=words,
+        project=PROJECT_ROOT,
+        output_dir=Path(planned.config.train.output_dir).absolute(),
+    )
+
+
+def refuse_what_does_not_fit(plan: RunPlan) -> None:
+    """Raise OutOfMemory for a plan that is not expected to fit.
+
+    Where the micro-batch is the user's own, warn.
+    """
+    if plan.fits:
+        return
+    error = next_command.does_not_fit(plan)
+    if not plan.is_batch_explicit:
+        raise error
+    print(f"warning: {error}")
+
+
+def run_stem(loaded: LoadedConfig) -> str:
+    """Return the start of an unnamed run's name: its config's, without one its model's."""
+    if loaded.source == BASE:
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(loaded.config.model.name).name)
+        return name.strip("._-") or BASE.stem
+    return run_folders.stem_of(loaded.source)

@@ -12,11 +12,19 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
-from sft_play.errors import ConfigError
-from sft_play.runs import lock
+from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.plan.precision import precision
+from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
+from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.resumed import AskedRun, resumed_run
+from sft_play.runs.resumed import (
+    AskedRun,
+    Resumed,
+    check_resumable,
+    refuse_other_steps,
+    resumed_run,
+)
 
 RESUME_FROM = "train.resume_from"
 ELASTIC = "train.elastic"
@@ -146,3 +154,59 @@ def _with(call: Call, path: str, value: str) -> Call:
 def _given(call: Call, path: str) -> str | None:
     value = loader.given_value(path, call.invocation.config, call.environ, call.overrides)
     return None if value is None else str(value)
+
+
+def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
+    """Return the plan of the run that is resumed, None where it cannot be read."""
+    run = resumed_run(resume_from) if resume_from else None
+    try:
+        return read_plan(run) if run else None
+    except EnvironmentFault:  # of another version, whose numbers may mean something else
+        return None
+
+
+def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
+    """Refuse a checkpoint that a run may not go on from, before its folder is made.
+
+    Raises: CheckpointError.
+    """
+    train = planned.config.train
+    if train.resume_from is None:
+        return
+    # the worker reads large files, too, before it loads one
+    checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
+    resumed = Resumed.read(checkpoint)
+    resumed.refuse_changes(planned.config, loaded.origin)
+    now = {**stamp.wanted(planned.config), "precision": precision(planned.config)}
+    saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)
+    ranks = planned.plan.ranks
+    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
+    run = resumed_run(train.resume_from)
+    if run is not None and run.read_report().state not in ("running", "planned"):
+        checkpoints.remove_leftovers(run.checkpoints, print)
+    print(f"resume {checkpoint}")
+    if saved["world_size"] != ranks.world_size:
+        print(
+            f"resume {saved['world_size']} processes are {ranks.world_size} now: every row is "
+            "trained once, as before; sums round otherwise, and dropout draws other numbers"
+        )
+    for change in resumed.changes(planned.config):
+        if attrgetter(change.path)(loaded.config) == "auto":
+            continue  # its number may follow from the rows, and from a probe
+        print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
+
+
+def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
+    """Refuse to resume on other rows, once they are tokenised. Raises CheckpointError."""
+    from sft_play.data.data_facts import DataFacts
+
+    if planned.config.train.resume_from is None:
+        return
+    checkpoint = checkpoints.choose(Path(planned.config.train.resume_from), print, reads_all=False)
+    sources = DataFacts.from_json(folder.read_data()).sources
+    digests = [source.digest for split in sources.values() for source in split]
+    now = {
+        "data_digest": stamp.digest_of_text(*digests),
+        "effective_batch": planned.plan.layout.rows_per_step,
+    }
+    refuse_other_steps(checkpoint, stamp.read(checkpoint), now)

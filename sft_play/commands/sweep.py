@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from sft_play.commands.call import Call, load_config, plan_run
@@ -29,10 +28,10 @@ from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport, recorded_scores
 from sft_play.runs.resumed import AskedRun
+from sft_play.stops import StopSignals
 
 ATTEMPTS = 100  # runs of one combination
 NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "HALVING", "RUN")  # of this command, not of its runs
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -85,27 +84,30 @@ class Trial:
         return None
 
 
-class Children:
-    """The processes of the runs. Inside this context SIGINT and SIGTERM stop them.
+class Sweep:
+    """The processes of the runs. Inside this context a signal stops them.
 
     A run that trains then saves a checkpoint and ends; no further run starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call, slots: Sequence[str | None]) -> None:
+        """`slots` are CUDA_VISIBLE_DEVICES of each run at a time."""
+        self.call = call
+        self.slots = slots
         self.is_stopping = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self._signals = StopSignals()
+        self._signals.on_first = lambda number: self._stop()
+        self._signals.at_once = self._stop
 
     def __enter__(self) -> Self:
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._stop)
+        self._signals.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(*error)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self) -> None:
         self.is_stopping = True
         for process in self._processes.copy():
             process.send_signal(signal.SIGINT)
@@ -128,15 +130,6 @@ class Children:
             self._processes.remove(process)
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What all runs of a sweep have in common."""
-
-    call: Call
-    slots: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each run at a time
-    children: Children
-
-
 def sweep(call: Call, over: str, halving: str = "") -> list[str]:
     """Train every combination of `over` that is not done, and return the lines of the table.
 
@@ -150,9 +143,9 @@ def sweep(call: Call, over: str, halving: str = "") -> list[str]:
     done = [trial for trial in trials if trial.run_at(None) is not None]
     refuse_other_rows(call, done)
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
-    with Children() as children:
-        train_in_rungs(Sweep(call, slots, children), trials, factor)
-    if children.is_stopping:
+    with Sweep(call, slots) as running:
+        train_in_rungs(running, trials, factor)
+    if running.is_stopping:
         goes_on = "stopped on request; the same command goes on from the checkpoints"
         raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
     best = best_of(trials)
@@ -189,9 +182,9 @@ def plan_trials(call: Call, over: str, factor: int | None = None) -> list[Trial]
 
 def refuse_running(trial: Trial) -> None:
     """Raise ConfigError while a run of this trial is going on, or after too many of them."""
-    path = trial.latest().path
-    if trial.latest().read_report().state in ("planned", "running"):
-        raise ConfigError(f"{path} is running; wait for the sweep that started it")
+    latest = trial.latest()
+    if latest.read_report().state in ("planned", "running"):
+        raise ConfigError(f"{latest.path} is running; wait for the sweep that started it")
     if len(trial.runs()) >= ATTEMPTS:
         raise ConfigError(f"{trial.first}: {ATTEMPTS} runs with these settings did not end")
 
@@ -234,7 +227,7 @@ def train_in_rungs(sweep: Sweep, trials: Sequence[Trial], factor: int | None) ->
         if stop_after is not None:
             print(f"rung  {stop_after:.3g} of a run: {len(trials)} runs", flush=True)
         train_all(sweep, waiting, stop_after)
-        if sweep.children.is_stopping:
+        if sweep.is_stopping:
             return
         if stop_after is not None:
             trials = best_at(trials, stop_after, math.ceil(len(trials) / factor))
@@ -264,7 +257,7 @@ def train_all(sweep: Sweep, trials: Sequence[Trial], stop_after: float | None) -
         free.put(slot)
 
     def run(trial: Trial) -> None:
-        if sweep.children.is_stopping:
+        if sweep.is_stopping:
             return
         slot = free.get()
         try:
@@ -293,7 +286,7 @@ def train_one(sweep: Sweep, trial: Trial, stop_after: float | None, slot: str | 
     if stop_after is not None:
         words.append(f"train.stop_after={stop_after!r}")
     command = [sys.executable, "-m", "sft_play", "train", *(f"--set={word}" for word in words)]
-    sweep.children.run(command, environ, log)
+    sweep.run(command, environ, log)
     if not folder.path.exists():
         print(f"end   {folder.name}: did not start; {log} says why", flush=True)
         return
@@ -345,11 +338,13 @@ def table(trials: Sequence[Trial]) -> list[str]:
     for trial, run, report in zip(trials, runs, reports, strict=True):
         scores = held_out(report)
         cause = (report.cause or "").partition("\n")[0]
+        totals = [(run.read_report().seconds or {}).get("total") for run in trial.runs()]
+        seconds = [total for total in totals if total is not None]
         numbers = [
             as_cell(scores.get("eval_loss"), 8, 4),
             *(as_cell(scores.get(name), max(7, len(title_of(name))), 3) for name in names),
             as_cell(report.global_step, 6, 0),
-            as_cell(minutes_of(trial.runs()), 7, 1),
+            as_cell(sum(seconds) / 60 if seconds else None, 7, 1),
         ]
         status = f"{report.state} {run.name} {cause}".rstrip()
         lines.append("  ".join([f"{trial.point!s:<{width}}", *numbers, status]))
@@ -359,13 +354,6 @@ def table(trials: Sequence[Trial]) -> list[str]:
 def as_cell(number: float | None, width: int, digits: int) -> str:
     """Return a number of the table, right-aligned; a dash where there is none."""
     return f"{'-':>{width}}" if number is None else f"{number:>{width}.{digits}f}"
-
-
-def minutes_of(runs: Sequence[RunFolder]) -> float | None:
-    """Return how long the runs took together, None where no run has ended."""
-    seconds = [(run.read_report().seconds or {}).get("total") for run in runs]
-    known = [total for total in seconds if total is not None]
-    return sum(known) / 60 if known else None
 
 
 def lines_of_best(best: Trial) -> list[str]:

@@ -1,30 +1,39 @@
 """The train targets: plan a run, write its folder, start its ranks. Loads no torch."""
 
+import atexit
 import contextlib
 import dataclasses
 import os
-import re
+import runpy
 import secrets
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
 from sft_play import stops
-from sft_play.commands.call import Call, load_config, plan_run
+from sft_play.commands.call import Call, load_config, pid_file, plan_run
 from sft_play.commands.launched import Launched, start_ranks
-from sft_play.commands.plan import given_variables, override_variables
-from sft_play.commands.resumption import is_in_place, resumption
-from sft_play.commands.setup import ACCELERATE_FILE, mixed_precision, start_tensorboard
+from sft_play.commands.plan import (
+    given_variables,
+    override_variables,
+    refuse_what_does_not_fit,
+    run_stem,
+)
+from sft_play.commands.resumption import (
+    check_resume,
+    check_resumed_rows,
+    is_in_place,
+    plan_of_resumed,
+    resumption,
+)
 from sft_play.config.backends import BACKENDS
-from sft_play.config.loader import BASE, LoadedConfig
-from sft_play.config.messages import word
+from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schema import Config, env_name
 from sft_play.errors import (
     ConfigError,
@@ -39,21 +48,20 @@ from sft_play.plan import devices, launch, next_command, report
 from sft_play.plan.base_folder import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.precision import precision
-from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
-from sft_play.runs import checkpoints, lock, stamp
+from sft_play.plan.run_plan import PlannedRun, RunPlan
+from sft_play.progress import visible
 from sft_play.runs import folder as run_folders
+from sft_play.runs import lock
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, last_words
 from sft_play.runs.model_folder import refuse_unsafe_base
 from sft_play.runs.report import STARTED_AT, RunReport
 from sft_play.runs.resumed import (
     AskedRun,
-    Resumed,
-    check_resumable,
-    refuse_other_steps,
-    resumed_run,
 )
+from sft_play.stops import StopSignals
 
+ACCELERATE_FILE = PROJECT_ROOT / ".accelerate.yaml"
 FREE_BYTES_FOR_A_RUN = 1 << 30
 NOT_BEGUN = "stopped on request before training began; nothing was trained"
 
@@ -162,15 +170,6 @@ def prepare_run(
         return folder, with_rows(folder, planned, earlier)
 
 
-def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
-    """Return the plan of the run that is resumed, None where it cannot be read."""
-    run = resumed_run(resume_from) if resume_from else None
-    try:
-        return read_plan(run) if run else None
-    except EnvironmentFault:  # of another version, whose numbers may mean something else
-        return None
-
-
 def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -> PlannedRun:
     """Tokenise the rows of a run, and write into its folder what its ranks read.
 
@@ -232,19 +231,6 @@ def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
         write_json(folder.path / "deepspeed.json", plan.deepspeed.settings)
 
 
-def refuse_what_does_not_fit(plan: RunPlan) -> None:
-    """Raise OutOfMemory for a plan that is not expected to fit.
-
-    Where the micro-batch is the user's own, warn.
-    """
-    if plan.fits:
-        return
-    error = next_command.does_not_fit(plan)
-    if not plan.is_batch_explicit:
-        raise error
-    print(f"warning: {error}")
-
-
 @contextlib.contextmanager
 def failure_recorded(folder: RunFolder) -> Iterator[None]:
     """Note in run.json and report.html why a run ends before its launch."""
@@ -288,53 +274,6 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
     return dataclasses.replace(call, invocation=invocation)
 
 
-def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
-    """Refuse a checkpoint that a run may not go on from, before its folder is made.
-
-    Raises: CheckpointError.
-    """
-    train = planned.config.train
-    if train.resume_from is None:
-        return
-    # the worker reads large files, too, before it loads one
-    checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
-    resumed = Resumed.read(checkpoint)
-    resumed.refuse_changes(planned.config, loaded.origin)
-    now = {**stamp.wanted(planned.config), "precision": precision(planned.config)}
-    saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)
-    ranks = planned.plan.ranks
-    check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
-    run = resumed_run(train.resume_from)
-    if run is not None and run.read_report().state not in ("running", "planned"):
-        checkpoints.remove_leftovers(run.checkpoints, print)
-    print(f"resume {checkpoint}")
-    if saved["world_size"] != ranks.world_size:
-        print(
-            f"resume {saved['world_size']} processes are {ranks.world_size} now: every row is "
-            "trained once, as before; sums round otherwise, and dropout draws other numbers"
-        )
-    for change in resumed.changes(planned.config):
-        if attrgetter(change.path)(loaded.config) == "auto":
-            continue  # its number may follow from the rows, and from a probe
-        print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
-
-
-def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
-    """Refuse to resume on other rows, once they are tokenised. Raises CheckpointError."""
-    from sft_play.data.data_facts import DataFacts
-
-    if planned.config.train.resume_from is None:
-        return
-    checkpoint = checkpoints.choose(Path(planned.config.train.resume_from), print, reads_all=False)
-    sources = DataFacts.from_json(folder.read_data()).sources
-    digests = [source.digest for split in sources.values() for source in split]
-    now = {
-        "data_digest": stamp.digest_of_text(*digests),
-        "effective_batch": planned.plan.layout.rows_per_step,
-    }
-    refuse_other_steps(checkpoint, stamp.read(checkpoint), now)
-
-
 def check_trackers(config: Config, with_tensorboard: bool) -> None:
     """Refuse trackers that cannot be used, before anything is tokenised or loaded."""
     names = config.train.report_to
@@ -376,9 +315,60 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
     return run_folders.create(output_dir, run_name, run_stem(loaded) + of_node)
 
 
-def run_stem(loaded: LoadedConfig) -> str:
-    """Return the start of an unnamed run's name: its config's, without one its model's."""
-    if loaded.source == BASE:
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(loaded.config.model.name).name)
-        return name.strip("._-") or BASE.stem
-    return run_folders.stem_of(loaded.source)
+def mixed_precision(config: Config) -> str:
+    """Return the compute type as accelerate names it."""
+    name = precision(config)
+    return "no" if name == "float32" else name
+
+
+def setup_accelerate(call: Call) -> list[str]:
+    """Write the project's accelerate file for this machine; the same call writes the same file."""
+    planned = plan_run(call, load_config(call), distributed=True)
+    config = launch.accelerate_config(planned.plan.ranks, mixed_precision(planned.config))
+    header = (
+        "Written by make setup-accelerate for this machine; "
+        "NUM_GPUS=N make setup-accelerate changes the number."
+    )
+    launch.write_accelerate_config(ACCELERATE_FILE, config, header)
+    device = planned.plan.ranks.device
+    return [
+        f"wrote {ACCELERATE_FILE.name}: {config['num_processes']} processes on {device}, "
+        f"mixed precision {config['mixed_precision']}",
+        "make train-distributed uses it; NUM_GPUS=N on its command line wins over it",
+    ]
+
+
+def start_tensorboard(call: Call, logdir: Path) -> str:
+    """Start TensorBoard beside a run; return the line that says where it is."""
+    from sft_play.monitor import tensorboard
+
+    started = tensorboard.start(
+        logdir, call.invocation.tb_port, sys.executable, call.environ, pid_file(call)
+    )
+    return f"{started.message}; make tb-stop ends it"
+
+
+def run_launcher(folder: str, module: str, *words: str) -> None:
+    """Run a launcher's module. Once it has handlers of its own, it passes signals to its ranks.
+
+    What it prints of a rank that failed says neither why nor what to type, so the run's own words
+    follow it: at the exit, because Python prints an exception just before.
+    """
+    sys.argv = [module, *words]
+    run = RunFolder(Path(folder))
+    atexit.register(say_last_words, run)
+    try:
+        with StopSignals() as signals, failure_recorded(run):
+            signals.release()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        sys.exit(int(ExitClass.STOPPED))
+
+
+def say_last_words(run: RunFolder) -> None:
+    """Print why a run has ended, where it did not end well."""
+    words = last_words(run)
+    if words is not None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            sys.stderr.write(f"\n{visible(words)}\n")
+            sys.stderr.flush()

@@ -1,16 +1,14 @@
-"""The run, device and prompts of eval, infer, chat and merge. Loads no torch."""
+"""The run, device and settings of eval, infer, chat, merge and export. Loads no torch."""
 
 import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from pathlib import Path
 
-from sft_play.commands.answering import FileCall, answers_path, inputs_of
-from sft_play.commands.call import Call, read_call
+from sft_play.commands.call import Call
 from sft_play.config import layers, loader, targets
-from sft_play.config.invocation import Words
 from sft_play.config.loader import LoadedConfig, RunSettings
 from sft_play.config.messages import refuse
-from sft_play.config.sampling import SamplingRequest, read_sampling
 from sft_play.config.schema import env_name, settings
 from sft_play.config.sections.model import ModelSection
 from sft_play.config.yaml_source import Located
@@ -25,41 +23,37 @@ ANSWER_LIMIT = "train.generation_max_new_tokens"
 UNKNOWN_LENGTH = 8192  # tokens of a row, for a model that says nothing of its longest
 
 
-def chosen_run(weights: Sequence[str] = WEIGHTS) -> RunFolder:
+def chosen_run(call: Call, weights: Sequence[str] = WEIGHTS) -> RunFolder:
     """Return the run that RUN names, or the latest that has one of these folders of weights.
 
     Which one that is, and which newer ones were skipped and why, goes to standard error.
     """
-    called = read_call(None, ())
-    if called.invocation.run:
-        return run_folders.find(called.output_dir, called.invocation.run)
-    latest = run_folders.latest_with_weights(called.output_dir, weights)
+    if call.invocation.run:
+        return run_folders.find(call.output_dir, call.invocation.run)
+    latest = run_folders.latest_with_weights(call.output_dir, weights)
     for reason in latest.skipped:
         sys.stderr.write(f"skipped: {reason}\n")
     sys.stderr.write(f"run {latest.folder.path}, the latest with weights; RUN= chooses another\n")
     return latest.folder
 
 
-def chosen_weights() -> RunFolder:
+def chosen_weights(call: Call) -> RunFolder:
     """Return the run that RUN names, or the model folder or adapter; without RUN, the latest run.
 
     Raises: EnvironmentFault where it is none of them.
     """
-    called = read_call(None, ())
-    named = called.invocation.run
-    if named and run_folders.named_run(called.output_dir, named) is None:
-        model = find_model(named, called.output_dir)
-        if model is not None:
-            return model
-    return chosen_run()
+    named = call.invocation.run
+    model = None
+    if named and run_folders.named_run(call.output_dir, named) is None:
+        model = find_model(named, call.output_dir)
+    return model or chosen_run(call)
 
 
-def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) -> LoadedConfig:
+def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
     """Return a run's settings with those on top that are given now and that the target reads.
 
     `is_set` tells which were given. Raises: ConfigError for what the target does not read.
     """
-    call = read_call(None, overrides or ())
     _refuse_unread(target, call.overrides)
     read = targets.READS[target]
     environ = {
@@ -71,17 +65,15 @@ def settings_of(run: RunFolder, target: str, overrides: Sequence[str] | None) ->
         own = settings_of_model(run, call)
         return loader.load(None, environ, call.overrides, resumed=own)
     config = run.read_config()
-    source = run.path / "config.yaml"
-    shown = layers.displayed(source)
-    layer = {path: Located(attrgetter(path)(config), shown) for path in settings()}
-    own = RunSettings(layer, source, frozenset(layer))
+    values = {path: attrgetter(path)(config) for path in settings()}
+    own = _as_layer(values, run.path / "config.yaml")
     loaded = loader.load(None, environ, call.overrides, resumed=own)
     changes = {}
     if loaded.config.train.eval_batch_size == "auto":
-        changes["train.eval_batch_size"] = layer["train.eval_batch_size"]
+        changes["train.eval_batch_size"] = own.layer["train.eval_batch_size"]
     is_answered = target in ("infer", "chat") and not loaded.is_set(ANSWER_LIMIT)
     if is_answered and read_plan(run).has_auto_answer_limit:
-        changes[ANSWER_LIMIT] = Located("auto", shown)
+        changes[ANSWER_LIMIT] = Located("auto", layers.displayed(own.source))
     return loaded.with_values(changes)
 
 
@@ -90,49 +82,24 @@ def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
     hardware = devices.detect(call.invocation.device, call.environ)
     is_bf16 = hardware.supports_bf16
     is_fp16 = hardware.kind == "cuda" and not is_bf16
-    dtype = "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32"
     base = ModelSection(name=model.base or str(model.path), revision=model.revision)
     values = {
         "model.name": base.name,
         "model.revision": base.revision,
-        "model.dtype": dtype,
+        "model.dtype": "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32",
         "model.max_seq_len": load_positions(base, call.environ, may_fetch=True) or UNKNOWN_LENGTH,
         "tuning.mode": model.mode,
         "train.bf16": is_bf16,
         "train.fp16": is_fp16,
     }
-    source = model.path / ("config.json" if model.base is None else ADAPTER_CONFIG)
+    return _as_layer(values, model.path / ("config.json" if model.base is None else ADAPTER_CONFIG))
+
+
+def _as_layer(values: dict[str, object], source: Path) -> RunSettings:
+    """Return values of a file as the layer of settings below those that are given."""
     shown = layers.displayed(source)
     layer = {path: Located(value, shown) for path, value in values.items()}
     return RunSettings(layer, source, frozenset(layer))
-
-
-def file_call(
-    run: RunFolder, prompt: str | None, overrides: Sequence[str] | None
-) -> FileCall | None:
-    """Return what `infer` is to do with the file that IN names, None where there is none."""
-    call = read_call(None, overrides or ())
-    inputs = inputs_of(call, prompt)
-    if inputs is None:
-        return None
-    return FileCall(
-        call,
-        run,
-        settings_of(run, "infer", overrides),
-        read_sampling(call.environ),
-        inputs,
-        answers_path(call, run, inputs),
-        inference_device(),
-    )
-
-
-def asked_dtype(
-    run: RunFolder, overrides: Sequence[str] | None, target: str = "merge"
-) -> str | None:
-    """Return the type in which merged weights are to be stored, None for the base's own."""
-    asked = settings_of(run, target, overrides)
-    dtype = asked.config.model.dtype
-    return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
 
 
 def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
@@ -146,17 +113,19 @@ def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
     refuse(problems)
 
 
-def sampling() -> SamplingRequest:
-    """Return what TEMPERATURE, TOP_P, TOP_K and SEED ask for."""
-    return read_sampling(read_call(None, ()).environ)
+def asked_dtype(call: Call, run: RunFolder, target: str = "merge") -> str | None:
+    """Return the type in which merged weights are to be stored, None for the base's own."""
+    asked = settings_of(call, run, target)
+    dtype = asked.config.model.dtype
+    return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
 
 
-def compares(run: RunFolder) -> bool:
+def compares(call: Call, run: RunFolder) -> bool:
     """Return whether COMPARE asks for the base beside the trained model.
 
     Raises: ConfigError where a folder names no base.
     """
-    words = Words(loader.environment())
+    words = call.words
     answer = words.choice("COMPARE", ("0", "1")) == "1"
     if answer and isinstance(run, ModelFolder) and run.base is None:
         words.problems.append(
@@ -167,13 +136,12 @@ def compares(run: RunFolder) -> bool:
     return answer
 
 
-def inference_device() -> str:
+def inference_device(call: Call) -> str:
     """Return cuda or cpu, as DEVICE and the machine say."""
-    called = read_call(None, ())
-    return devices.detect(called.invocation.device, called.environ).kind
+    return devices.detect(call.invocation.device, call.environ).kind
 
 
-def prompts(given: str | None) -> Iterable[str]:
+def prompts(call: Call, given: str | None) -> Iterable[str]:
     """Return the questions of `infer`: the argument, PROMPT, or the lines of standard input."""
-    asked = given or loader.environment().get("PROMPT")
+    asked = given or call.environ.get("PROMPT")
     return [asked] if asked else (line.strip() for line in sys.stdin if line.strip())

@@ -192,7 +192,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
 )
 SAID = Guard("sft_play.cli:_errors_as_messages", contextlib.nullcontext)
 RESUMED = Guard("sft_play.runs.resumed:Resumed.refuse_changes", nothing)
-STEPS = Guard("sft_play.commands.train:refuse_other_steps", nothing)
+STEPS = Guard("sft_play.commands.resumption:refuse_other_steps", nothing)
 
 
 def wrong(name: str, injected: str, inject: Callable[[Bench], Outcome], *says: str) -> Fault:

@@ -1,8 +1,9 @@
-"""`make preview`: training samples on the terminal and as a page."""
+"""`make preview` and `make data-check`: training samples as they are read, and the ledger."""
 
 from pathlib import Path
 
-from sft_play.errors import EnvironmentFault
+from sft_play.commands.call import as_text
+from sft_play.errors import DataError, EnvironmentFault
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 
@@ -44,3 +45,21 @@ def preview(
             f"--page {path}: {error.strerror}; name a file in a folder that can be written"
         ) from None
     return path
+
+
+def data_check(planned: PlannedRun, as_json: bool) -> None:
+    """Print the ledger of a run's rows, or its JSON.
+
+    Raises: DataError, after printing what was read before it.
+    """
+    from sft_play.data.account import DataAccount
+    from sft_play.data.ledger_tables import ledger_lines
+    from sft_play.data.pipeline import build_ledger
+
+    account = DataAccount()
+    try:
+        ledger = build_ledger(planned, account)
+    except DataError:
+        print(as_text(account.as_json()) if as_json else "\n".join(account.lines()), flush=True)
+        raise
+    print(as_text(ledger.as_json()) if as_json else "\n".join(ledger_lines(ledger)))
