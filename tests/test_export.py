@@ -28,8 +28,7 @@ from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.inference import exported as inference_parity
-from sft_play.inference.adapter_checks import what_vllm_does_not_serve
-from sft_play.inference.export import export_run
+from sft_play.inference.export import export_run, what_vllm_does_not_serve
 from sft_play.inference.exported import answered, parity_rows
 from sft_play.inference.load import TrainedModel
 from sft_play.models.older_readers import plain_template, write_for_older_readers

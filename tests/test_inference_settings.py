@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from sft_play import cli
 from sft_play.data.rows import Message
 from sft_play.errors import DataError
+from sft_play.evaluation.generate import Generator
 from sft_play.inference import chat
 from sft_play.inference.load import load_run
 
@@ -116,13 +117,13 @@ def test_the_limit_of_infer_and_chat_is_generous_unless_the_run_named_one(
     call, counting_run, monkeypatch
 ):
     limits = []
-    really = chat.Generator.generate
+    really = Generator.generate
 
     def generate(self, *arguments):
         limits.append(self.train.generation_max_new_tokens)
         return really(self, *arguments)
 
-    monkeypatch.setattr(chat.Generator, "generate", generate)
+    monkeypatch.setattr(Generator, "generate", generate)
     call("infer", PROMPT="Count to 3.")
     call("chat", typed="Count to 3.\n")
     call("infer", PROMPT="Count to 3.", TRAIN_GENERATION_MAX_NEW_TOKENS="30")

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, StoppedOnRequest
-from sft_play.inference import chat, file_answers
+from sft_play.evaluation.generate import Generator
+from sft_play.inference import chat
 from sft_play.runs.answer_file import AnswerFile
 
 SECONDS = 20.0
@@ -203,7 +204,7 @@ def test_each_prompt_of_a_file_has_a_line_in_order(infer, tmp_path):
 
 
 def test_a_call_that_was_stopped_goes_on_and_drops_half_a_line(infer, tmp_path, monkeypatch):
-    really = file_answers.Generator.generate
+    really = Generator.generate
     calls = []
 
     def generate(self, model, prompts, **rest):
@@ -212,7 +213,7 @@ def test_a_call_that_was_stopped_goes_on_and_drops_half_a_line(infer, tmp_path, 
             raise KeyboardInterrupt
         return really(self, model, prompts, **rest)
 
-    monkeypatch.setattr(file_answers.Generator, "generate", generate)
+    monkeypatch.setattr(Generator, "generate", generate)
     stopped = infer(asked(*NUMBERS), TRAIN_GENERATION_BATCH_SIZE="1")
     assert isinstance(stopped.exception, StoppedOnRequest)
     assert "2 of 5 prompts are answered; the same command goes on" in str(stopped.exception)

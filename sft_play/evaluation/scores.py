@@ -234,10 +234,7 @@ class GenerationScores:
         """Return the scalars under the names of run.json."""
         values: dict[str, float] = {}
         for score in self.scores:
-            found = score.estimate
-            values[score.name] = found.mean
-            if found.low is not None and found.high is not None:
-                values |= {f"{score.name}_low": found.low, f"{score.name}_high": found.high}
+            values |= score.estimate.values(score.name)
         return {
             **values,
             "answers": len(self.answers),

@@ -17,15 +17,14 @@ from sft_play.data.render import RenderError, render_prompt
 from sft_play.data.rows import Message
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
-from sft_play.evaluation.generate import Answer, Generator
-from sft_play.inference.load import TrainedModel, base_of, load_to_answer
+from sft_play.evaluation.generate import Answer
+from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_to_answer
 from sft_play.plan.model_shape import positions_of
 from sft_play.progress import visible
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 
-MAX_ANSWER_TOKENS = 2048  # of an answer where generation_max_new_tokens is auto
 COMMANDS = {
     "/help": "list these commands",
     "/reset": "forget the conversation, keep the system message",
@@ -65,35 +64,8 @@ def answer(
     """
     in_text = trained.config.data.special_tokens_in_text
     prompt = render_prompt(messages, trained.tokenizer, tokens_in_text=in_text)
-    train = trained.config.train
-    if train.generation_max_new_tokens == "auto":
-        limit = answer_limit(trained, len(prompt))
-        train = train.model_copy(update={"generation_max_new_tokens": limit})
-    generator = Generator(
-        trained.tokenizer,
-        train,
-        trained.process,
-        saved_stops=trained.stops,
-        sampling=trained.sampling if train.generation_num_beams == 1 else None,
-    )
-    ids = generator.generate(trained.model, [prompt], printer)
-    return generator.decode(ids)[0]
-
-
-def answer_limit(trained: TrainedModel, prompt_tokens: int) -> int:
-    """Return the longest answer to a prompt where generation_max_new_tokens is auto.
-
-    Raises: DataError for a prompt that leaves no room.
-    """
-    positions = positions_of(trained.model.config.to_dict())
-    if positions is None:
-        return MAX_ANSWER_TOKENS
-    if prompt_tokens >= positions:
-        raise DataError(
-            f"the prompt has {prompt_tokens} tokens, and the model takes {positions} with the "
-            "answer; write less, in a chat /reset"
-        )
-    return min(MAX_ANSWER_TOKENS, positions - prompt_tokens)
+    generator = trained.generator(trained.answer_limit(len(prompt)))
+    return generator.decode(generator.generate(trained.model, [prompt], printer))[0]
 
 
 def answer_all(

@@ -15,6 +15,7 @@ from sft_play.data.pipeline import build_run_data
 from sft_play.data.questions import answer_token_limit
 from sft_play.data.sources import find_sources
 from sft_play.data.store import Split
+from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.data.tokenized import TokenizedSource, read_bad_rows
 from sft_play.errors import ConfigError, DataError
@@ -27,8 +28,9 @@ from sft_play.inference.load import (
     joined,
     load_run,
     tokenizer_of,
+    updated,
 )
-from sft_play.inference.other_weights import lines_of
+from sft_play.models.export import read_stops, trained_stops
 from sft_play.models.packed import dtype_name
 from sft_play.plan import sources
 from sft_play.plan.model_shape import shape_of
@@ -78,9 +80,7 @@ def evaluate_run(
     config = asked.config if asked else folder.read_config()
     rows = chosen_rows(folder, config, asked)
     config = with_answer_limit(config, rows.split)
-    trained = load_run(folder, device, config)
-    trained = joined(trained, place)
-    trained = with_batch_size(trained, rows.split)
+    trained = with_batch_size(joined(load_run(folder, device, config), place), rows.split)
     lines = [*rows.lines]
     if isinstance(folder, ModelFolder):
         lines += said_of_model(folder, trained, rows.split)
@@ -127,15 +127,44 @@ def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
     vocab = shape_of(model_config, trained.config.model.name).vocab
     row_bytes = BYTES_OF_SCORE * vocab * int(max(rows.lengths))
     fitting = trained.process.min(free_bytes(trained.process)) // (2 * row_bytes)
-    train = train.model_copy(update={"eval_batch_size": max(1, min(MOST_ROWS, fitting))})
-    config = trained.config.model_copy(update={"train": train})
+    rows_at_once = max(1, min(MOST_ROWS, fitting))
+    config = updated(trained.config, "train", eval_batch_size=rows_at_once)
     return replace(trained, config=config)
 
 
 def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> list[str]:
-    """Return the lines about weights that no run has made."""
+    """Return what was taken from a folder, its base and its tokenizer, where a run knows it."""
+    tokenizer, stops = trained.tokenizer, trained.stops
     dtype = dtype_name(trained.model.dtype)
-    return lines_of(folder, trained.tokenizer, trained.stops, dtype, rows)
+    over = f" over {folder.base}" if folder.base is not None else ""
+    source, _ = folder.tokenizer_source
+    template = f"of {source}"
+    if tokenizer.chat_template == DEFAULT_TEMPLATE:
+        template = f"plain, of SFT-Play: the tokenizer of {source} has none"
+    if read_stops(folder.path):
+        place = "generation_config.json"
+    elif not stops:
+        place = "the tokenizer's"
+    else:
+        place = "config.json" if folder.base is None else "its base's"
+    ends = trained_stops(rows, tokenizer)  # as answers of these rows end, the first one mostly
+    words = " ".join(tokenizer.convert_ids_to_tokens(list(stops) or ends))
+    lines = [
+        f"model {folder.path}{over} in {dtype}",
+        f"template {template}",
+        f"stops {words} ({place})",
+    ]
+    if folder.was_packed():
+        lines.append(
+            f"warning: the adapter was trained over 4-bit weights, and its base is in {dtype} "
+            "here; RUN= with its run scores it as it was trained"
+        )
+    if stops and ends[0] not in stops:
+        lines.append(
+            f"warning: the rows end answers with {tokenizer.convert_ids_to_tokens(ends[0])}, which "
+            f"is no stop of this model ({place}): its answers may run on, as in any program"
+        )
+    return lines
 
 
 def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:
@@ -160,11 +189,11 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
     Raises: DataError for a row that cannot be used, with its file and line.
     """
     data = sources.resolved(config.data)
-    others = {"train_path": None, "val_path": None}  # they may be gone
-    config = config.model_copy(update={"data": data.model_copy(update=others)})
+    # the other files may be gone
+    data = data.model_copy(update={"train_path": None, "val_path": None})
+    config = config.model_copy(update={"data": data})
     found = tokenize_sources(config, find_sources(config), tokenizer)
-    trained_on = _training_sources(folder)
-    rows = assemble_other_rows(config, found["test"], trained_on)
+    rows = assemble_other_rows(config, found["test"], _training_sources(folder))
     names = ", ".join(source.name for source in found["test"])
     name = _free_name(folder, Path(found["test"][0].files[0]).stem, data.test_path)
     dropped = " ".join(f"{reason}={count}" for reason, count in rows.ledger.dropped.items())
@@ -196,8 +225,7 @@ def with_answer_limit(config: Config, rows: Split) -> Config:
     if train.generation_max_new_tokens != "auto":
         return config
     limit = answer_token_limit([rows], train.generation_max_rows, config.model.max_seq_len)
-    train = train.model_copy(update={"generation_max_new_tokens": limit})
-    return config.model_copy(update={"train": train})
+    return updated(config, "train", generation_max_new_tokens=limit)
 
 
 def _training_sources(folder: RunFolder) -> tuple[TokenizedSource, ...]:

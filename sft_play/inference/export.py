@@ -1,13 +1,11 @@
 """`make export`: a run's weights as other programs take them, held to what was scored."""
 
-import shutil
 from pathlib import Path
 
 import torch
 
 from sft_play.errors import ConfigError
 from sft_play.evaluation.reopened import Folder, reopen
-from sft_play.inference.adapter_checks import refuse_other_adapter, what_vllm_does_not_serve
 from sft_play.inference.export_gguf import export_gguf
 from sft_play.inference.exported import (
     Exported,
@@ -15,10 +13,10 @@ from sft_play.inference.exported import (
     link_files,
     refuse_faults,
     reopened_model,
-    staging_of,
+    staged,
     write_plain_model,
 )
-from sft_play.inference.merge import publish
+from sft_play.inference.merge import refuse_other_adapter
 from sft_play.models import bnb
 from sft_play.models.base_config import plain_reading
 from sft_play.models.load import weight_dtype
@@ -28,6 +26,7 @@ from sft_play.plan.precision import precision
 from sft_play.process import DTYPES
 from sft_play.reporting.card_facts import CAUSAL, base_config, model_class_of
 from sft_play.runs.exports import ExportAsked
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 
@@ -47,14 +46,10 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
 
 def export_safetensors(run: Exported, target: Path, dtype: str | None = None) -> list[str]:
     """Write a folder that vLLM, SGLang, TGI and transformers load; return the lines to print."""
-    staging = staging_of(target)
-    try:
+    with staged(target) as staging:
         lines = write_plain_model(run, staging, dtype)
-        found = refuse_faults(run, staging, reopened_model(run, staging))
+        found = reopened_model(run, staging)
         complete(run, staging, target, "safetensors", [found.line("exported")])
-        publish(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return [*lines, found.line("exported"), f"exported {target} (vllm serve {target})"]
 
 
@@ -74,17 +69,11 @@ def export_adapter(run: Exported, target: Path) -> list[str]:
             f"FORMAT=adapter: vLLM serves no adapter with {', '.join(problems)}; "
             "FORMAT=safetensors exports the merged model"
         )
-    staging = staging_of(target)
-    try:
+    with staged(target) as staging:
         link_files(run.weights, staging)
         complete_tokenizer(staging)
-        found = refuse_faults(
-            run, staging, reopen(stranger_of_adapter(run, staging), run.reference)
-        )
+        found = refuse_faults(run, reopen(stranger_of_adapter(run, staging), run.reference))
         complete(run, staging, target, "adapter", [found.line("exported")])
-        publish(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     model_class = model_class_of(base_config(run.config.model))
     names = "" if model_class == CAUSAL else f" (named as in {model_class}, which vLLM reads)"
     return [found.line("exported"), f"exported {target}{names}"]
@@ -103,3 +92,15 @@ def stranger_of_adapter(run: Exported, staging: Path) -> Folder:
         config.model.trust_remote_code,
         stored=plain_reading(config),
     )
+
+
+def what_vllm_does_not_serve(weights: Path) -> list[str]:
+    """Return the parts of an adapter that vLLM refuses to load."""
+    saved = read_json(weights / "adapter_config.json")
+    names = ("use_dora", "modules_to_save", "trainable_token_indices")
+    problems = [name for name in names if saved.get(name)]
+    if saved.get("bias", "none") != "none":
+        problems.append(f"bias={saved['bias']}")
+    if saved.get("rank_pattern") or saved.get("alpha_pattern"):
+        problems.append("several ranks")
+    return problems

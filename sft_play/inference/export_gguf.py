@@ -1,6 +1,6 @@
 """`make export FORMAT=gguf`: files for llama.cpp and what is built on it, opened and scored."""
 
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from sft_play.inference.exported import (
     Exported,
     complete,
     messages_of,
-    refuse_faults,
     reopened_model,
-    staging_of,
+    staged,
     write_plain_model,
 )
-from sft_play.inference.gguf_score import GgufScores, SameTokens, best_pre_tokenizer, score_gguf
+from sft_play.inference.gguf_score import GgufScores, best_pre_tokenizer, score_gguf
 from sft_play.inference.gguf_tools import (
     HOW_TO_GET,
     IN_16_BITS,
@@ -30,7 +29,6 @@ from sft_play.inference.gguf_tools import (
     UnknownPreTokenizer,
     bindings,
 )
-from sft_play.inference.merge import publish
 from sft_play.inference.modelfile import Messages, TurnTexts, modelfile_text, read_turn_texts
 from sft_play.models.export import read_stops
 from sft_play.runs.exports import ExportAsked
@@ -49,11 +47,13 @@ def export_gguf(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
     """
     tools = LlamaCpp.find(asked.llama_cpp)
     tools.require(asked.quantizations)
-    staging = staging_of(target)
-    plain = staging_of(target.with_name(f"{target.name}-from"))
-    try:
+    with (
+        staged(target) as staging,
+        tempfile.TemporaryDirectory(prefix=".gguf-from-", dir=target.parent) as temporary,
+    ):
+        plain = Path(temporary) / "model"
         lines = write_plain_model(run, plain, asked.dtype)
-        lines.append(refuse_faults(run, plain, reopened_model(run, plain)).line("from"))
+        lines.append(reopened_model(run, plain).line("from"))
         staging.mkdir()
         tokenizer = AutoTokenizer.from_pretrained(plain)
         split = prepared_data(run.folder, run.config, tokenizer).test
@@ -63,10 +63,6 @@ def export_gguf(run: Exported, target: Path, asked: ExportAsked) -> list[str]:
         scored = score_files(run, staging, files, tokenizer, split)
         lines += scored
         complete(run, staging, target, "gguf", scored)
-        publish(staging, target)
-    finally:
-        for folder in (staging, plain):
-            shutil.rmtree(folder, ignore_errors=True)
     return [*lines, *(f"exported {target / file}" for file in files)]
 
 
@@ -113,23 +109,18 @@ def convert(
     tools.convert(plain, target, kind, "gpt-2")
     name, same = best_pre_tokenizer(target, split, tokenizer)
     if same.share < LEAST_SAME_TOKENS:
-        raise CheckpointError(unknown_tokenizer(name, same))
+        raise CheckpointError(
+            "llama.cpp's converter does not know this tokenizer, and none of its pre-tokenizers "
+            f"splits text as it does: by {name}, the nearest, {same.same} of {same.rows} test rows "
+            f"have the tokens of training; PRE_TOKENIZER={name} exports with it all the same, "
+            "FORMAT=safetensors exports for other servers"
+        )
     target.unlink()
     tools.convert(plain, target, kind, name)
     return [
         f"pre-tokenizer {name}: llama.cpp does not know this tokenizer; by this one "
         f"{same.same} of {same.rows} test rows have the tokens of training"
     ]
-
-
-def unknown_tokenizer(name: str, same: SameTokens) -> str:
-    """Return the message for a tokenizer that llama.cpp cannot imitate."""
-    return (
-        "llama.cpp's converter does not know this tokenizer, and none of its pre-tokenizers splits "
-        f"text as it does: by {name}, the nearest, {same.same} of {same.rows} test rows have the "
-        f"tokens of training; PRE_TOKENIZER={name} exports with it all the same, "
-        "FORMAT=safetensors exports for other servers"
-    )
 
 
 def write_modelfiles(

@@ -3,11 +3,13 @@
 Each export is staged, and published whole or not at all.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,11 @@ from sft_play.data.rows import Message
 from sft_play.data.store import Split
 from sft_play.data.templates import ChatTemplate, template_messages
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.evaluation.generate import Generator
 from sft_play.evaluation.reference import Reference, checked_prompts
 from sft_play.evaluation.reopened import Reopened, reopen
 from sft_play.inference.evaluate import prepared_data
-from sft_play.inference.load import TrainedModel, checked_weights, load_run
-from sft_play.inference.merge import merge_run, reference_of, stranger_of
+from sft_play.inference.load import TrainedModel, checked_weights, load_run, updated
+from sft_play.inference.merge import merge_run, publish, reference_of, stranger_of
 from sft_play.models.export import read_stops, saved_stops
 from sft_play.models.older_readers import write_for_older_readers
 from sft_play.reporting.card_facts import CardFacts
@@ -58,12 +59,17 @@ class Exported:
         return cls(folder, config, weights, reference, device)
 
 
-def staging_of(target: Path) -> Path:
-    """Return an empty place beside `target` that is renamed to it once it is complete."""
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target`, which is renamed to it where nothing was raised."""
     staging = target.with_name(f".{target.name}-staging")
     shutil.rmtree(staging, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    return staging
+    try:
+        yield staging
+        publish(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_plain_model(run: Exported, staging: Path, dtype: str | None) -> list[str]:
@@ -105,27 +111,20 @@ def link_files(source: Path, target: Path) -> None:
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
-            link(path, target / name)
-        else:
-            shutil.copyfile(path, target / name)
-
-
-def link(source: Path, target: Path) -> None:
-    """Link a file, or copy it where the disk cannot."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+            with contextlib.suppress(OSError):  # a disk without hard links
+                os.link(path, target / name)
+                continue
+        shutil.copyfile(path, target / name)
 
 
 def reopened_model(run: Exported, staging: Path) -> Reopened:
-    """Let plain transformers score a whole model."""
+    """Return what plain transformers says of a whole model. Raises: as `refuse_faults`."""
     with tempfile.TemporaryDirectory() as offload_folder:
         opened = stranger_of(staging, run.config, Path(offload_folder))
-        return reopen(opened, run.reference)
+        return refuse_faults(run, reopen(opened, run.reference))
 
 
-def refuse_faults(run: Exported, staging: Path, found: Reopened) -> Reopened:
+def refuse_faults(run: Exported, found: Reopened) -> Reopened:
     """Return what was found. Raises: CheckpointError where it is not the evaluated model."""
     faults = found.faults()
     if faults:
@@ -143,19 +142,15 @@ def complete(
     trained = load_run(run.folder, run.device)
     split = prepared_data(run.folder, run.config, trained.tokenizer).test
     exports.write_parity(parity_rows(trained, split), staging)
-    write_text(staging / "README.md", card_of(run, target, kind, reopened))
-    share(staging)
-    seal.seal(staging)
-
-
-def card_of(run: Exported, target: Path, kind: str, reopened: Sequence[str]) -> str:
-    """Return the text of README.md."""
     tokenizer = AutoTokenizer.from_pretrained(run.weights)
     ids = list(read_stops(run.weights)) or sorted(stop_ids(tokenizer))
     report = run.folder.read_report()
     facts = CardFacts.of(run.folder, run.config, report)
     stops = saved_stops(ids, tokenizer)
-    return card_text(run.config, report, stops, target, facts, kind, reopened)
+    card = card_text(run.config, report, stops, target, facts, kind, reopened)
+    write_text(staging / "README.md", card)
+    share(staging)
+    seal.seal(staging)
 
 
 MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
@@ -166,23 +161,15 @@ Messages = list[dict[str, Any]]
 def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:
     """Return prompts of a split and some of several turns, with the model's greedy answers."""
     tokenizer = trained.tokenizer
+    questions = (tuple(split[index].prompt) for index in question_indices(split, None))
+    different = dict.fromkeys(questions)
     prompts: list[tuple[list[int], Messages | None]] = [
-        (ids, messages_of(ids, tokenizer, trained.config.data.system_prompt))
-        for ids in first_prompts(split)
+        (list(ids), messages_of(ids, tokenizer, trained.config.data.system_prompt))
+        for ids in islice(different, MOST_ROWS)
     ]
     for messages, ids in checked_prompts(tokenizer, trained.config.data.system_prompt):
         prompts.append((ids, messages))
     return [answered(trained, ids, messages) for ids, messages in prompts]
-
-
-def first_prompts(split: Split, most: int = MOST_ROWS) -> list[list[int]]:
-    """Return the ids of the first different prompts of a split."""
-    found: dict[tuple[int, ...], None] = {}
-    for index in question_indices(split, None):
-        found.setdefault(tuple(split[index].prompt))
-        if len(found) == most:
-            break
-    return [list(ids) for ids in found]
 
 
 def messages_of(
@@ -213,11 +200,9 @@ def messages_of(
 
 def answered(trained: TrainedModel, prompt: list[int], messages: Messages | None) -> ParityRow:
     """Return a prompt with the model's greedy answer."""
-    train = trained.config.train.model_copy(
-        update={"generation_max_new_tokens": MOST_TOKENS, "generation_num_beams": 1}
-    )
     tokenizer = trained.tokenizer
-    generator = Generator(tokenizer, train, trained.process, saved_stops=trained.stops)
+    greedy = replace(trained, config=updated(trained.config, "train", generation_num_beams=1))
+    generator = greedy.generator(MOST_TOKENS)
     margins = Margins()
     ids = generator.generate(trained.model, [prompt], scored=margins)[0].tolist()
     texts = [

@@ -9,8 +9,7 @@ from sft_play.data.prompts import Prompt
 from sft_play.data.render import RenderError, render_prompt
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
-from sft_play.evaluation.generate import Answer, Generator, batches_of, room_for
-from sft_play.inference.chat import answer_limit
+from sft_play.evaluation.generate import Answer, batches_of, room_for
 from sft_play.inference.load import TrainedModel
 from sft_play.runs.answer_file import AnswerFile, Place
 
@@ -54,7 +53,7 @@ def _ids_or_reason(trained: TrainedModel, prompt: Prompt) -> list[int] | str:
     try:
         in_text = trained.config.data.special_tokens_in_text
         ids = render_prompt(prompt.messages, trained.tokenizer, prompt.tools, in_text)
-        answer_limit(trained, len(ids))
+        trained.auto_limit(len(ids))
     except (RenderError, DataError) as error:
         return str(error)
     return ids
@@ -70,30 +69,16 @@ def _answer_window(
     room = room_for(trained.model, trained.process, train.generation_num_beams)
 
     def rows_at(tokens: int) -> int:
-        return train.generation_batch_size or room.prompts(tokens, _limit(trained, tokens))
+        return train.generation_batch_size or room.prompts(tokens, trained.answer_limit(tokens))
 
     for batch in batches_of(lengths, rows_at):
         own = [numbers[index] for index in batch]
-        generator = _generator(trained, max(lengths[index] for index in batch))
+        longest = max(lengths[index] for index in batch)
+        generator = trained.generator(trained.answer_limit(longest))
         torch.manual_seed(seed + min(own))
         prompts = [ids[number] for number in own]
         for part, generated in generator.generate_or_halve(trained.model, prompts):
             yield own[part], generator.decode(generated)
-
-
-def _generator(trained: TrainedModel, longest: int) -> Generator:
-    limit = _limit(trained, longest)
-    train = trained.config.train.model_copy(update={"generation_max_new_tokens": limit})
-    sampling = trained.sampling if train.generation_num_beams == 1 else None
-    stops = trained.stops
-    return Generator(
-        trained.tokenizer, train, trained.process, saved_stops=stops, sampling=sampling
-    )
-
-
-def _limit(trained: TrainedModel, prompt_tokens: int) -> int:
-    asked = trained.config.train.generation_max_new_tokens
-    return answer_limit(trained, prompt_tokens) if asked == "auto" else asked
 
 
 def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> dict[str, Any]:

@@ -3,27 +3,30 @@
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
 from sft_play.config.sampling import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.errors import CheckpointError, is_out_of_memory
-from sft_play.evaluation.generate import Sampling
-from sft_play.inference.other_weights import load_other_adapter
+from sft_play.errors import CheckpointError, DataError, first_line, is_out_of_memory
+from sft_play.evaluation.generate import Generator, Sampling
+from sft_play.models import expert_adapters
 from sft_play.models.export import read_stops, stops_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import load_base
 from sft_play.models.placement import move_inputs
 from sft_play.plan.launch import allocator_defaults
+from sft_play.plan.model_shape import positions_of
 from sft_play.plan.precision import precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
@@ -33,6 +36,9 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
+
+MAX_ANSWER_TOKENS = 2048  # of an answer where generation_max_new_tokens is auto
+MISSING = "missing adapter keys"  # of PEFT's warning, behind which it goes on with zeros
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,45 @@ class TrainedModel:
     process: Process
     stops: tuple[int, ...]  # ids that end an answer; () for runs of older versions
     sampling: Sampling | None = None  # None: the most likely token
+
+    def generator(self, max_new_tokens: int) -> Generator:
+        """Return what generates answers of at most so many tokens."""
+        config = updated(self.config, "train", generation_max_new_tokens=max_new_tokens)
+        # transformers draws no tokens for several beams
+        sampling = self.sampling if config.train.generation_num_beams == 1 else None
+        return Generator(
+            self.tokenizer,
+            config.train,
+            self.process,
+            saved_stops=self.stops,
+            sampling=sampling,
+        )
+
+    def answer_limit(self, prompt_tokens: int) -> int:
+        """Return the longest answer to a prompt: as asked, where that is auto what fits behind it.
+
+        Raises: DataError for a prompt that leaves no room.
+        """
+        asked = self.config.train.generation_max_new_tokens
+        return self.auto_limit(prompt_tokens) if asked == "auto" else asked
+
+    def auto_limit(self, prompt_tokens: int) -> int:
+        """Return how many tokens fit behind a prompt, or MAX_ANSWER_TOKENS. Raises DataError."""
+        positions = positions_of(self.model.config.to_dict())
+        if positions is None:
+            return MAX_ANSWER_TOKENS
+        if prompt_tokens >= positions:
+            raise DataError(
+                f"the prompt has {prompt_tokens} tokens, and the model takes {positions} with the "
+                "answer; write less, in a chat /reset"
+            )
+        return min(MAX_ANSWER_TOKENS, positions - prompt_tokens)
+
+
+def updated(config: Config, section: str, **values: Any) -> Config:
+    """Return a config with other values in one of its sections."""
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
 
 
 def load_run(folder: RunFolder, device: str, config: Config | None = None) -> TrainedModel:
@@ -64,8 +109,7 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
             model = load_base(config_of_weights(config, weights), process)
         else:
             base = load_base(config, process)
-            of_run = not isinstance(folder, ModelFolder)
-            model = load_adapter(base, weights) if of_run else load_other_adapter(base, folder)
+            model = load_adapter(base, folder, weights)
     move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
     if process.compute_dtype != torch.float32:
@@ -92,8 +136,7 @@ def with_attention_here(config: Config, process: Process) -> Config:
         "package flash-attn and 16 bits; computing with auto",
         asked,
     )
-    model = config.model.model_copy(update={"attn_implementation": "auto"})
-    return config.model_copy(update={"model": model})
+    return updated(config, "model", attn_implementation="auto")
 
 
 def let_autocast_keep_copies(model: torch.nn.Module) -> None:
@@ -114,8 +157,7 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     saved = config_of_weights(config, checked_weights(folder, config))
     if isinstance(folder, ModelFolder):
         name, revision = folder.tokenizer_source
-        model = saved.model.model_copy(update={"name": name, "revision": revision})
-        saved = saved.model_copy(update={"model": model})
+        saved = updated(saved, "model", name=name, revision=revision)
     return load_tokenizer(saved)
 
 
@@ -212,27 +254,52 @@ def config_of_weights(config: Config, weights: Path) -> Config:
     The chat template is then the one that was saved in that folder.
     """
     saved = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
-    model = config.model.model_copy(update=saved)
-    return config.model_copy(update={"model": model})
+    return updated(config, "model", **saved)
 
 
-def load_adapter(base: PreTrainedModel, weights: Path) -> PreTrainedModel:
-    """Return the base model with the adapter in the folder `weights`.
+def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> PreTrainedModel:
+    """Return the base with the adapter in `weights`, of a run or from anywhere.
 
-    Raises: CheckpointError when it cannot be read.
+    Raises: CheckpointError where it cannot be read, or does not fit the base.
     """
-    from sft_play.models import expert_adapters
-
+    is_other = isinstance(folder, ModelFolder)
+    over, advice = "", "its run has the same in checkpoints/"
+    if is_other:
+        _refuse_other_rope(weights, base)
+        over, advice = f" over {folder.base}", "is that the base it was trained on?"
     try:
-        return expert_adapters.load_adapter(base, weights)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        with warnings.catch_warnings(record=is_other) as caught:
+            if is_other:
+                warnings.simplefilter("always")
+            model = expert_adapters.load_adapter(base, weights)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         if is_out_of_memory(error):  # it says nothing of the adapter
             raise
-        reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"{weights}: the adapter cannot be loaded ({reason}); its run has the same in "
-            "checkpoints/"
+            f"{weights}: the adapter cannot be loaded{over} ({first_line(error)}); {advice}"
         ) from error
+    if any(MISSING in str(warning.message) for warning in caught or ()):
+        raise CheckpointError(
+            f"{weights}: its file has no weights for some of the layers that its "
+            f"adapter_config.json names in {folder.base}; {advice}"
+        )
+    return model
+
+
+def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
+    """Refuse an adapter whose config.json has another rope than its base: it was trained with that.
+
+    Raises: CheckpointError.
+    """
+    if not (weights / "config.json").is_file():
+        return
+    trained = AutoConfig.from_pretrained(weights).get_text_config()
+    rope = getattr(trained, "rope_parameters", None)
+    if rope != getattr(base.config.get_text_config(), "rope_parameters", None):
+        raise CheckpointError(
+            f"{weights}: was trained with a stretched rope, as its config.json says, and its "
+            "base has another; score the run that made it, or merge it and score that folder"
+        )
 
 
 @contextlib.contextmanager

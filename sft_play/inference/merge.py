@@ -26,7 +26,6 @@ from sft_play.errors import (
 )
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import Folder, Reopened, reopen
-from sft_play.inference.adapter_checks import refuse_other_adapter
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.load import config_of_weights, load_run, quiet_libraries, refuse_damage
 from sft_play.masking import mask_secrets
@@ -95,7 +94,11 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
             shutil.rmtree(staging, ignore_errors=True)
     if faults:
         write_refusal(folder, candidates, faults)
-        raise beyond_bound(folder, faults)
+        raise CheckpointError(
+            f"{folder.path}: the merged weights are not the model that was evaluated: "
+            f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures; "
+            "where rounding to 16 bits is the cause, MODEL_DTYPE=float32 merges without it"
+        )
     write_json(folder.path / REPORT, report_of(folder, candidates, best.base, []))
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
     return lines_of(folder, candidates, best)
@@ -137,6 +140,30 @@ def checked_adapter(folder: RunFolder, config: Config) -> Path:
             "make runs lists them"
         )
     return weights
+
+
+def refuse_other_adapter(weights: Path, config: Config) -> None:
+    """Hold adapter_config.json to the run's settings.
+
+    Raises: CheckpointError for another rank, scale or kind of adapter.
+    """
+    saved = read_json(weights / "adapter_config.json")
+    lora = config.tuning.lora
+    expected: dict[str, Any] = {
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    for name, value in expected.items():
+        found = saved.get(name) or type(value)()
+        if found != value:
+            raise CheckpointError(
+                f"{weights / 'adapter_config.json'}: {name}={found}, and the run trained with "
+                f"{value}; put back the file that the run saved"
+            )
 
 
 def reference_of(folder: RunFolder, config: Config) -> Reference:
@@ -208,15 +235,6 @@ def stranger_of(target: Path, config: Config, offload_folder: Path) -> Folder:
         {"": device},
         trust_remote_code=config.model.trust_remote_code,
         offload_folder=offload_folder if device == "disk" else None,
-    )
-
-
-def beyond_bound(folder: RunFolder, faults: list[str]) -> CheckpointError:
-    """Return the error for a merge that is not the evaluated model."""
-    return CheckpointError(
-        f"{folder.path}: the merged weights are not the model that was evaluated: "
-        f"{'; '.join(faults)}; nothing was published, {folder.path / REPORT} has the figures; "
-        "where rounding to 16 bits is the cause, MODEL_DTYPE=float32 merges without it"
     )
 
 

@@ -47,9 +47,7 @@ class TaskScores(NamedTuple):
         """Return what eval/tasks.json says of it."""
         values: dict[str, float] = {}
         for metric, found in self.scores.items():
-            values[metric] = found.mean
-            if found.low is not None and found.high is not None:
-                values |= {f"{metric}_low": found.low, f"{metric}_high": found.high}
+            values |= found.values(metric)
         settings = {"limit": asked.limit, "fewshot": asked.fewshot, "template": asked.has_template}
         return {**values, "rows": self.rows, "settings": settings, "version": self.version}
 

@@ -37,6 +37,12 @@ class Estimate:
             return f"{self.mean:.{digits}f}"
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
+    def values(self, name: str) -> dict[str, float]:
+        """Return the mean and the ends of its interval, as metrics of this name are written."""
+        if self.low is None or self.high is None:
+            return {name: self.mean}
+        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
+
     @property
     def is_significant(self) -> bool:
         """Whether 0 lies outside the interval, where this is a mean of differences."""

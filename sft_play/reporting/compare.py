@@ -11,7 +11,6 @@ from sft_play.config.layers import defaults
 from sft_play.config.messages import word
 from sft_play.reporting import bootstrap, charts
 from sft_play.reporting.answers import (
-    ROUGE_L,
     Answer,
     RowLoss,
     is_mean_of_rows,
@@ -90,24 +89,20 @@ class Comparison:
 
 def compare(folders: Sequence[RunFolder]) -> Comparison:
     """Return two or more runs beside each other."""
-    summaries = [read_summary(folder) for folder in folders]
-    rows = [_TestRows.read(folder) for folder in folders]
-    differences: list[ScoreDifference] = []
-    notes: list[str] = []
-    for summary, test in zip(summaries[1:], rows[1:], strict=True):
-        pair = _Pair(summaries[0], summary, rows[0], test)
-        for found in (pair.loss(), *pair.of_answers()):
-            if found.difference is not None:
-                differences.append(found.difference)
-            if found.note is not None:
-                notes.append(found.note)
-    return Comparison(
+    sides = [_Side.read(folder) for folder in folders]
+    summaries = [side.summary for side in sides]
+    comparison = Comparison(
         runs=[_compared(summary) for summary in summaries],
         settings=differing_settings(summaries),
-        differences=differences,
-        notes=notes,
+        differences=[],
+        notes=[],
         histories=[(summary.run, summary.history) for summary in summaries],
     )
+    for other in sides[1:]:
+        pair = _Pair(sides[0], other, comparison)
+        pair.compare_loss()
+        pair.compare_answers()
+    return comparison
 
 
 def differing_settings(summaries: Sequence[RunSummary]) -> list[SettingDifference]:
@@ -143,145 +138,112 @@ def _compared(summary: RunSummary) -> ComparedRun:
 
 
 @dataclass(frozen=True)
-class _TestRows:
-    """The answers to the test rows, and their losses, after training."""
+class _Side:
+    """A run, the answers to its test rows, and the losses of these, after training."""
 
+    summary: RunSummary
     answers: list[Answer]
     losses: list[RowLoss]
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self:
-        return cls(read_answers(folder, "after"), read_losses(folder, "after"))
+        losses = read_losses(folder, "after")
+        return cls(read_summary(folder), read_answers(folder, "after"), losses)
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of which some answers have a score, ROUGE-L first."""
+        names = dict.fromkeys(name for answer in self.answers for name in answer.scores)
+        return sorted(names, key=lambda name: name != "rougeL")
 
-@dataclass(frozen=True)
-class _Found:
-    """How a score differs, and what has to be said of that."""
+    @property
+    def tokens_in_words(self) -> str:
+        """How many samples and tokens with loss the test rows have."""
+        test = (self.summary.report.data or {}).get("test") or {}
+        samples, tokens = test.get("samples") or 0, test.get("trained_tokens") or 0
+        return f"{samples:,} samples with {tokens:,} tokens with loss"
 
-    difference: ScoreDifference | None = None
-    note: str | None = None
+    def after(self, name: str) -> Estimate | None:
+        """Return a score after training."""
+        return next((score.after for score in self.summary.scores if score.name == name), None)
+
+    def is_mean_of_rows(self, name: str) -> bool:
+        """Return whether a score is the mean over the answers, as BLEU of a corpus is not."""
+        return is_mean_of_rows(self.summary.report, name, self.answers)
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """The first run and another one."""
+    """The first run and another one, compared into a comparison of all."""
 
-    first: RunSummary
-    other: RunSummary
-    first_rows: _TestRows
-    other_rows: _TestRows
+    first: _Side
+    other: _Side
+    comparison: Comparison
 
-    def loss(self) -> _Found:
-        """Return how the losses differ, or why they cannot be compared."""
-        early = _after(self.first, LOSS)
-        late = _after(self.other, LOSS)
+    def compare_loss(self) -> None:
+        """Add how the losses differ, or why they cannot be compared."""
+        early, late = self.first.after(LOSS), self.other.after(LOSS)
         if early is None or late is None:
-            return self._unscored(LOSS, early)
-        if _test_tokens(self.first) != _test_tokens(self.other):
-            note = (
+            self._note_unscored(LOSS)
+        elif self.first.tokens_in_words != self.other.tokens_in_words:
+            self._note(
                 "loss is not compared, because their test rows or their tokenizers differ: "
-                f"{_token_words(self.other)} and {_token_words(self.first)}"
+                f"{self.other.tokens_in_words} and {self.first.tokens_in_words}"
             )
-            return self._only_note(note)
-        difference = loss_difference(self.first_rows.losses, self.other_rows.losses)
-        return self._found(Score(LOSS, early, late, difference, higher_is_better=False), late.rows)
+        else:
+            difference = loss_difference(self.first.losses, self.other.losses)
+            self._add(Score(LOSS, early, late, difference, higher_is_better=False), late.rows)
 
-    def of_answers(self) -> list[_Found]:
-        """Return how the scores of answers differ, or why that is unknown; ROUGE-L first."""
-        names = [_names(test.answers) for test in (self.first_rows, self.other_rows)]
-        both = [name for name in names[0] if name in names[1]]
-        if not both:
-            return [self._unscored(ROUGE_L, _after(self.first, ROUGE_L))]
-        found = [self._of_metric(name, is_first=name == both[0]) for name in both]
-        for name in dict.fromkeys([*names[0], *names[1]]):
+    def compare_answers(self) -> None:
+        """Add how the scores of answers differ, or why that is unknown; ROUGE-L first."""
+        first, other = self.first.metrics, self.other.metrics
+        both = [name for name in first if name in other]
+        for name in both:
+            self._compare_metric(name, is_first=name == both[0])
+        for name in dict.fromkeys([*first, *other]) if both else ["rougeL"]:
             if name not in both:
-                found.append(self._unscored(title_of(name), _after(self.first, title_of(name))))
-        return found
+                self._note_unscored(title_of(name))
 
-    def _of_metric(self, name: str, is_first: bool) -> _Found:
-        """Return how a score differs on the rows that both answered; the first one notes rows."""
-        answered = (self.first_rows.answers, self.other_rows.answers)
-        early, late = _common_scores(name, *answered)
-        if len(early) < MIN_ROWS:
-            note = (
-                f"{title_of(name)} is not compared, because {len(early)} scored test rows are the "
-                f"same; {MIN_ROWS} are needed"
-            )
-            return self._only_note(note)
-        every = len(early) == max(map(len, answered))
-        score = self._score(name, early, late, every)
-        if score is None:
-            return self._only_note(f"{title_of(name)} is of all rows, and the test rows differ")
-        note = None
-        if is_first and not every:
-            note = (
-                f"{self._start}the test rows differ; {title_of(name)} is compared on the "
-                f"{len(early)} rows of both ({len(answered[1])} and {len(answered[0])} were "
-                "answered)"
-            )
-        return self._found(score, len(early), note)
-
-    def _score(
-        self, name: str, early: Sequence[float], late: Sequence[float], every: bool
-    ) -> Score | None:
-        """Return a score of both runs; None of a score of all rows where these differ."""
+    def _compare_metric(self, name: str, is_first: bool) -> None:
+        """Add how a score differs on the rows that both answered; the first one notes rows."""
         title = title_of(name)
-        if all(is_mean_of_rows(side.report, name, rows) for side, rows in self._sides):
+        first, other = self.first.answers, self.other.answers
+        by_row = {answer.row: answer.scores[name] for answer in first if name in answer.scores}
+        common = [answer for answer in other if answer.row in by_row and name in answer.scores]
+        early = [by_row[answer.row] for answer in common]
+        late = [answer.scores[name] for answer in common]
+        has_all = len(common) == max(len(first), len(other))
+        if len(common) < MIN_ROWS:
+            self._note(
+                f"{title} is not compared, because {len(common)} scored test rows are the same; "
+                f"{MIN_ROWS} are needed"
+            )
+        elif self.first.is_mean_of_rows(name) and self.other.is_mean_of_rows(name):
             estimates = (bootstrap.estimate(early), bootstrap.estimate(late))
             difference = bootstrap.paired_difference(early, late)
-            return Score(title, *estimates, difference, higher_is_better=True)
-        if not every:
-            return None
-        recorded = (_after(self.first, title), _after(self.other, title))
-        return Score(title, *recorded, None, higher_is_better=True)
+            self._add(Score(title, *estimates, difference, higher_is_better=True), len(common))
+            if is_first and not has_all:
+                self._note(
+                    f"the test rows differ; {title} is compared on the {len(common)} rows of both "
+                    f"({len(other)} and {len(first)} were answered)"
+                )
+        elif has_all:
+            recorded = (self.first.after(title), self.other.after(title))
+            self._add(Score(title, *recorded, None, higher_is_better=True), len(common))
+        else:
+            self._note(f"{title} is of all rows, and the test rows differ")
 
-    @property
-    def _sides(self) -> list[tuple[RunSummary, list[Answer]]]:
-        return [(self.first, self.first_rows.answers), (self.other, self.other_rows.answers)]
+    def _add(self, score: Score, rows: int) -> None:
+        names = (self.other.summary.run, self.first.summary.run)
+        self.comparison.differences.append(ScoreDifference(*names, score, rows))
 
-    @property
-    def _start(self) -> str:
-        return f"{self.other.run} against {self.first.run}: "
+    def _note(self, text: str) -> None:
+        names = f"{self.other.summary.run} against {self.first.summary.run}"
+        self.comparison.notes.append(f"{names}: {text}")
 
-    def _found(self, score: Score, rows: int, note: str | None = None) -> _Found:
-        return _Found(ScoreDifference(self.other.run, self.first.run, score, rows), note)
-
-    def _only_note(self, note: str) -> _Found:
-        return _Found(note=f"{self._start}{note}")
-
-    def _unscored(self, name: str, first_score: Estimate | None) -> _Found:
-        without = self.first.run if first_score is None else self.other.run
-        return self._only_note(f"{name} is not compared, {without} has none")
-
-
-def _names(answers: Sequence[Answer]) -> list[str]:
-    """Return the metrics of which some answers have a score, ROUGE-L first."""
-    names = dict.fromkeys(name for answer in answers for name in answer.scores)
-    return sorted(names, key=lambda name: name != "rougeL")
-
-
-def _common_scores(
-    name: str, first: Sequence[Answer], other: Sequence[Answer]
-) -> tuple[list[float], list[float]]:
-    """Return a score of the rows that both lists score, in the order of the second."""
-    by_row = {answer.row: answer.scores[name] for answer in first if name in answer.scores}
-    common = [answer for answer in other if answer.row in by_row and name in answer.scores]
-    return [by_row[answer.row] for answer in common], [answer.scores[name] for answer in common]
-
-
-def _after(summary: RunSummary, name: str) -> Estimate | None:
-    return next((score.after for score in summary.scores if score.name == name), None)
-
-
-def _test_tokens(summary: RunSummary) -> tuple[int | None, int | None]:
-    """Return samples and tokens with loss of the test rows."""
-    test = (summary.report.data or {}).get("test") or {}
-    return test.get("samples"), test.get("trained_tokens")
-
-
-def _token_words(summary: RunSummary) -> str:
-    samples, tokens = _test_tokens(summary)
-    return f"{samples or 0:,} samples with {tokens or 0:,} tokens with loss"
+    def _note_unscored(self, title: str) -> None:
+        without = self.first if self.first.after(title) is None else self.other
+        self._note(f"{title} is not compared, {without.summary.run} has none")
 
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
