@@ -6,10 +6,10 @@ Rows are sorted and collated once and reused by every evaluation.
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
@@ -18,7 +18,7 @@ from sft_play.config.schema import TrainSection
 from sft_play.data.collate import PadCollator, TrainRows, labelled
 from sft_play.data.questions import question_indices
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.store import Sample, Split
+from sft_play.data.store import Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import (
     Answer,
@@ -44,23 +44,11 @@ from sft_play.models.sharding import resharding
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
 
+Found = TypeVar("Found")
+
 
 class EvaluationStopped(KeyboardInterrupt):
     """Raised on every rank where one of them was told to stop."""
-
-
-class PromptBatch(NamedTuple):
-    """Prompts of one batch and the numbers of their questions; a filler's number is negative."""
-
-    numbers: list[int]
-    prompts: list[list[int]]
-
-
-class GeneratedBatch(NamedTuple):
-    """Generated ids of one batch and the numbers of their questions."""
-
-    numbers: list[int]
-    ids: torch.Tensor  # (B prompts, N generated tokens)
 
 
 class LossBatch(NamedTuple):
@@ -110,16 +98,13 @@ class Evaluator:
         Raises: EvaluationStopped, on every rank, once `is_stopping` is true on one.
         """
         with resharding(model):
-            return self._score(model)
-
-    def _score(self, model: torch.nn.Module) -> Scores:
-        started = time.perf_counter()
-        row_losses = self.row_losses(model)
-        loss = mean_loss(row_losses)
-        loss_seconds = time.perf_counter() - started
-        if not self.train.predict_with_generate or not self.question_indices:
-            return Scores(loss, loss_seconds, row_losses=row_losses)
-        answers = self.answers(model)
+            started = time.perf_counter()
+            row_losses = self.row_losses(model)
+            loss = mean_loss(row_losses)
+            loss_seconds = time.perf_counter() - started
+            if not self.train.predict_with_generate or not self.question_indices:
+                return Scores(loss, loss_seconds, row_losses=row_losses)
+            answers = self.answers(model)
         texts = [answer.text for answer in answers]
         references = [question.expected for question in self.questions]
         batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
@@ -134,12 +119,14 @@ class Evaluator:
 
     def _other_scores(self, texts: Sequence[str]) -> tuple[MetricScore, ...]:
         """Return the scores of train.metrics, those of rank 0: a function may be slow, or draw."""
-        found: tuple[MetricScore, ...] = ()
-        if self.train.metrics and self.process.is_main:
+        if not self.train.metrics:
+            return ()
+        found = None
+        if self.process.is_main:
             rows = zip(self.questions, texts, strict=True)
             answered = [Answered(row.plain_prompt, text, row.expected) for row, text in rows]
             found = score_answers(self.train.metrics, answered)
-        return self.process.broadcast(found) if self.train.metrics else found
+        return self.process.broadcast(found)
 
     def loss(self, model: torch.nn.Module) -> float:
         """Return the mean negative log-likelihood in nats per labelled token, over all ranks.
@@ -165,10 +152,7 @@ class Evaluator:
             ):
                 if index >= 0:
                     own[index] = RowLoss(row_nats, tokens)
-        losses: dict[int, RowLoss] = {}
-        for losses_of_rank in self.process.gather(own):
-            losses |= losses_of_rank
-        return tuple(losses[index] for index in range(len(self.split)))
+        return tuple(self._in_order(own, len(self.split)))
 
     def _nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
         """Return the nats of each row of a batch, float32 (B,)."""
@@ -192,7 +176,7 @@ class Evaluator:
         """
         accumulation_steps = self.train.eval_accumulation_steps or 1
         own: dict[int, Answer] = {}
-        pending: list[GeneratedBatch] = []
+        pending: list[tuple[list[int], torch.Tensor]] = []  # numbers of questions, ids (B, N)
         stopping = None
         if self.is_stopping is not None:  # a batch may take minutes
             stopping = StoppingCriteriaList([StopWhen(self.is_stopping)])
@@ -200,16 +184,20 @@ class Evaluator:
         with watched(stage, self.process.is_main):
             for numbers, prompts in self._prompt_batches(model):
                 for part, ids in self.generator.generate_or_halve(model, prompts, stopping):
-                    pending.append(GeneratedBatch(numbers[part], ids))
+                    pending.append((numbers[part], ids))
                 if len(pending) >= accumulation_steps:
                     own |= self._decode(pending)
                     pending = []
                 self._advance(stage, len(numbers))
         own |= self._decode(pending)
-        answers: dict[int, Answer] = {}
-        for answers_of_rank in self.process.gather(own):
-            answers |= answers_of_rank
-        return [answers[number] for number in range(len(self.question_indices))]
+        return self._in_order(own, len(self.question_indices))
+
+    def _in_order(self, own: dict[int, Found], count: int) -> list[Found]:
+        """Return what all ranks found, by number. Every rank must call it."""
+        found: dict[int, Found] = {}
+        for found_by_rank in self.process.gather(own):
+            found |= found_by_rank
+        return [found[number] for number in range(count)]
 
     def _advance(self, stage: Stage, rows: int) -> None:
         """Count a batch of each rank: the ranks share the rows batch by batch."""
@@ -217,7 +205,7 @@ class Evaluator:
             raise EvaluationStopped
         stage.advance(min(rows * self.process.world_size, stage.total - stage.done))
 
-    def _decode(self, batches: Sequence[GeneratedBatch]) -> dict[int, Answer]:
+    def _decode(self, batches: Sequence[tuple[list[int], torch.Tensor]]) -> dict[int, Answer]:
         """Return the generated answers by the number of their question, without fillers."""
         answers: dict[int, Answer] = {}
         for numbers, ids in batches:
@@ -228,29 +216,23 @@ class Evaluator:
 
     def _question(self, index: int) -> Question:
         sample = self.split[index]
-        return Question(
-            origin=self.split.origin(index),
-            prompt=self.tokenizer.decode(sample.prompt),
-            plain_prompt=self._plain_prompt(sample),
-            expected=self._expected_answer(sample),
-        )
-
-    def _plain_prompt(self, sample: Sample) -> str:
-        """Return the text of a prompt with a space in place of each special token.
-
-        Special tokens may be all that separates two turns.
-        """
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = [re.escape(token.content) for token in added if token.special]
-        pattern = "|".join(special) or r"\Z"  # an empty pattern would match everywhere
         prompt = self.tokenizer.decode(sample.prompt)
-        return re.sub(pattern, " ", prompt).strip()
-
-    def _expected_answer(self, sample: Sample) -> str:
-        """Return the answer of a row: its labelled ids, decoded as generated ids are."""
+        # the answer of a row: its labelled ids, decoded as generated ids are
         labels = sample.labels[sample.answer_start :]
         ids = labels[labels != IGNORE_INDEX].tolist()
-        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return Question(
+            origin=self.split.origin(index),
+            prompt=prompt,
+            plain_prompt=self._special_tokens.sub(" ", prompt).strip(),
+            expected=self.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+        )
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        """What matches a special token: these may be all that separates two turns."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = [re.escape(token.content) for token in added if token.special]
+        return re.compile("|".join(special) or r"\Z")  # an empty pattern would match everywhere
 
     @cached_property
     def _loss_batches(self) -> list[LossBatch]:
@@ -266,17 +248,19 @@ class Evaluator:
             batches.append(LossBatch(indices, tokens, tensors))
         return batches
 
-    def _prompt_batches(self, model: torch.nn.Module) -> list[PromptBatch]:
-        """Return this rank's batches of prompts, longest first. Every rank has the same number."""
+    def _prompt_batches(
+        self, model: torch.nn.Module
+    ) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """Yield this rank's batches, longest first: numbers of questions, and their prompts.
+
+        Every rank has the same number of batches; a filler's number is negative.
+        """
         prompts = [self.split[index].prompt for index in self.question_indices]
         lengths = [len(prompt) for prompt in prompts]
         every = batches_of(lengths, self._rows_at(model), self.process.world_size)
-        batches = []
         for numbers in share_of_rank(every, self.process):
             # ~number is negative for a question, and the question's number for a filler
-            prompts_of_batch = [prompts[max(number, ~number)] for number in numbers]
-            batches.append(PromptBatch(numbers, prompts_of_batch))
-        return batches
+            yield numbers, [prompts[max(number, ~number)] for number in numbers]
 
     def _rows_at(self, model: torch.nn.Module) -> Callable[[int], int]:
         """Return how many prompts of a number of tokens are answered at once, on every rank."""

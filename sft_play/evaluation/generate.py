@@ -7,11 +7,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -173,14 +175,9 @@ NO_SAMPLING = Sampling(temperature=None)  # what transformers warns of where not
 
 def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return input_ids and attention_mask (B, T), padded on the left: generation appends."""
-    width = max(len(ids) for ids in prompts)
-    input_ids = []
-    mask = []
-    for ids in prompts:
-        padding = width - len(ids)
-        input_ids.append([pad_id] * padding + list(ids))
-        mask.append([0] * padding + [1] * len(ids))
-    return torch.tensor(input_ids), torch.tensor(mask)
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    return pad(ids, padding_value=pad_id), pad([torch.ones_like(prompt) for prompt in ids])
 
 
 SDPA = "sdpa"
@@ -202,7 +199,10 @@ def shared_keys() -> Iterator[None]:
         """Return what transformers' function returns, by another way where heads share keys."""
         # what else transformers' function reads, of all that it is given
         is_plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
-        if not (is_plain and can_share(query, key, attention_mask)):
+        # several query heads (B, H, 1, D) share keys (B, K, S, D) and a mask
+        has_one_mask = attention_mask is None or attention_mask.shape[1] == 1
+        can_share = query.shape[2] == 1 and query.shape[1] > key.shape[1] and has_one_mask
+        if not (is_plain and can_share):
             return own(module, query, key, value, attention_mask, **kwargs)
         return attend_one_token(query, key, value, attention_mask, kwargs.get("scaling")), None
 
@@ -211,12 +211,6 @@ def shared_keys() -> Iterator[None]:
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS[SDPA] = own
-
-
-def can_share(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
-    """Return whether several query heads (B, H, 1, D) share keys (B, K, S, D) and a mask."""
-    has_one_mask = attention_mask is None or attention_mask.shape[1] == 1
-    return query.shape[2] == 1 and query.shape[1] > key.shape[1] and has_one_mask
 
 
 def attend_one_token(
@@ -307,7 +301,7 @@ def batches_of(
     `rows_at(tokens)` is how many rows a batch takes whose longest has so many tokens. No batch is
     larger than a rank's share of all rows.
     """
-    order = longest_first(lengths)
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     share = -(-len(order) // world_size)
     found = []
     while order:
@@ -315,11 +309,6 @@ def batches_of(
         found.append(order[:rows])
         order = order[rows:]
     return found
-
-
-def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of `lengths` from the longest to the shortest; equal ones in order."""
-    return sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
 
 def share_of_rank(batches: Sequence[list[int]], process: Process) -> list[list[int]]:

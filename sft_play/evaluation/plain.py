@@ -80,7 +80,7 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the model of a folder, with an adapter over its base, and the folder's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
-    folder = request["folder"]
+    folder = request["path"]
     remote = {"trust_remote_code": request["trust_remote_code"]}
     options = {**remote, "dtype": request["dtype"], "device_map": request["device_map"]}
     if request["offload_folder"]:

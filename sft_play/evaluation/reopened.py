@@ -180,22 +180,15 @@ def _answer(
     save_file(rows, temporary / "rows.safetensors")
     first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
     request = {
-        "folder": str(folder.path),
+        **vars(folder),
         "is_adapter": folder.is_adapter,
         "has_config": (folder.path / "config.json").is_file(),
-        "dtype": folder.dtype,
-        "device_map": dict(folder.device_map),
-        "offload_folder": str(folder.offload_folder) if folder.offload_folder else None,
-        "quantization": folder.quantization,
-        "stored": folder.stored,
-        "revision": folder.revision,
-        "trust_remote_code": folder.trust_remote_code,
-        "rows": str(temporary / "rows.safetensors"),
+        "rows": temporary / "rows.safetensors",
         "stops": [(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
         "prompts": [messages for messages, _ in reference.prompts],
     }
     asked, answered = temporary / "request.json", temporary / "answer.safetensors"
-    asked.write_text(json.dumps(request), encoding="utf-8")
+    asked.write_text(json.dumps(request, default=str), encoding="utf-8")
     _run_script(asked, answered, folder.path)
     with safe_open(answered, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

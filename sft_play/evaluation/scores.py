@@ -16,6 +16,7 @@ from sft_play.config.metrics import ALWAYS, FUNCTION, OF_SACREBLEU, SCHEMA, key_
 from sft_play.errors import ConfigError, first_line
 from sft_play.evaluation.generate import Answer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
+from sft_play.runs.files import json_line
 
 LOCAL_METRIC = Path(__file__).parent / "rouge_l"  # local, so that no network is needed
 CORPUS_RESAMPLES = 200  # each scores all answers anew
@@ -298,7 +299,7 @@ def answers_jsonl(questions: Sequence[Question], scores: Scores) -> str:
             **found,
             "was_cut": answer.was_cut,
         }
-        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+        lines.append(json_line(values))
     return "".join(lines)
 
 
@@ -307,5 +308,5 @@ def losses_jsonl(origins: Sequence[str], scores: Scores) -> str:
     lines = []
     for origin, row in zip(origins, scores.row_losses, strict=True):
         values = {"origin": origin, "nats": round(row.nats, 6), "tokens": row.tokens}
-        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+        lines.append(json_line(values))
     return "".join(lines)

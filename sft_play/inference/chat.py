@@ -1,7 +1,6 @@
 """Answer prompts with the weights of a run, and chat with them."""
 
 import contextlib
-import json
 import re
 import sys
 import time
@@ -21,7 +20,7 @@ from sft_play.evaluation.generate import Answer
 from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_to_answer
 from sft_play.plan.model_shape import positions_of
 from sft_play.progress import visible
-from sft_play.runs.files import write_text
+from sft_play.runs.files import json_line, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 
@@ -228,7 +227,7 @@ class Chat:
         lines = []
         for speaker in self.speakers:
             row = {"messages": template_messages(speaker.messages), "model": speaker.name}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            lines.append(json_line(row))
         try:
             write_text(path, "".join(lines))
         except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.files import json_line, read_json, write_json, write_text
 
 LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: in parts alone
@@ -90,7 +90,7 @@ class AnswerFile:
         """Write the file of all answers, in the order of the prompts, and remove the parts."""
         lines = {line.pop(NUMBER): line for line in self._lines()}
         assert len(lines) == prompts, f"{len(lines)} answers to {prompts} prompts"
-        in_order = (as_line(lines[number]) for number in range(prompts))
+        in_order = (json_line(lines[number]) for number in range(prompts))
         write_text(self.path, "".join(in_order))
         shutil.rmtree(self.parts)
 
@@ -139,17 +139,12 @@ class Part:
 
     def write(self, answers: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
         """Append answers by the number of their prompt."""
-        lines = [as_line({NUMBER: number, **values}) for number, values in answers]
+        lines = [json_line({NUMBER: number, **values}) for number, values in answers]
         self._file.write("".join(lines).encode())
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-
-def as_line(values: Mapping[str, Any]) -> str:
-    """Return an object as a line of JSON."""
-    return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500"

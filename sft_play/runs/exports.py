@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.errors import CheckpointError
 from sft_play.runs import seal
-from sft_play.runs.files import write_text
+from sft_play.runs.files import json_line, write_text
 from sft_play.runs.folder import RunFolder
 
 FORMATS = ("safetensors", "gguf", "adapter")
@@ -77,7 +77,7 @@ class ParityRow:
 
 def write_parity(rows: Sequence[ParityRow], folder: Path) -> None:
     """Write parity.jsonl into the folder of an export."""
-    lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows]
+    lines = [json_line(asdict(row)) for row in rows]
     write_text(folder / PARITY, "".join(lines))
 
 

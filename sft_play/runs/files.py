@@ -60,6 +60,11 @@ def as_text(value: Any) -> str:
     return text + "\n"
 
 
+def json_line(value: Any) -> str:
+    """Return `value` as a line of JSON."""
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` with `value` as JSON."""
     write_text(path, as_text(value))

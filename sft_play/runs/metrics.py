@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from sft_play.runs.files import write_text
+from sft_play.runs.files import json_line, write_text
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MetricsLine:
     def to_json(self) -> str:
         """Return the line, without what it does not say."""
         said = {name: value for name, value in asdict(self).items() if value not in (None, {}, ())}
-        return json.dumps(said, ensure_ascii=False) + "\n"
+        return json_line(said)
 
 
 @cache
