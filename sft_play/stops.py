@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-from sft_play.errors import ExitClass
+from sft_play.errors import ExitClass, StoppedOnRequest
 
 # HUP is a terminal or an ssh that was closed, USR1 what batch systems send before the time limit
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -82,6 +82,16 @@ class StopSignals:
             self.on_first(signal.Signals(number))
         elif number in BY_USER and now - self._requested_at > REPEAT_SECONDS:
             self.at_once()
+
+
+@contextlib.contextmanager
+def stopped_with(text: str) -> Iterator[None]:
+    """Raise StoppedOnRequest with a text after a signal inside this context."""
+    try:
+        with StopSignals():
+            yield
+    except KeyboardInterrupt:
+        raise StoppedOnRequest(text) from None
 
 
 def hold() -> None:

@@ -24,7 +24,7 @@ from sft_play.data.rows import Message
 from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
-from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator
+from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
 from sft_play.evaluation.generate import Answer, Generator, Room, batches_of, share_of_rank
 from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge_l
@@ -88,7 +88,7 @@ def test_the_loss_is_the_mean_over_all_labelled_tokens_row_by_row(untrained, spl
                 if label != IGNORE_INDEX
             )
             tokens += sum(label != IGNORE_INDEX for label in row.labels[1:])
-    assert evaluator(split, tokenizer).loss(untrained) == pytest.approx(
+    assert mean_loss(evaluator(split, tokenizer).row_losses(untrained)) == pytest.approx(
         nats / tokens, rel=1e-6
     )  # float32 logits
 
@@ -113,17 +113,17 @@ def test_each_row_has_the_loss_that_it_has_alone(tiny_base, split, tokenizer, is
 def test_the_loss_depends_neither_on_the_batch_size_nor_on_the_padding_that_comes_with_it(
     untrained, split, tokenizer, batch_size
 ):
-    alone = evaluator(split, tokenizer, eval_batch_size=1).loss(untrained)
-    assert evaluator(split, tokenizer, eval_batch_size=batch_size).loss(untrained) == pytest.approx(
-        alone, rel=1e-6
-    )  # sums in another order
+    alone = mean_loss(evaluator(split, tokenizer, eval_batch_size=1).row_losses(untrained))
+    assert mean_loss(
+        evaluator(split, tokenizer, eval_batch_size=batch_size).row_losses(untrained)
+    ) == pytest.approx(alone, rel=1e-6)  # sums in another order
 
 
 def test_the_loss_does_not_depend_on_the_order_of_the_rows(untrained, split, tokenizer):
     order = random.Random(0).sample(range(len(split)), len(split))
     shuffled = Split(split.stores, [split.index_in[order]])
-    assert evaluator(shuffled, tokenizer).loss(untrained) == pytest.approx(
-        evaluator(split, tokenizer).loss(untrained), rel=1e-6
+    assert mean_loss(evaluator(shuffled, tokenizer).row_losses(untrained)) == pytest.approx(
+        mean_loss(evaluator(split, tokenizer).row_losses(untrained)), rel=1e-6
     )
 
 

@@ -23,7 +23,7 @@ from sft_play.commands import rows as reading
 from sft_play.commands.call import Call, load_config, plan_run, read_call
 from sft_play.commands.train import NOT_BEGUN, hand_over, prepare_run
 from sft_play.config.loader import PROJECT_ROOT, environment
-from sft_play.errors import SftPlayError, StoppedOnRequest
+from sft_play.errors import SftPlayError
 from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
 from sft_play.runs.files import write_json
@@ -115,16 +115,11 @@ def main() -> None:
 
 def _train(call: Call, request: Request, answer: Path) -> None:
     """Answer with the run's folder, and become its launcher. Raises: StoppedOnRequest."""
-    with stops.StopSignals():
-        try:
-            folder, planned = prepare_run(
-                call, request.distributed, request.deepspeed, request.backend
-            )
-            write_json(answer, {"folder": str(folder.path)})
-            sys.stdout.flush()
-            hand_over(folder, planned, call)
-        except KeyboardInterrupt:
-            raise StoppedOnRequest(NOT_BEGUN) from None
+    with stops.stopped_with(NOT_BEGUN):
+        folder, planned = prepare_run(call, request.distributed, request.deepspeed, request.backend)
+        write_json(answer, {"folder": str(folder.path)})
+        sys.stdout.flush()
+        hand_over(folder, planned, call)
 
 
 def _plan(call: Call, request: Request) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def run_on_each(
     entries = visible_entries(call.environ.get("CUDA_VISIBLE_DEVICES"), count)
     children: list[subprocess.Popen] = []
     try:
-        with stops.StopSignals():
+        with stops.stopped_with("stopped"):
             for number in range(count):
                 environ[PLACE] = f"{number}/{count}:{port}"
                 if call.invocation.device != "cpu":
@@ -250,8 +250,6 @@ def run_on_each(
                 time.sleep(SECONDS_BETWEEN_LOOKS)
                 look()
             _refuse_failed(children, command)
-    except KeyboardInterrupt:
-        raise StoppedOnRequest("stopped") from None
     finally:
         _end(children)
 

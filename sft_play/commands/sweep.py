@@ -26,7 +26,7 @@ from sft_play.plan.sweep import Point, grid, halving_factor, name_of, ranking, r
 from sft_play.reporting.answers import title_of
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import RunReport, recorded_scores
+from sft_play.runs.report import recorded_scores
 from sft_play.runs.resumed import AskedRun
 from sft_play.stops import StopSignals
 
@@ -67,7 +67,7 @@ class Trial:
             report = run.read_report()
             if report.state == "done":
                 return run
-            if stop_after is None or report.state != "stopped" or not held_out(report):
+            if stop_after is None or report.state != "stopped" or not report.scores("after"):
                 continue
             if run.read_config().train.stop_after == stop_after:
                 return run
@@ -309,14 +309,9 @@ def log_of(folder: RunFolder) -> Path:
     return folder.path.parent / ".sweep" / f"{folder.name}.log"
 
 
-def held_out(report: RunReport) -> dict[str, float]:
-    """Return the scores after training, {} where the run has none."""
-    return (report.metrics or {}).get("after", {})
-
-
 def loss_of(run: RunFolder | None) -> float | None:
     """Return the held-out loss of a run, None where there is no run or no score."""
-    return None if run is None else held_out(run.read_report()).get("eval_loss")
+    return None if run is None else run.read_report().scores("after").get("eval_loss")
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
@@ -330,15 +325,14 @@ def table(trials: Sequence[Trial]) -> list[str]:
     width = max(len(str(trial.point)) for trial in trials)
     runs = [trial.run_at(None) or trial.latest() for trial in trials]
     reports = [run.read_report() for run in runs]
-    found = [score.name for report in reports for score in recorded_scores(held_out(report))]
+    found = [score.name for report in reports for score in recorded_scores(report.scores("after"))]
     names = list(dict.fromkeys(["rougeL", *found]))
     titles = [f"{title_of(name):>{max(7, len(title_of(name)))}}" for name in names]
     head = f"{'loss':>8}  {'  '.join(titles)}  {'step':>6}  {'minutes':>7}  status"
     lines = [f"{'settings':<{width}}  {head}"]
     for trial, run, report in zip(trials, runs, reports, strict=True):
-        scores = held_out(report)
-        cause = (report.cause or "").partition("\n")[0]
-        totals = [(run.read_report().seconds or {}).get("total") for run in trial.runs()]
+        scores = report.scores("after")
+        totals = [run.read_report().total_seconds for run in trial.runs()]
         seconds = [total for total in totals if total is not None]
         numbers = [
             as_cell(scores.get("eval_loss"), 8, 4),
@@ -346,7 +340,7 @@ def table(trials: Sequence[Trial]) -> list[str]:
             as_cell(report.global_step, 6, 0),
             as_cell(sum(seconds) / 60 if seconds else None, 7, 1),
         ]
-        status = f"{report.state} {run.name} {cause}".rstrip()
+        status = f"{report.state} {run.name} {report.cause_line}".rstrip()
         lines.append("  ".join([f"{trial.point!s:<{width}}", *numbers, status]))
     return lines
 

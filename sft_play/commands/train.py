@@ -40,7 +40,6 @@ from sft_play.errors import (
     EnvironmentFault,
     ExitClass,
     SftPlayError,
-    StoppedOnRequest,
     disk_errors_in_words,
 )
 from sft_play.monitor import packages
@@ -80,44 +79,30 @@ def train(
     Returns only by raising. Raises: StoppedOnRequest after a signal.
     """
     stops.end_with_make()
-    with stops.StopSignals():
-        try:
-            _train(call, distributed, use_deepspeed, with_tensorboard, backend, launched)
-        except KeyboardInterrupt:
-            raise StoppedOnRequest(NOT_BEGUN) from None
-
-
-def _train(
-    call: Call,
-    distributed: bool,
-    use_deepspeed: bool,
-    with_tensorboard: bool,
-    backend: str | None,
-    launched: Launched | None,
-) -> None:
-    if call.invocation.gpus:
-        raise ConfigError(
-            f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
-            "a run takes NUM_GPUS=N of what is"
-        )
-    begin = resumption(call)
-    if begin.finished is not None:
-        print(begin.finished)
-        raise SystemExit(int(ExitClass.DONE))
-    call = begin.call
     is_rank = launched is not None and launched.place is not None
-    if is_rank:
-        use_deepspeed = use_deepspeed or launched.place.uses_deepspeed
-    folder, planned = prepare_run(
-        call, distributed, use_deepspeed, backend, with_tensorboard, is_rank
-    )
-    if with_tensorboard:
-        print(start_tensorboard(call, folder.path.parent))  # every run under its name
-    sys.stdout.flush()
-    with failure_recorded(folder):
+    with stops.stopped_with(NOT_BEGUN):
+        if call.invocation.gpus:
+            raise ConfigError(
+                f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
+                "a run takes NUM_GPUS=N of what is"
+            )
+        begin = resumption(call)
+        if begin.finished is not None:
+            print(begin.finished)
+            raise SystemExit(int(ExitClass.DONE))
+        call = begin.call
         if is_rank:
-            start_ranks(launched, folder, planned.plan.launch)
-        hand_over(folder, planned, call)
+            use_deepspeed = use_deepspeed or launched.place.uses_deepspeed
+        folder, planned = prepare_run(
+            call, distributed, use_deepspeed, backend, with_tensorboard, is_rank
+        )
+        if with_tensorboard:
+            print(start_tensorboard(call, folder.path.parent))  # every run under its name
+        sys.stdout.flush()
+        with failure_recorded(folder):
+            if is_rank:
+                start_ranks(launched, folder, planned.plan.launch)
+            hand_over(folder, planned, call)
 
 
 def hand_over(folder: RunFolder, planned: PlannedRun, call: Call) -> NoReturn:
@@ -193,11 +178,11 @@ def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
     started_at = time.strftime(STARTED_AT)
     earlier = folder.read_report()  # of the launch that this one goes on from
-    scores = earlier.metrics or {}
+    before = earlier.scores("before")
     return RunReport(
         run=folder.name,
         run_id=earlier.run_id or secrets.token_hex(8),
-        metrics={"before": scores["before"]} if "before" in scores else None,
+        metrics={"before": before} if before else None,
         checkpoint=earlier.checkpoint,
         next=earlier.next,
         status="planned",

@@ -128,13 +128,6 @@ class Evaluator:
             found = score_answers(self.train.metrics, answered)
         return self.process.broadcast(found)
 
-    def loss(self, model: torch.nn.Module) -> float:
-        """Return the mean negative log-likelihood in nats per labelled token, over all ranks.
-
-        Raises: DivergedError, on every rank, when it is NaN or infinite.
-        """
-        return mean_loss(self.row_losses(model))
-
     @torch.no_grad()
     def row_losses(self, model: torch.nn.Module) -> tuple[RowLoss, ...]:
         """Return the loss of every row, in order, on every rank."""

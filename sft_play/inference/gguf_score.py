@@ -218,7 +218,7 @@ def score_answers(
     written = [json.loads(line) for line in text.splitlines()][:MOST_ANSWERS]
     if not written:
         return {"rouge_l": None, "run_rouge_l": None, "answers": 0, "ended": 0, "run_ended": 0}
-    limit = int((folder.read_report().metrics or {})["after"]["max_new_tokens"])
+    limit = int(folder.read_report().scores("after")["max_new_tokens"])
     answers = []
     ended = 0
     for index in question_indices(split, len(written)):

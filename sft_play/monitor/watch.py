@@ -340,7 +340,7 @@ def run_table(output_dir: Path) -> list[str]:
 def _run_line(folder: RunFolder, width: int) -> str:
     """Return name, status, steps and scores of a run."""
     report = folder.read_report()
-    after = (report.metrics or {}).get("after", {})
+    after = report.scores("after")
     words = [score.words() for score in recorded_scores(after)]
     if "eval_loss" in after:
         words.insert(0, f"eval_loss={after['eval_loss']:.4f}")

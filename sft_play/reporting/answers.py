@@ -83,23 +83,12 @@ def scored_pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tupl
     ]
 
 
-def most_improved(pairs: Sequence[tuple[Answer, Answer]]) -> list[AnsweredRow]:
-    """Return the rows whose score rose most, the largest rise first."""
-    risen = [pair for pair in pairs if change_of(*pair) >= LEAST_CHANGE]
-    risen.sort(key=lambda pair: -change_of(*pair))
-    return [_shown(*pair) for pair in risen[:ROWS_SHOWN]]
-
-
-def most_worsened(pairs: Sequence[tuple[Answer, Answer]]) -> list[AnsweredRow]:
-    """Return the rows whose score fell most, the largest fall first."""
-    fallen = [pair for pair in pairs if change_of(*pair) <= -LEAST_CHANGE]
-    fallen.sort(key=lambda pair: change_of(*pair))
-    return [_shown(*pair) for pair in fallen[:ROWS_SHOWN]]
-
-
-def change_of(before: Answer, after: Answer) -> float:
-    """Return how much a row's score rose; both answers have one."""
-    return after.rouge_l - before.rouge_l
+def most_changed(pairs: Sequence[tuple[Answer, Answer]], sign: int) -> list[AnsweredRow]:
+    """Return the rows whose score rose most (`sign` 1) or fell most (-1), largest change first."""
+    changes = [(sign * (late.rouge_l - early.rouge_l), early, late) for early, late in pairs]
+    found = [change for change in changes if change[0] >= LEAST_CHANGE]
+    found.sort(key=lambda change: -change[0])
+    return [_shown(early, late) for _, early, late in found[:ROWS_SHOWN]]
 
 
 def _shown(before: Answer, after: Answer) -> AnsweredRow:
@@ -162,12 +151,6 @@ def read_losses(folder: RunFolder, when: str) -> list[RowLoss]:
     return [RowLoss(row["origin"], row["nats"], row["tokens"]) for row in values]
 
 
-def are_same_rows(before: Sequence[RowLoss], after: Sequence[RowLoss]) -> bool:
-    """Return whether two lists are of the same rows, cut into the same number of tokens."""
-    rows = [(row.origin, row.tokens) for row in before]
-    return rows == [(row.origin, row.tokens) for row in after]
-
-
 def loss_estimate(rows: Sequence[RowLoss]) -> Estimate:
     """Return the loss per token of rows, with its interval over the rows."""
     scored = [row for row in rows if row.tokens]
@@ -177,7 +160,8 @@ def loss_estimate(rows: Sequence[RowLoss]) -> Estimate:
 
 def loss_difference(before: Sequence[RowLoss], after: Sequence[RowLoss]) -> Estimate | None:
     """Return how much the loss per token rose, None where the rows are not the same."""
-    if not before or not are_same_rows(before, after):
+    rows = [(row.origin, row.tokens) for row in before]
+    if not rows or rows != [(row.origin, row.tokens) for row in after]:
         return None
     pairs = [pair for pair in zip(before, after, strict=True) if pair[0].tokens]
     early = [row.nats / row.tokens for row, _ in pairs]
@@ -197,9 +181,8 @@ def title_of(name: str) -> str:
 
 def answer_scores(report: RunReport, before: list[Answer], after: list[Answer]) -> list[Score]:
     """Return every score of the answers that run.json has, with intervals where there are some."""
-    metrics = report.metrics or {}
-    early = {score.name: score for score in recorded_scores(metrics.get("before", {}))}
-    late = {score.name: score for score in recorded_scores(metrics.get("after", {}))}
+    early = {score.name: score for score in recorded_scores(report.scores("before"))}
+    late = {score.name: score for score in recorded_scores(report.scores("after"))}
     found = []
     for name in dict.fromkeys([*late, *early]):
         first = estimate_of(early.get(name), before)
@@ -227,7 +210,7 @@ def of_rows(name: str, answers: Sequence[Answer]) -> list[float]:
 
 def is_mean_of_rows(report: RunReport, name: str, answers: Sequence[Answer]) -> bool:
     """Return whether a score after training is the mean over its answers."""
-    scores = recorded_scores((report.metrics or {}).get("after", {}))
+    scores = recorded_scores(report.scores("after"))
     found = next((score for score in scores if score.name == name), None)
     return found is None or _is_mean(found, answers)
 

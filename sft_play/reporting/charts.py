@@ -4,9 +4,10 @@ A chart is small enough that its text is readable on a phone, where it is not sc
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from sft_play.reporting.answers import title_of
 from sft_play.runs.report import LengthHistogram, LoggedStep
@@ -21,6 +22,12 @@ BOTTOM = 172
 MAX_POINTS = 300  # of a line; more are averaged
 TICKS = 5  # about
 ROUND_STEPS = (1, 2, 2.5, 5, 10)  # times a power of ten
+
+CURVES = {
+    "Learning rate": "learning_rate",
+    "Gradient norm": "grad_norm",
+    "Tokens per second": "tokens_per_second",
+}
 
 Point = tuple[float, float]
 
@@ -111,10 +118,10 @@ def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> Dr
     x_axis = _axis([0.0, *(x for x, _ in points)], LEFT, RIGHT)
     y_axis = _axis([y for _, y in points], BOTTOM, TOP, padding=0.05)
     lines = tuple(_line(number, one, x_axis, y_axis) for number, one in shown.items())
+    described = [_described(one, x_name) for one in shown.values()]
     if len(shown) > 1:
-        described = [f"{one.name}: {_described(one, x_name)}" for one in shown.values()]
-    else:
-        described = [_described(one, x_name) for one in shown.values()]
+        named = zip(shown.values(), described, strict=True)
+        described = [f"{one.name}: {text}" for one, text in named]
     description = "; ".join(described)
     return Drawing(title, description, x_name, x_axis.ticks(True), y_axis.ticks(), lines)
 
@@ -124,21 +131,29 @@ def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Dra
 
     The curves of one run are named by what they are, those of several by the run.
     """
-    charts = [
-        line_chart("Loss, nats per token with loss", _loss_series(runs)),
-        line_chart("Learning rate", _series(runs, "learning_rate")),
-        line_chart("Gradient norm", _series(runs, "grad_norm")),
-        line_chart("Tokens per second", _series(runs, "tokens_per_second")),
-    ]
-    scores = [
-        line_chart(f"{title_of(name)} of the validation rows", _score_series(runs, name))
-        for name in dict.fromkeys(
-            name for _, steps in runs for step in steps for name in step.scores
-        )
-    ]
-    charts[1:1] = scores
+
+    def series(value: Callable[[LoggedStep], float | None]) -> list[Series]:
+        """Return a number of every run's history; a run that did not log it has no points."""
+        found = []
+        for run, history in runs:
+            points = [(step.step, value(step)) for step in history]
+            found.append(Series(run, [point for point in points if point[1] is not None]))
+        return found
+
+    losses = series(attrgetter("loss"))
+    charts = []
     if len(runs) > 1:
-        charts.insert(1, line_chart("Validation loss", _series(runs, "eval_loss")))
+        charts.append(line_chart("Validation loss", series(attrgetter("eval_loss"))))
+    else:
+        (training,), (validation,) = losses, series(attrgetter("eval_loss"))
+        losses = [Series("training", training.points), Series("validation", validation.points)]
+    charts.insert(0, line_chart("Loss, nats per token with loss", losses))
+    scores = dict.fromkeys(name for _, steps in runs for step in steps for name in step.scores)
+    for name in scores:
+        title = f"{title_of(name)} of the validation rows"
+        charts.append(line_chart(title, series(lambda step, name=name: step.scores.get(name))))
+    for title, name in CURVES.items():
+        charts.append(line_chart(title, series(attrgetter(name))))
     return [chart for chart in charts if chart is not None]
 
 
@@ -188,32 +203,6 @@ def tick_label(value: float, step: float) -> str:
         return f"{value:.3g}"
     decimals = -math.floor(math.log10(step) + 1e-9)
     return f"{value:.{decimals + (round(step * 10**decimals, 6) % 1 > 0)}f}"
-
-
-def _loss_series(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Series]:
-    series = _series(runs, "loss")
-    if len(runs) > 1:
-        return series
-    (validation,) = _series(runs, "eval_loss")
-    return [Series("training", series[0].points), Series("validation", validation.points)]
-
-
-def _series(runs: Sequence[tuple[str, Sequence[LoggedStep]]], name: str) -> list[Series]:
-    """Return one field of every run's history; a run that did not log it has no points."""
-    series = []
-    for run, history in runs:
-        values = [(step.step, getattr(step, name)) for step in history]
-        points = [(x, y) for x, y in values if y is not None]
-        series.append(Series(run, points))
-    return series
-
-
-def _score_series(runs: Sequence[tuple[str, Sequence[LoggedStep]]], name: str) -> list[Series]:
-    """Return a score of the validation rows of every run."""
-    return [
-        Series(run, [(step.step, step.scores[name]) for step in history if name in step.scores])
-        for run, history in runs
-    ]
 
 
 def _axis(values: Sequence[float], start: float, end: float, padding: float = 0.0) -> _Axis:

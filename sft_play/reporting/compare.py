@@ -133,7 +133,7 @@ def _compared(summary: RunSummary) -> ComparedRun:
         scores={name: score for name, score in scores.items() if name != LOSS},
         tokens_per_second=report.tokens_per_second,
         peak_bytes=report.peak_bytes.measured if report.peak_bytes else None,
-        seconds=(report.seconds or {}).get("total"),
+        seconds=report.total_seconds,
     )
 
 
@@ -159,7 +159,7 @@ class _Side:
     @property
     def tokens_in_words(self) -> str:
         """How many samples and tokens with loss the test rows have."""
-        test = (self.summary.report.data or {}).get("test") or {}
+        test = self.summary.report.rows("test")
         samples, tokens = test.get("samples") or 0, test.get("trained_tokens") or 0
         return f"{samples:,} samples with {tokens:,} tokens with loss"
 

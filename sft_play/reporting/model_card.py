@@ -57,7 +57,7 @@ def card_text(
         messages=messages,
         vllm_rank=next((rank for rank in VLLM_RANKS if rank >= config.tuning.lora.r), None),
         scores=_score_rows(report, facts),
-        after=(report.metrics or {}).get("after", {}),
+        after=report.scores("after"),
         ledger=data,
         splits=_split_rows(data),
         measured=_measured_rows(report, facts),
@@ -98,8 +98,7 @@ def _score_rows(report: RunReport, facts: CardFacts) -> list[Row]:
     for score in facts.scores:
         cells = (_estimate(each) for each in (score.before, score.after, score.difference))
         rows.append((TITLES.get(score.name, score.name), *cells))
-    metrics = report.metrics or {}
-    cut = [_number(metrics.get(when, {}).get("cut_answers")) for when in ("before", "after")]
+    cut = [_number(report.scores(when).get("cut_answers")) for when in ("before", "after")]
     if rows and any(cut):
         rows.append(("cut answers", *cut, ""))
     return rows
@@ -117,7 +116,7 @@ def _split_rows(ledger: dict) -> list[Row]:
 
 def _measured_rows(report: RunReport, facts: CardFacts) -> list[Row]:
     """Return hardware, hours and energy, those that were measured."""
-    seconds = (report.seconds or {}).get("total") or (report.seconds or {}).get("train")
+    seconds = report.total_seconds or (report.seconds or {}).get("train")
     peak = report.peak_bytes.measured if report.peak_bytes else None
     speed = report.tokens_per_second
     rows = [

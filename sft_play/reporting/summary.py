@@ -62,7 +62,7 @@ def shown_checks(report: RunReport, after: Sequence[Answer]) -> list[ShownCheck]
 
 def _overlap(report: RunReport) -> ShownCheck | None:
     """Return whether training rows are among the rows that are evaluated on."""
-    overlap = ((report.data or {}).get("train") or {}).get("overlap")
+    overlap = report.rows("train").get("overlap")
     if overlap is None:
         return None
     shared = {split: equal["normalised"] for split, equal in overlap.items()}
@@ -75,8 +75,8 @@ def _overlap(report: RunReport) -> ShownCheck | None:
 
 
 def _lost_tokens(report: RunReport) -> ShownCheck | None:
-    train = (report.data or {}).get("train")
-    if train is None:
+    train = report.rows("train")
+    if not train:
         return None
     fraction = train["lost_fraction"]
     name = "no token with loss is over model.max_seq_len"
@@ -88,7 +88,7 @@ def _lost_tokens(report: RunReport) -> ShownCheck | None:
 def _finite(report: RunReport) -> ShownCheck | None:
     name = "loss, gradient norm and weights stayed finite"
     if report.exit_class == ExitClass.DIVERGED:
-        return ShownCheck(name, "failed", (report.cause or "").partition("\n")[0])
+        return ShownCheck(name, "failed", report.cause_line)
     if not report.history:
         return None
     return ShownCheck(name, "passed", f"{len(report.history)} logs")
@@ -117,6 +117,7 @@ def _cut_answers(after: Sequence[Answer]) -> ShownCheck | None:
 T = TypeVar("T")
 
 LOSS = "loss"
+MISSING = object()  # in the config.yaml of another version
 LEDGER_COUNTS = {
     "rows_in": "rows read",
     "rows_used": "rows used",
@@ -220,8 +221,8 @@ def read_summary(folder: RunFolder) -> RunSummary:
         verdict=verdict(folder, report, scores),
         scores=scores,
         rows_scored=len(pairs),
-        improved=answers.most_improved(pairs),
-        worsened=answers.most_worsened(pairs),
+        improved=answers.most_changed(pairs, 1),
+        worsened=answers.most_changed(pairs, -1),
         history=report.history or [],
         memory=_memory(report),
         times=_times(report.seconds or {}),
@@ -235,10 +236,10 @@ def read_summary(folder: RunFolder) -> RunSummary:
 
 def loss_score(report: RunReport, before: list[RowLoss], after: list[RowLoss]) -> Score | None:
     """Return the loss of the test rows, None for a run that has none."""
-    means = _metric(report, "eval_loss")
-    if means == (None, None):
+    means = [report.scores(when).get("eval_loss") for when in ("before", "after")]
+    if means == [None, None]:
         return None
-    rows = ((report.data or {}).get("test") or {}).get("samples", 0)
+    rows = report.rows("test").get("samples", 0)
     estimates = []
     for mean, losses in zip(means, (before, after), strict=True):
         plain = None if mean is None else Estimate(mean, rows)
@@ -260,12 +261,6 @@ def _facts(report: RunReport, used: dict[str, str]) -> list[str]:
     return [fact for fact in facts if fact]
 
 
-def _metric(report: RunReport, name: str) -> tuple[float | None, float | None]:
-    """Return a metric before and after training."""
-    metrics = report.metrics or {}
-    return metrics.get("before", {}).get(name), metrics.get("after", {}).get(name)
-
-
 def used_settings(folder: RunFolder) -> dict[str, str]:
     """Return the settings in config.yaml by dotted name, also of a run of another version."""
     path = folder.path / "config.yaml"
@@ -274,20 +269,12 @@ def used_settings(folder: RunFolder) -> dict[str, str]:
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     found = {}
     for name in settings():
-        value, is_there = _at(tree, name)
-        if is_there:
-            found[name] = word(value, VALUE_LENGTH)
+        node = tree
+        for key in name.split("."):
+            node = node.get(key, MISSING) if isinstance(node, dict) else MISSING
+        if node is not MISSING:
+            found[name] = word(node, VALUE_LENGTH)
     return found
-
-
-def _at(tree: Any, name: str) -> tuple[Any, bool]:
-    """Return the value at a dotted name of nested mappings, and whether there is one."""
-    node = tree
-    for key in name.split("."):
-        if not isinstance(node, dict) or key not in node:
-            return None, False
-        node = node[key]
-    return node, True
 
 
 def _memory(report: RunReport) -> list[PhaseMemory]:
@@ -335,13 +322,9 @@ def _setting_lines(used: dict[str, str], asked: AskedRun | None) -> list[UsedSet
     lines = []
     for name, value in used.items():
         wanted = asked.settings.get(name) if asked else None
-        differs = wanted is not None and wanted.value != value
-        line = UsedSetting(
-            name=name,
-            value=value,
-            asked=wanted.value if differs else None,
-            origin=wanted.origin if wanted else None,
-            is_chosen=wanted.is_chosen if wanted else False,
-        )
-        lines.append(line)
+        if wanted is None:
+            lines.append(UsedSetting(name, value, None, None, is_chosen=False))
+        else:
+            before = wanted.value if wanted.value != value else None
+            lines.append(UsedSetting(name, value, before, wanted.origin, wanted.is_chosen))
     return sorted(lines, key=lambda line: not line.is_chosen)

@@ -85,8 +85,8 @@ def exit_words(exit_class: int | None) -> str:
     """Return an exit class as `out of memory (exit class 15)`."""
     if exit_class is None:
         return "no exit class"
-    known = {int(member): member.name for member in ExitClass}
-    name = known.get(exit_class, "unknown").lower().replace("_", " ")
+    names = {int(member): member.name for member in ExitClass}
+    name = names.get(exit_class, "unknown").lower().replace("_", " ")
     return f"{name} (exit class {exit_class})"
 
 

@@ -133,8 +133,7 @@ class RunFolder:
             if (self.path / name / "stamp.json").is_file():
                 return None
         report = self.read_report()
-        cause = (report.cause or "").partition("\n")[0]
-        reason = f"{report.state}: {cause}" if cause else report.state
+        reason = f"{report.state}: {report.cause_line}" if report.cause else report.state
         return f"{self.path} has no {' or '.join(f'{name}/' for name in names)} ({reason})"
 
     def read_report(self) -> RunReport:

@@ -204,6 +204,23 @@ class RunReport:
         """Return the report in a run.json without unknown keys. Raises ValueError."""
         return _adapter().validate_python(values)
 
+    def scores(self, when: str) -> dict[str, float | int]:
+        """Return the scores of the test rows `before` or `after` training, {} for none."""
+        return (self.metrics or {}).get(when, {})
+
+    def rows(self, split: str) -> dict[str, Any]:
+        """Return the ledger of a split, {} where it is not known."""
+        return (self.data or {}).get(split) or {}
+
+    @property
+    def cause_line(self) -> str:
+        """The first line of the cause."""
+        return (self.cause or "").partition("\n")[0]
+
+    @property
+    def total_seconds(self) -> float | None:
+        return (self.seconds or {}).get("total")
+
     @property
     def state(self) -> str:
         """The status, or `died` for a run that was killed before it could write how it ended.

@@ -3,7 +3,7 @@
 Loads no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -79,6 +79,12 @@ class Resumed:
         refused = [change for change in self.changes(config) if change.path not in free]
         if not refused:
             return
+        extension = ""
+        if {change.path for change in refused} <= SCHEDULE_LENGTH:  # it would allow all of them
+            extension = (
+                "TRAIN_EXTEND=true, under a new RUN, trains longer on a schedule of the new "
+                "length. "
+            )
         rows = [("setting", "then", "now", "set by" if origin else "")]
         for path, then, now in refused:
             rows.append((path, word(then), word(now), origin[path] if origin else ""))
@@ -86,7 +92,7 @@ class Resumed:
             f"{self.checkpoint} cannot go on with other settings than it was trained with:\n"
             f"{_table(rows)}\n"
             f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} alone takes over what "
-            f"the run was asked for. {_extension(refused)}Without TRAIN_RESUME_FROM, under a new "
+            f"the run was asked for. {extension}Without TRAIN_RESUME_FROM, under a new "
             "RUN, a new run starts."
         )
 
@@ -256,13 +262,6 @@ def _form_of_optimizer(strategy: str | None, is_full: bool) -> str:
     if strategy == "deepspeed" or (strategy == "fsdp" and is_full):
         return strategy
     return "whole"
-
-
-def _extension(refused: Sequence[Change]) -> str:
-    """Return the sentence on train.extend, where it would allow all that is refused."""
-    if not {change.path for change in refused} <= SCHEDULE_LENGTH:
-        return ""
-    return "TRAIN_EXTEND=true, under a new RUN, trains longer on a schedule of the new length. "
 
 
 def _has_equal_file(then: str | None, now: str | None) -> bool:
