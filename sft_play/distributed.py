@@ -195,10 +195,10 @@ def broadcast_dataset(dataset: Rows | None) -> Rows:
             "Accelerator() or torch.distributed.init_process_group() before it"
         )
     is_sender = get_rank() == 0
-    sent = _process().broadcast(_packed(dataset) if is_sender else None)
+    sent = _process().broadcast(_in_memory(dataset) if is_sender else None)
     if sent is None:
         raise DataError("broadcast_dataset: rank 0 has no dataset; load it there")
-    return dataset if is_sender else _unpacked(sent)
+    return dataset if is_sender else sent
 
 
 def print_memory_before_training() -> list[RankMemory]:
@@ -299,30 +299,13 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-@dataclass(frozen=True)
-class _SentDataset:
-    """A dataset on its way to another rank."""
-
-    table: Any  # pyarrow.Table, in memory
-    features: Any  # datasets.Features
-
-
-def _packed(dataset: Any) -> Any:
-    """Return what can be pickled whole: a Dataset would be pickled as the names of its files."""
-    from datasets import Dataset, DatasetDict
-
-    if isinstance(dataset, DatasetDict):
-        return DatasetDict({split: _packed(rows) for split, rows in dataset.items()})
-    if not isinstance(dataset, Dataset):
-        return dataset
-    return _SentDataset(dataset.with_format("arrow")[:], dataset.features)
-
-
-def _unpacked(sent: Any) -> Any:
+def _in_memory(dataset: Any) -> Any:
+    """Return what is pickled with its rows: a Dataset may be pickled as the names of its files."""
     from datasets import Dataset, DatasetDict, DatasetInfo
 
-    if isinstance(sent, DatasetDict):
-        return DatasetDict({split: _unpacked(rows) for split, rows in sent.items()})
-    if not isinstance(sent, _SentDataset):
-        return sent
-    return Dataset(sent.table, info=DatasetInfo(features=sent.features))
+    if isinstance(dataset, DatasetDict):
+        return DatasetDict({split: _in_memory(rows) for split, rows in dataset.items()})
+    if not isinstance(dataset, Dataset):
+        return dataset
+    table = dataset.with_format("arrow")[:]
+    return Dataset(table, info=DatasetInfo(features=dataset.features))

@@ -7,8 +7,18 @@ from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 
+NO_PERMISSION = (
+    "let this user read and write it (ls -ld, lsattr -d), or set TRAIN_OUTPUT_DIR and "
+    "DATA_CACHE_DIR to other folders"
+)
 # What to do where the system refuses a path, by its reason
 OF_PATH = {
+    errno.EROFS: (
+        "make its disk writable again (dmesg says what happened to it), or set TRAIN_OUTPUT_DIR "
+        "and DATA_CACHE_DIR to folders on another"
+    ),
+    errno.EACCES: NO_PERMISSION,
+    errno.EPERM: NO_PERMISSION,
     errno.ENAMETOOLONG: "give it a shorter name",
     errno.ELOOP: "its links point at each other: name the file or folder itself",
     errno.EISDIR: "a folder stands where a file is to be: move it away",
@@ -108,16 +118,6 @@ def of_os_error(error: OSError) -> SftPlayError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)
-    if error.errno == errno.EROFS:
-        return EnvironmentFault(
-            f"{error.strerror}: {place}; make its disk writable again (dmesg says what happened to "
-            "it), or set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders on another"
-        )
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return EnvironmentFault(
-            f"{error.strerror}: {place}; let this user read and write it (ls -ld, lsattr -d), or "
-            "set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to other folders"
-        )
     if error.errno in OF_PATH:
         return EnvironmentFault(f"{error.strerror}: {place}; {OF_PATH[error.errno]}")
     if error.errno == errno.ENOENT and not Path(path).parent.exists():

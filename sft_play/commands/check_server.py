@@ -93,6 +93,68 @@ class Tally:
             f"stops={self.stops}/{self.rows - self.ties} texts={self.texts}/{self.rows}{ties}"
         )
 
+    def compare(self, row: ParityRow, answer: Mapping[str, Any]) -> None:
+        """Count one answer, and record what differs."""
+        self.rows += 1
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        self._count_prompt(row, (answer.get("usage") or {}).get("prompt_tokens"))
+        if self._is_near_tie(row, text or ""):
+            return  # where it ends says nothing
+        if choice.get("finish_reason") == row.finish_reason:
+            self.stops += 1
+            return
+        about = "it stops where the model goes on"
+        if row.has_ended:
+            about = "it runs on behind the trained stop"
+        self._differs(
+            row,
+            f"it ended by {choice.get('finish_reason')}, and the model by {row.finish_reason}: "
+            f"{about}",
+        )
+
+    def _count_prompt(self, row: ParityRow, found: int | None) -> None:
+        """Compare the server's count of prompt tokens, where it gives one."""
+        expected = len(row.prompt_ids)
+        if found is None:
+            return
+        self.counted += 1
+        if found == expected:
+            self.prompts += 1
+            return
+        cause = "it uses another chat template or system prompt"
+        if self.name == "completions":
+            cause = "it splits the text otherwise"
+        if found == expected + 1:
+            cause = "it may add a BOS token to a prompt that has all it needs"
+        self._differs(
+            row, f"the prompt has {found} tokens there and {expected} in training: {cause}"
+        )
+
+    def _is_near_tie(self, row: ParityRow, text: str) -> bool:
+        """Compare an answer's text; return whether it parts from the model's at a near tie."""
+        expected, found = row.answer.strip(), text.strip()
+        if found == expected:
+            self.texts += 1
+            return False
+        pairs = enumerate(zip(expected, found, strict=False))
+        shorter = min(len(expected), len(found))
+        same = next((at for at, (one, other) in pairs if one != other), shorter)
+        margin = row.margin_at(same + len(row.answer) - len(row.answer.lstrip()))
+        if margin < NEAR_TIE:
+            self.ties += 1
+            return True
+        self._differs(
+            row,
+            f"it answers {_short(found)!r}, and the model {_short(expected)!r}; they part after "
+            f"{same} characters, where the model was sure by {margin:.2f} nats",
+        )
+        return False
+
+    def _differs(self, row: ParityRow, how: str) -> None:
+        where = f"{self.name} {self.rows} ({_short(row.prompt[-SHOWN:])})"
+        self.differences.append(f"{where}: {how}")
+
 
 def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
     """Return the lines to print. Raises: CheckpointError where the server answers otherwise."""
@@ -105,7 +167,7 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
         tally = Tally(name)
         try:
             for row in asked:
-                compare(tally, row, ask(row))
+                tally.compare(row, ask(row))
         except NotServed:
             continue
         tallies.append(tally)
@@ -134,63 +196,6 @@ def only_model(base: str, key: str | None) -> str:
     return names[0]
 
 
-def compare(tally: Tally, row: ParityRow, answer: Mapping[str, Any]) -> None:
-    """Count one answer, and note what differs."""
-    tally.rows += 1
-    place = f"{tally.name} {tally.rows} ({_short(row.prompt[-SHOWN:])})"
-    choice = answer["choices"][0]
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    count_prompt(tally, place, row, answer.get("usage") or {})
-    if compare_text(tally, place, row, text or ""):
-        return  # it parted at a near tie, so where it ends says nothing
-    if choice.get("finish_reason") == row.finish_reason:
-        tally.stops += 1
-    else:
-        tally.differences.append(
-            f"{place}: it ended by {choice.get('finish_reason')}, and the model by "
-            f"{row.finish_reason}: {_about_stop(row)}"
-        )
-
-
-def count_prompt(tally: Tally, place: str, row: ParityRow, usage: Mapping[str, Any]) -> None:
-    """Compare the server's count of prompt tokens, where it gives one."""
-    found = usage.get("prompt_tokens")
-    expected = len(row.prompt_ids)
-    if found is None:
-        return
-    tally.counted += 1
-    if found == expected:
-        tally.prompts += 1
-        return
-    cause = "it uses another chat template or system prompt"
-    if tally.name == "completions":
-        cause = "it splits the text otherwise"
-    if found == expected + 1:
-        cause = "it may add a BOS token to a prompt that has all it needs"
-    tally.differences.append(
-        f"{place}: the prompt has {found} tokens there and {expected} in training: {cause}"
-    )
-
-
-def compare_text(tally: Tally, place: str, row: ParityRow, text: str) -> bool:
-    """Compare an answer's text; return whether it parts from the model's at a near tie."""
-    expected, found = row.answer.strip(), text.strip()
-    if found == expected:
-        tally.texts += 1
-        return False
-    same = _common_length(expected, found)
-    lead = len(row.answer) - len(row.answer.lstrip())
-    margin = row.margin_at(same + lead)
-    if margin < NEAR_TIE:
-        tally.ties += 1
-        return True
-    tally.differences.append(
-        f"{place}: it answers {_short(found)!r}, and the model {_short(expected)!r}; they part "
-        f"after {same} characters, where the model was sure by {margin:.2f} nats"
-    )
-    return False
-
-
 def request(url: str, body: Mapping[str, Any] | None, key: str | None) -> dict[str, Any]:
     """Return what a URL answers, as JSON. Raises: NotServed, EnvironmentFault."""
     headers = {"Content-Type": "application/json"}
@@ -211,19 +216,6 @@ def request(url: str, body: Mapping[str, Any] | None, key: str | None) -> dict[s
         raise EnvironmentFault(
             f"{url} does not answer ({reason}); make serve RUN=name starts a server"
         ) from None
-
-
-def _about_stop(row: ParityRow) -> str:
-    if row.has_ended:
-        return "it runs on behind the trained stop"
-    return "it stops where the model goes on"
-
-
-def _common_length(first: str, second: str) -> int:
-    length = 0
-    while length < min(len(first), len(second)) and first[length] == second[length]:
-        length += 1
-    return length
 
 
 def _short(text: str) -> str:

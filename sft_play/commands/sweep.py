@@ -279,7 +279,12 @@ def train_one(sweep: Sweep, trial: Trial, stop_after: float | None, slot: str | 
     place = "" if slot is None else f" on GPU {slot}"
     origin = "" if resumed is None else f", from {resumed.name}"
     print(f"start {folder.name}{place}: {trial.point}{origin}", flush=True)
-    environ = run_environment(sweep.call, folder, slot)
+    environ = {
+        name: value for name, value in sweep.call.environ.items() if name not in NOT_PASSED_ON
+    }
+    environ["RUN"] = folder.name
+    if slot is not None:
+        environ |= {"CUDA_VISIBLE_DEVICES": slot, "NUM_GPUS": "1"}
     words = [*sweep.call.overrides, *trial.point.words]
     if resumed is not None:
         words.append(f"train.resume_from={resumed.path}")
@@ -293,15 +298,6 @@ def train_one(sweep: Sweep, trial: Trial, stop_after: float | None, slot: str | 
     loss = loss_of(folder)
     shown = "no scores" if loss is None else f"held-out loss {loss:.4f}"
     print(f"end   {folder.name}: {folder.read_report().state}, {shown}", flush=True)
-
-
-def run_environment(call: Call, folder: RunFolder, slot: str | None) -> dict[str, str]:
-    """Return the environment of a run of the sweep."""
-    environ = {name: value for name, value in call.environ.items() if name not in NOT_PASSED_ON}
-    environ["RUN"] = folder.name
-    if slot is not None:
-        environ |= {"CUDA_VISIBLE_DEVICES": slot, "NUM_GPUS": "1"}
-    return environ
 
 
 def log_of(folder: RunFolder) -> Path:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -52,25 +52,13 @@ MOVED_TO_ARGUMENTS = (
 )
 
 
-class Bases(NamedTuple):
-    """The classes that those here extend."""
-
-    arguments: Any
-    trainer: Any
-
-
-def _bases() -> Bases:
-    unsloth = sys.modules.get("unsloth.trainer")
-    if unsloth is not None:
-        return Bases(unsloth.UnslothTrainingArguments, unsloth.UnslothTrainer)
-    return Bases(trl.SFTConfig, trl.SFTTrainer)
-
-
-BASES = _bases()
+UNSLOTH = sys.modules.get("unsloth.trainer")
+BaseArguments: Any = UNSLOTH.UnslothTrainingArguments if UNSLOTH else trl.SFTConfig
+BaseTrainer: Any = UNSLOTH.UnslothTrainer if UNSLOTH else trl.SFTTrainer
 
 
 @dataclasses.dataclass(init=False)
-class UnslothTrainingArguments(BASES.arguments):
+class UnslothTrainingArguments(BaseArguments):
     """Arguments of a trainer: TRL's SFTConfig, with the guides' two for several GPUs."""
 
     enable_distributed_training: bool | None = dataclasses.field(
@@ -96,20 +84,34 @@ class UnslothTrainingArguments(BASES.arguments):
 
         Raises: ConfigError for several processes that were not wanted, and for NCCL without GPUs.
         """
-        _refuse_processes(enable_distributed_training)
-        _refuse_backend(distributed_backend)
+        processes = context().num_processes
+        has_gpus = torch.cuda.is_available()
+        if enable_distributed_training is False and processes > 1:
+            raise ConfigError(
+                f"enable_distributed_training=False, but a launcher has started {processes} "
+                "processes; start the script with python, or leave the argument out"
+            )
+        if distributed_backend not in (None, "nccl", "gloo"):
+            raise ConfigError(
+                f"distributed_backend={distributed_backend} is not valid; write nccl for GPUs or "
+                "gloo for CPUs"
+            )
+        if distributed_backend == "nccl" and processes > 1 and not has_gpus:
+            raise ConfigError(
+                "distributed_backend=nccl needs GPUs, and torch sees none; write gloo"
+            )
         self.enable_distributed_training = enable_distributed_training
         self.distributed_backend = distributed_backend
         arguments = today(named)
-        if context().num_processes > 1:  # one process has no group, whatever its backend
+        if processes > 1:  # one process has no group, whatever its backend
             arguments.setdefault("ddp_backend", distributed_backend)
-            if not torch.cuda.is_available():
+            if not has_gpus:
                 # accelerate would make a group, and every process would train alone all the same
                 arguments.setdefault("use_cpu", True)
         super().__init__(*positional, **_with_precision(arguments))
 
 
-class UnslothTrainer(BASES.trainer):
+class UnslothTrainer(BaseTrainer):
     """TRL's SFTTrainer, which also takes what its earlier versions took."""
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **named: Any) -> None:
@@ -184,24 +186,6 @@ def mode_lines(trainer: Any) -> list[str]:
         f"Effective batch size: {per_device} x {copies} x {accumulation} = {samples} "
         "samples per update",
     ]
-
-
-def _refuse_processes(is_enabled: bool | None) -> None:
-    processes = context().num_processes
-    if is_enabled is False and processes > 1:
-        raise ConfigError(
-            f"enable_distributed_training=False, but a launcher has started {processes} processes; "
-            "start the script with python, or leave the argument out"
-        )
-
-
-def _refuse_backend(backend: str | None) -> None:
-    if backend is not None and backend not in ("nccl", "gloo"):
-        raise ConfigError(
-            f"distributed_backend={backend} is not valid; write nccl for GPUs or gloo for CPUs"
-        )
-    if backend == "nccl" and context().num_processes > 1 and not torch.cuda.is_available():
-        raise ConfigError("distributed_backend=nccl needs GPUs, and torch sees none; write gloo")
 
 
 def _with_precision(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -105,8 +105,8 @@ class _Axis:
         return tuple(Tick(self.place(value), tick_label(value, step)) for value in values)
 
 
-def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> Drawing | None:
-    """Return lines over a common x, or None where there is no point.
+def line_chart(title: str, series: Sequence[Series]) -> Drawing | None:
+    """Return lines over the steps, or None where there is no point.
 
     A series keeps its colour where another one has no points.
     """
@@ -118,12 +118,12 @@ def line_chart(title: str, series: Sequence[Series], x_name: str = "step") -> Dr
     x_axis = _axis([0.0, *(x for x, _ in points)], LEFT, RIGHT)
     y_axis = _axis([y for _, y in points], BOTTOM, TOP, padding=0.05)
     lines = tuple(_line(number, one, x_axis, y_axis) for number, one in shown.items())
-    described = [_described(one, x_name) for one in shown.values()]
+    described = [_described(one) for one in shown.values()]
     if len(shown) > 1:
         named = zip(shown.values(), described, strict=True)
         described = [f"{one.name}: {text}" for one, text in named]
     description = "; ".join(described)
-    return Drawing(title, description, x_name, x_axis.ticks(True), y_axis.ticks(), lines)
+    return Drawing(title, description, "step", x_axis.ticks(True), y_axis.ticks(), lines)
 
 
 def history_charts(runs: Sequence[tuple[str, Sequence[LoggedStep]]]) -> list[Drawing]:
@@ -224,14 +224,14 @@ def _line(number: int, series: Series, x_axis: _Axis, y_axis: _Axis) -> Line:
     return Line(series.name, number, words, places[-1])
 
 
-def _described(series: Series, x_name: str) -> str:
+def _described(series: Series) -> str:
     first_x, first_y = series.points[0]
     last_x, last_y = series.points[-1]
     lowest_x, lowest_y = min(series.points, key=lambda point: point[1])
     highest_x, highest_y = max(series.points, key=lambda point: point[1])
     return (
-        f"{first_y:.4g} at {x_name} {first_x:.0f}, "
-        f"{last_y:.4g} at {x_name} {last_x:.0f}; "
+        f"{first_y:.4g} at step {first_x:.0f}, "
+        f"{last_y:.4g} at step {last_x:.0f}; "
         f"lowest {lowest_y:.4g} at {lowest_x:.0f}, highest {highest_y:.4g} at {highest_x:.0f}"
     )
 

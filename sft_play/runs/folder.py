@@ -233,10 +233,7 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
         raise EnvironmentFault(
             f"RUN={run}: no such run in {output_dir}; `make runs` lists the runs"
         )
-    found = listing(output_dir)
-    if not found:
-        raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
-    return found[-1]
+    return _some_runs(output_dir)[-1]
 
 
 def named_run(output_dir: Path, run: str) -> RunFolder | None:
@@ -260,13 +257,11 @@ def latest_with_weights(output_dir: Path, names: Sequence[str] = WEIGHTS) -> Lat
     Raises: EnvironmentFault when there is none.
     """
     skipped: list[str] = []
-    for folder in reversed(listing(output_dir)):
+    for folder in reversed(_some_runs(output_dir)):
         lack = folder.lacks_weights(names)
         if lack is None:
             return Latest(folder, skipped)
         skipped.append(lack)
-    if not skipped:
-        raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
     raise EnvironmentFault(f"{skipped[0]}, and no earlier run has; `make runs` lists the runs")
 
 
@@ -276,6 +271,14 @@ def listing(output_dir: Path) -> list[RunFolder]:
     found = [plan for plan in plans if plan.is_file()]
     found.sort(key=lambda plan: plan.stat().st_mtime)
     return [RunFolder(plan.parent) for plan in found]
+
+
+def _some_runs(output_dir: Path) -> list[RunFolder]:
+    """Return all runs, oldest first. Raises: EnvironmentFault where there is none."""
+    found = listing(output_dir)
+    if not found:
+        raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
+    return found
 
 
 def _refuse_bad_name(run_name: str) -> None:
