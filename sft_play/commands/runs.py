@@ -40,7 +40,9 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
 
     folders = named_runs(call, list(names))
     comparison = compare_runs(folders)
-    path = Path(out or call.environ.get("OUT") or default_page(call, folders))
+    joined = "-".join(folder.name for folder in folders)
+    default = call.output_dir / f"compare-{joined[:LONGEST_NAME]}.html"
+    path = Path(out or call.environ.get("OUT") or default)
     try:
         write_text(path, compare.comparison_page(comparison))
     except OSError as error:
@@ -85,12 +87,6 @@ def named_runs(call: Call, names: list[str]) -> list[RunFolder]:
     if problems:
         raise ConfigError("\n".join(problems))
     return folders
-
-
-def default_page(call: Call, folders: list[RunFolder]) -> Path:
-    """Return where the page goes without OUT: beside the runs, with their names."""
-    names = "-".join(folder.name for folder in folders)
-    return call.output_dir / f"compare-{names[:LONGEST_NAME]}.html"
 
 
 def _known_runs(call: Call, known: list[str]) -> str:

@@ -139,7 +139,9 @@ def sweep(call: Call, over: str, halving: str = "") -> list[str]:
     """
     factor = halving_factor(halving)
     trials = plan_trials(call, over, factor)
-    slots = gpu_slots(call, trials[0].point)
+    one = of_point(call, trials[0].point)
+    ranks = plan_run(one, load_config(one), distributed=True).plan.ranks
+    slots = list(ranks.visible) if ranks.device == "cuda" else [None]
     done = [trial for trial in trials if trial.run_at(None) is not None]
     refuse_other_rows(call, done)
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
@@ -211,13 +213,6 @@ def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
 def of_point(call: Call, point: Point) -> Call:
     """Return the call of one combination."""
     return Call(call.invocation, call.environ, (*call.overrides, *point.words))
-
-
-def gpu_slots(call: Call, point: Point) -> list[str | None]:
-    """Return an entry of CUDA_VISIBLE_DEVICES for each run at a time; [None] without a GPU."""
-    one = of_point(call, point)
-    ranks = plan_run(one, load_config(one), distributed=True).plan.ranks
-    return list(ranks.visible) if ranks.device == "cuda" else [None]
 
 
 def train_in_rungs(sweep: Sweep, trials: Sequence[Trial], factor: int | None) -> None:

@@ -341,19 +341,19 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
     """
     sys.argv = [module, *words]
     run = RunFolder(Path(folder))
-    atexit.register(say_last_words, run)
+
+    def say_last_words() -> None:
+        """Print why the run has ended, where it did not end well."""
+        words = last_words(run)
+        if words is not None:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                sys.stderr.write(f"\n{visible(words)}\n")
+                sys.stderr.flush()
+
+    atexit.register(say_last_words)
     try:
         with StopSignals() as signals, failure_recorded(run):
             signals.release()
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         sys.exit(int(ExitClass.STOPPED))
-
-
-def say_last_words(run: RunFolder) -> None:
-    """Print why a run has ended, where it did not end well."""
-    words = last_words(run)
-    if words is not None:
-        with contextlib.suppress(OSError):  # the terminal is gone
-            sys.stderr.write(f"\n{visible(words)}\n")
-            sys.stderr.flush()

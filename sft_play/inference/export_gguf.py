@@ -21,7 +21,7 @@ from sft_play.inference.exported import (
     staged,
     write_plain_model,
 )
-from sft_play.inference.gguf_score import GgufScores, best_pre_tokenizer, score_gguf
+from sft_play.inference.gguf_score import best_pre_tokenizer, score_gguf
 from sft_play.inference.gguf_tools import (
     HOW_TO_GET,
     IN_16_BITS,
@@ -220,23 +220,18 @@ def score_files(
         scores = score_gguf(staging / file, run.folder, split, tokenizer)
         if scores is None:
             return ["warning: not scored: the run wrote no losses of its test rows to eval/"]
-        refuse_lost(file, scores)
+        faults = scores.faults()
+        tokens = scores.tokens
+        if tokens.share < LEAST_SAME_TOKENS:
+            faults.append(
+                f"llama.cpp gives other tokens in {tokens.rows - tokens.same} of {tokens.rows} rows"
+            )
+        if faults:
+            raise CheckpointError(
+                f"{file} is not what was scored: {'; '.join(faults)}; nothing was published; "
+                "QUANT=Q8_0 or QUANT=BF16 keeps more"
+            )
         lines.append(scores.line(file))
         report[file] = scores.as_json()
     write_json(staging / REPORT, report)
     return lines
-
-
-def refuse_lost(file: str, scores: GgufScores) -> None:
-    """Raise CheckpointError for a file that is not what was scored."""
-    faults = scores.faults()
-    if scores.tokens.share < LEAST_SAME_TOKENS:
-        faults.append(
-            f"llama.cpp gives other tokens in {scores.tokens.rows - scores.tokens.same} of "
-            f"{scores.tokens.rows} rows"
-        )
-    if faults:
-        raise CheckpointError(
-            f"{file} is not what was scored: {'; '.join(faults)}; nothing was published; "
-            "QUANT=Q8_0 or QUANT=BF16 keeps more"
-        )

@@ -151,7 +151,9 @@ def score_gguf(
     tokens = same_tokens(path, split, tokenizer)
     longest = max(len(split[index].ids) for index in chosen)
     labels = sum(written[index].labels for index in chosen)
-    with closing(open_model(path, longest)) as model:
+    context = max(LEAST_CONTEXT, longest + ROOM)
+    # on a GPU where llama-cpp-python was built for one
+    with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
         nats = sum(nats_of(model, split[index]) for index in chosen)
         answers = score_answers(model, folder, split, tokenizer)
     return GgufScores(
@@ -188,12 +190,6 @@ def chosen_rows(split: Split) -> list[int]:
             chosen.append(index)
             total += length
     return chosen or [0]
-
-
-def open_model(path: Path, longest: int) -> Any:
-    """Return a gguf file opened by llama-cpp-python, on a GPU where that was built for one."""
-    context = max(LEAST_CONTEXT, longest + ROOM)
-    return opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)
 
 
 def nats_of(model: Any, sample: Sample) -> float:

@@ -113,7 +113,11 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     move_inputs(base_model_of(model))  # adapters may have wrapped some
     model.eval()
     if process.compute_dtype != torch.float32:
-        let_autocast_keep_copies(model)
+        # autocast keeps the copies of parameters that take a gradient: float32 weights, as adapters
+        # have, are then cast once in a context and not at every use. None is computed here.
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.requires_grad_(True)
     stops = read_stops(weights)
     if isinstance(folder, ModelFolder) and not stops:
         stops = stops_of(model)
@@ -137,16 +141,6 @@ def with_attention_here(config: Config, process: Process) -> Config:
         asked,
     )
     return updated(config, "model", attn_implementation="auto")
-
-
-def let_autocast_keep_copies(model: torch.nn.Module) -> None:
-    """Let autocast cast float32 weights, as adapters have, once in a context and not at every use.
-
-    It keeps the copies of parameters that take a gradient. None is computed here.
-    """
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float32:
-            parameter.requires_grad_(True)
 
 
 def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:

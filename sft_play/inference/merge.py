@@ -1,5 +1,6 @@
 """Merge a run's adapter into its base model: measured before it is published as a plain folder."""
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -264,8 +265,9 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], why_not: list[
     """Write why a merge is refused; keep the report of the one that merged/ holds beside it."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
     try:
-        if is_of_published(path):
-            path.replace(earlier)
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            if read_json(path)["kept"] is not None:  # of a merge that was published
+                path.replace(earlier)
         write_json(path, report_of(folder, candidates, None, why_not))
     except OSError as error:  # it must not hide why the merge is refused
         logger.warning("%s cannot be written: %s", path, error.strerror)
@@ -274,14 +276,6 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], why_not: list[
         logger.warning(
             "%s is still that of an earlier merge, whose report is %s", published, EARLIER_REPORT
         )
-
-
-def is_of_published(report: Path) -> bool:
-    """Return whether a report is there, and is that of a merge which was published."""
-    try:
-        return read_json(report)["kept"] is not None
-    except (FileNotFoundError, ValueError, KeyError):
-        return False
 
 
 def report_of(

@@ -91,7 +91,12 @@ def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
         after_assistant=before_next.removesuffix(before_user),
         end=end,
     )
-    return texts if systems is None or _keeps_system_first(render, bos, texts) else None
+    if systems is None:
+        return texts
+    # a system message is to stand first in a longer conversation, too
+    system = {"role": "system", "content": SYSTEM}
+    messages = [system, _user(QUESTION), _assistant(ANSWER), _user(NEXT)]
+    return texts if render(messages).removeprefix(bos) == texts.render(messages) else None
 
 
 def modelfile_text(
@@ -132,14 +137,12 @@ def quoted(text: str) -> str | None:
     quotes = THREE_QUOTES if '"' in text or "\n" in text or "\r" in text else '"'
     begun = quotes
     for character in text:
-        if character in "\r\n" and _is_closed(begun.strip(), quotes):
+        value = begun.strip()
+        is_closed = len(value) >= 2 * len(quotes) and value.endswith(quotes)
+        if character in "\r\n" and is_closed:
             return None
         begun += character
     return begun + quotes
-
-
-def _is_closed(value: str, quotes: str) -> bool:
-    return len(value) >= 2 * len(quotes) and value.endswith(quotes)
 
 
 def _around_system(render: Render, bos: str) -> tuple[str, str] | None:
@@ -161,13 +164,6 @@ def _common_end(first: str, second: str) -> str:
     return first[len(first) - length :].lstrip(ENDS_OF_MARKS)
 
 
-def _keeps_system_first(render: Render, bos: str, texts: TurnTexts) -> bool:
-    """Return whether a system message stands first in a longer conversation, too."""
-    system = {"role": "system", "content": SYSTEM}
-    messages = [system, _user(QUESTION), _assistant(ANSWER), _user(NEXT)]
-    return render(messages).removeprefix(bos) == texts.render(messages)
-
-
 def _case(role: str, before: str, after: str) -> str:
     inner = f"{_literal(before)}{{{{ .Content }}}}{_literal(after)}"
     return f'{{{{ if eq .Role "{role}" }}}}{inner}{{{{ end }}}}'
@@ -178,12 +174,9 @@ def _literal(text: str) -> str:
     if not text:
         return ""
     written = json.dumps(text, ensure_ascii=False)
-    return f"{{{{ {''.join(map(_in_go, written))} }}}}"
-
-
-def _in_go(character: str) -> str:
-    """Return a character of a string, escaped where Ollama would leave it out of a Modelfile."""
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    # escaped where Ollama would leave a character out of a Modelfile
+    in_go = (each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
+    return f"{{{{ {''.join(in_go)} }}}}"
 
 
 def _user(content: str) -> dict[str, str]:

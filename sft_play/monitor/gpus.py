@@ -73,7 +73,12 @@ def gpu_info_lines(environ: Mapping[str, str]) -> list[str]:
     return [
         f"Number of GPUs: {len(gpus)}",
         *([f"no GPU: {reason}"] if reason else []),
-        *map(_gpu_line, gpus),
+        *(
+            f"cuda:{gpu.index} {gpu.name}: {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB "
+            f"free, capability {dotted(gpu.capability)}, "
+            f"bf16 {'yes' if gpu.supports_bf16 else 'no'}"
+            for gpu in gpus
+        ),
         *_order_lines(gpus, environ),
         *(_connection_lines(gpus) if gpus else []),
         f"CPU: {cpu_count()} cores, {gib(host.available_bytes)} of {gib(host.total_bytes)} GiB RAM "
@@ -116,13 +121,6 @@ def link_lines(found: Sequence[Link]) -> list[str]:
     if len(paths) == 1:
         return [f"links: {paths.pop()} between {'the two' if len(found) == 1 else 'all'} GPUs"]
     return [f"link cuda:{link.first} - cuda:{link.second}: {link.path.words}" for link in found]
-
-
-def _gpu_line(gpu: Gpu) -> str:
-    return (
-        f"cuda:{gpu.index} {gpu.name}: {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB free, "
-        f"capability {dotted(gpu.capability)}, bf16 {'yes' if gpu.supports_bf16 else 'no'}"
-    )
 
 
 def _order_lines(gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> Iterator[str]:

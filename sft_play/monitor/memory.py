@@ -52,7 +52,11 @@ def memory_check_lines(environ: Mapping[str, str], output_dir: Path) -> list[str
         with nvml_session() as nvml:
             for gpu in gpus:
                 handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-                processes = _process_bytes(nvml, handle)
+                processes: dict[int, int | None] = {}
+                for kind in ("Graphics", "Compute"):
+                    question = f"nvmlDeviceGet{kind}RunningProcesses"
+                    for process in answer(nvml, question, handle) or []:
+                        processes[process.pid] = process.usedGpuMemory
                 lines += _gpu_lines(nvml, gpu, handle, processes)
                 for pid, used_bytes in processes.items():
                     uses.setdefault(pid, []).append(GpuUse(f"cuda:{gpu.index}", used_bytes))
@@ -68,15 +72,11 @@ def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
     The last line says how to see it live.
     """
     runs = [(folder.name, folder.read_report()) for folder in listing(output_dir)]
-    active = [(name, report) for name, report in runs if _is_active(report)]
+    # those that train now on this host
+    active = [(name, run) for name, run in runs if run.status == "running" and run.is_alive()]
     lines = [line for name, report in active for line in _run_lines(name, report, uses)]
     latest = f" RUN={active[-1][0]}" if active else ""
     return [*lines, f"live: make watch{latest} follows a run until it ends"]
-
-
-def _is_active(report: RunReport) -> bool:
-    """Return whether a run trains now on this host."""
-    return report.status == "running" and report.is_alive()
 
 
 def _rank_pids(report: RunReport) -> list[int]:
@@ -139,15 +139,6 @@ def _power_and_heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
     celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
     if celsius is not None:
         yield f"{celsius} °C"
-
-
-def _process_bytes(nvml: ModuleType, handle: Any) -> dict[int, int | None]:
-    """Return the bytes of each process on a GPU, None where NVML does not say."""
-    used_bytes: dict[int, int | None] = {}
-    for kind in ("Graphics", "Compute"):
-        for process in answer(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or []:
-            used_bytes[process.pid] = process.usedGpuMemory
-    return used_bytes
 
 
 def _process_name(pid: int) -> str:

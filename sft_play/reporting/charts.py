@@ -96,7 +96,10 @@ class _Axis:
         return round(self.start + fraction * (self.end - self.start), 1)
 
     def ticks(self, whole_numbers: bool = False) -> tuple[Tick, ...]:
-        step = _round_step((self.high - self.low) / TICKS)
+        least = (self.high - self.low) / TICKS  # above 0
+        power = 10 ** math.floor(math.log10(least))
+        steps = (factor * power for factor in ROUND_STEPS)
+        step = next(step for step in steps if step >= least * (1 - 1e-9))
         if whole_numbers:
             step = max(1, math.ceil(step))
         first = math.ceil(self.low / step - 1e-9)
@@ -234,9 +237,3 @@ def _described(series: Series) -> str:
         f"{last_y:.4g} at step {last_x:.0f}; "
         f"lowest {lowest_y:.4g} at {lowest_x:.0f}, highest {highest_y:.4g} at {highest_x:.0f}"
     )
-
-
-def _round_step(least: float) -> float:
-    """Return the smallest round number that is at least `least`, which is above 0."""
-    power = 10 ** math.floor(math.log10(least))
-    return next(factor * power for factor in ROUND_STEPS if factor * power >= least * (1 - 1e-9))

@@ -286,6 +286,18 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     return values
 
 
+def _cells(run: ComparedRun, titles: list[str]) -> tuple[str, ...]:
+    return (
+        run.run,
+        _number(run.loss),
+        *(_number(run.scores.get(title), with_interval=True) for title in titles),
+        count(run.tokens_per_second),
+        gib(run.peak_bytes),
+        seconds(run.seconds),
+        run.headline,
+    )
+
+
 def comparison_page(comparison: Comparison) -> str:
     """Return the page of a comparison."""
     return render(
@@ -296,26 +308,12 @@ def comparison_page(comparison: Comparison) -> str:
     )
 
 
-def _cells(run: ComparedRun, titles: list[str]) -> tuple[str, ...]:
-    return (
-        run.run,
-        _number(run.loss),
-        *(_with_interval(run.scores.get(title)) for title in titles),
-        count(run.tokens_per_second),
-        gib(run.peak_bytes),
-        seconds(run.seconds),
-        run.headline,
-    )
-
-
-def _number(estimate: Estimate | None) -> str:
-    return "–" if estimate is None else f"{estimate.mean:.4f}"
-
-
-def _with_interval(estimate: Estimate | None) -> str:
-    if estimate is None or estimate.low is None:
-        return _number(estimate)
-    return f"{estimate.mean:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+def _number(estimate: Estimate | None, with_interval: bool = False) -> str:
+    if estimate is None:
+        return "–"
+    if with_interval and estimate.low is not None:
+        return f"{estimate.mean:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+    return f"{estimate.mean:.4f}"
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:

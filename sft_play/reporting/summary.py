@@ -212,6 +212,8 @@ def read_summary(folder: RunFolder) -> RunSummary:
     scores = [*([losses] if losses else []), *answer_scores(report, before, after)]
     asked = AskedRun.read(folder)
     used = used_settings(folder)
+    seconds = report.seconds or {}
+    names = sorted(seconds, key=lambda name: [*TIMES, *seconds].index(name))
     return RunSummary(
         run=folder.name,
         folder=str(folder.path),
@@ -225,7 +227,7 @@ def read_summary(folder: RunFolder) -> RunSummary:
         worsened=answers.most_changed(pairs, -1),
         history=report.history or [],
         memory=_memory(report),
-        times=_times(report.seconds or {}),
+        times=[PartTime(TIMES.get(name, name), seconds[name]) for name in names],
         ledger=_ledger(report.data or {}),
         lengths=_in_order(report.lengths or {}),
         checks=shown_checks(report, after),
@@ -284,12 +286,6 @@ def _memory(report: RunReport) -> list[PhaseMemory]:
     measured = report.memory.measured
     phases = [phase for phase in PHASES if phase in predicted or phase in measured]
     return [PhaseMemory(phase, predicted.get(phase), measured.get(phase)) for phase in phases]
-
-
-def _times(seconds: dict[str, float]) -> list[PartTime]:
-    """Return the seconds of the parts of a run, also of parts without a name here."""
-    names = [*TIMES, *(name for name in seconds if name not in TIMES)]
-    return [PartTime(TIMES.get(name, name), seconds[name]) for name in names if name in seconds]
 
 
 def _ledger(unordered: dict[str, Any]) -> list[LedgerLine]:

@@ -101,7 +101,8 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
         raise CheckpointError(
             f"train.resume_from={path}: no such folder; `make runs` lists the runs"
         )
-    if _is_checkpoint(path):
+    is_named = step_of(path) is not None
+    if is_named or seal.is_sealed(path) or (path / TRAINER_STATE).exists():
         return _checked(path, say, reads_all)
     for checkpoint in listing(folder_of(path)):
         damage = _damage(checkpoint, reads_all)
@@ -153,7 +154,3 @@ def _set_aside(checkpoint: Path) -> str:
             return f"it cannot be renamed ({error.strerror}) and is skipped"
         return f"it is {target.name} now"
     return "it is skipped"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return step_of(path) is not None or seal.is_sealed(path) or (path / TRAINER_STATE).exists()

@@ -47,7 +47,9 @@ class Holder:
     def is_alive(self, folder: RunFolder) -> bool:
         """Return whether the process still runs; on another host, whether its run gives signs."""
         if self.host != socket.gethostname():
-            return time.time() - _last_sign(folder) < SILENT_SECONDS
+            signs = (folder.path / NAME, folder.metrics, folder.path / "run.json")
+            last_sign = max(path.stat().st_mtime for path in signs if path.exists())
+            return time.time() - last_sign < SILENT_SECONDS
         started = start_time(self.pid)
         return started is not None and abs(started - self.started) < 1
 
@@ -105,8 +107,3 @@ def is_abandoned(folder: RunFolder) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX)  # until who takes it now has written its name
         holder = Holder.from_text(file.read())
     return holder is None or not holder.is_alive(folder)
-
-
-def _last_sign(folder: RunFolder) -> float:
-    signs = (folder.path / NAME, folder.metrics, folder.path / "run.json")
-    return max(path.stat().st_mtime for path in signs if path.exists())

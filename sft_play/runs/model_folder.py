@@ -126,7 +126,9 @@ def _adapter(path: Path, output_dir: Path) -> ModelFolder:
             f"{path / ADAPTER_CONFIG}: names no base; write its folder or hub name there, as "
             "base_model_name_or_path"
         )
-    if _is_local(base) and not Path(base).is_dir():
+    # a name on the hub is `name` or `owner/name`
+    is_local = base.startswith((".", "/", "~")) or base.count("/") > 1
+    if is_local and not Path(base).is_dir():
         raise EnvironmentFault(
             f"{path / ADAPTER_CONFIG}: its base {base} is not here; write the folder where it "
             "is, or its hub name, as base_model_name_or_path"
@@ -135,11 +137,6 @@ def _adapter(path: Path, output_dir: Path) -> ModelFolder:
         raise EnvironmentFault(f"{path}: has no {ADAPTER_WEIGHTS[0]}; copy the whole adapter")
     revision = config.get("revision")
     return ModelFolder(path, output_dir, base, revision if isinstance(revision, str) else None)
-
-
-def _is_local(name: str) -> bool:
-    """Return whether a base cannot be a name on the hub, which is `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -295,17 +295,14 @@ class RecordedScore:
 
 def recorded_scores(metrics: Mapping[str, float]) -> list[RecordedScore]:
     """Return the scores of answers in `metrics`, ROUGE-L first, then by name."""
-    names = [name for name in metrics if name not in NO_SCORES and not _is_bound(name, metrics)]
+    # a function of the user's may be called so, too
+    bounds = {f"{name}{end}" for name in metrics for end in BOUNDS}
+    names = [name for name in metrics if name not in NO_SCORES | bounds]
     names.sort(key=lambda name: (name != "rougeL", name))
     return [
         RecordedScore(name, metrics[name], *(metrics.get(f"{name}{end}") for end in BOUNDS))
         for name in names
     ]
-
-
-def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether it is an end of another score's interval; a function may be called so, too."""
-    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in BOUNDS)
 
 
 def logged_scores(logged: Mapping[str, float], rows: str) -> list[RecordedScore]:

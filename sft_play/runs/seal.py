@@ -107,7 +107,11 @@ def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = Fa
     if not is_sealed(folder):
         return f"{NAME} is missing"
     try:
-        entries = _read_manifest(folder)
+        text = (folder / NAME).read_bytes().decode()
+        files = json.loads(text)["files"]
+        if text != _manifest_text(files):
+            raise ValueError("it is not as it was written")
+        entries = {name: _entry(facts) for name, facts in files.items()}
         found = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
         for name in sorted(entries):
             if name not in found:
@@ -219,15 +223,6 @@ def _files(folder: Path) -> Iterator[Path]:
 def _manifest_text(files: Mapping[str, Mapping[str, Any]]) -> str:
     digest = hashlib.sha256(as_text(files).encode()).hexdigest()
     return as_text({"files": files, "sha256_of_files": digest})
-
-
-def _read_manifest(folder: Path) -> dict[str, Entry]:
-    """Return what a manifest lists. Raises: OSError, ValueError, KeyError, TypeError."""
-    text = (folder / NAME).read_bytes().decode()
-    files = json.loads(text)["files"]
-    if text != _manifest_text(files):
-        raise ValueError("it is not as it was written")
-    return {name: _entry(facts) for name, facts in files.items()}
 
 
 def _entry(facts: Mapping[str, Any]) -> Entry:

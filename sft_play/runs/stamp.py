@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.schema import Config, LoraSection
+from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.runs.files import read_json, write_json
 
@@ -95,6 +95,12 @@ def wanted(config: Config) -> Stamp:
         quantisation = f"{tuning.bnb_4bit_quant_type}, double {double}"
     if tuning.has_float8_base:
         quantisation = "float8 e4m3, a scale a row"
+    adapter = None
+    if tuning.mode != "full":
+        # every other setting stands there where it has another value than usual: so a stamp does
+        # not change where a version adds a setting
+        lora = tuning.lora
+        adapter = {**lora.model_dump(include=SHAPE), **lora.model_dump(exclude_defaults=True)}
     base = Path(config.model.name)
     return {
         "backend": tuning.backend,
@@ -103,20 +109,12 @@ def wanted(config: Config) -> Stamp:
         "base_model": config.model.name,
         "base_revision": config.model.revision,
         "base_digest": digest_of_model(base) if base.is_dir() else None,
-        "adapter": None if tuning.mode == "full" else _adapter_shape(tuning.lora),
+        "adapter": adapter,
         "neftune_noise_alpha": config.train.neftune_noise_alpha,
         "rope_scaling": config.model.rope_scaling.model_dump(exclude_none=True),
         "seed": config.train.seed,
         "data_seed": config.train.data_seed,
     }
-
-
-def _adapter_shape(lora: LoraSection) -> Stamp:
-    """Return rank, scale and targets, and every other setting that has another value than usual.
-
-    So a stamp does not change where a version adds a setting.
-    """
-    return {**lora.model_dump(include=SHAPE), **lora.model_dump(exclude_defaults=True)}
 
 
 def write(folder: Path, stamp: Stamp) -> None:
