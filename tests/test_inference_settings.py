@@ -181,7 +181,7 @@ def test_a_chat_obeys_its_commands(terminal):
 
 def test_commands_change_what_the_model_is_asked(counting_run, monkeypatch):
     trained = load_run(counting_run, "cpu")
-    talk = chat.Chat(trained, [], "")
+    talk = chat.Chat([chat.tuned_speaker(trained)], [], "")
     asked = []
     said = chat.Answer("Yes.", was_cut=False)
     monkeypatch.setattr(chat, "answer", lambda _, turn, *__: asked.append(list(turn)) or said)
@@ -226,12 +226,12 @@ def test_ctrl_c_stops_an_answer_and_the_next_one_leaves(counting_run, monkeypatc
         return line
 
     monkeypatch.setattr("builtins.input", read)
-    talk = chat.Chat(trained, [], "> ")
+    talk = chat.Chat([chat.tuned_speaker(trained)], [], "> ")
     talk.run()
     shown = capsys.readouterr()
     assert shown.err == "\nstopped\n"
     assert shown.out.startswith("1") and "1 2 3 4 5 6".startswith(shown.out.strip())
-    assert [message.role for message in talk.messages] == ["user", "assistant"]
+    assert [message.role for message in talk.speakers[-1].messages] == ["user", "assistant"]
 
 
 def interrupted(trained):

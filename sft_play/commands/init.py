@@ -60,7 +60,14 @@ def init(call: Call) -> list[str]:
     find_sources(loaded.config)  # names every row and column that cannot be used
     facts = look(call, loaded, may_fetch=not call.invocation.gpus)
     fit = choose_mode(call, loaded, facts)
-    text = commented_yaml(_header(path, fit.planned.plan), _lines(fit, facts))
+    plan = fit.planned.plan
+    gpus = f"{plan.ranks.world_size} x {plan.gpu}" if plan.gpu else "a CPU"
+    header = [
+        " ".join(next_command.start_command(plan, {"CONFIG": str(path)}, {})),
+        f"Written by make init for {gpus}. Any number may be changed; auto chooses it anew when a",
+        "run is planned. docs/configuration.md lists all settings.",
+    ]
+    text = commented_yaml(header, _lines(fit, facts))
     try:
         write_text(path, text)
     except OSError as error:
@@ -112,15 +119,6 @@ def _memory(plan: RunPlan) -> str:
     where = "each GPU" if plan.ranks.device == "cuda" else "this host"
     peak = plan.memory.predicted_peak / GIB
     return f"{peak:.1f} of the {plan.budget_bytes / GIB:.1f} GiB that {where} can give"
-
-
-def _header(path: Path, plan: RunPlan) -> list[str]:
-    gpus = f"{plan.ranks.world_size} x {plan.gpu}" if plan.gpu else "a CPU"
-    return [
-        " ".join(next_command.start_command(plan, {"CONFIG": str(path)}, {})),
-        f"Written by make init for {gpus}. Any number may be changed; auto chooses it anew when a",
-        "run is planned. docs/configuration.md lists all settings.",
-    ]
 
 
 def _lines(fit: Fit, facts: RecipeFacts) -> list[Line]:

@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -120,10 +120,15 @@ def chat_with(
         import readline  # noqa: F401 (editing keys and a history for `input`)
 
         print("\n".join(banner_lines(folder, trained)))
-    chat = Chat(trained, system_messages(trained), "> " if is_terminal else "", folder.results)
+    system = system_messages(trained)
+    speakers = [tuned_speaker(trained)]
     if compares:
-        chat.speakers.insert(0, base_speaker(trained))
-    chat.run()
+        speakers.insert(0, base_speaker(trained))
+    Chat(speakers, system, "> " if is_terminal else "", folder.results).run()
+
+
+def tuned_speaker(trained: TrainedModel) -> Speaker:
+    return Speaker("tuned", trained, contextlib.nullcontext, system_messages(trained))
 
 
 def base_speaker(trained: TrainedModel) -> Speaker:
@@ -159,20 +164,10 @@ def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:
 class Chat:
     """A conversation on standard input and output, with one model or with several."""
 
-    trained: TrainedModel
+    speakers: list[Speaker]  # the tuned one is the last
     system: list[Message]  # what a conversation begins with
     sign: str  # before each question
     folder: Path = Path()  # of the run
-    speakers: list[Speaker] = field(init=False)
-
-    def __post_init__(self) -> None:
-        tuned = Speaker("tuned", self.trained, contextlib.nullcontext, list(self.system))
-        self.speakers = [tuned]
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation with the tuned model."""
-        return self.speakers[-1].messages
 
     def run(self) -> None:
         """Read questions and commands, and answer them."""
@@ -217,7 +212,7 @@ class Chat:
 
     def _save(self, name: str) -> str:
         """Write a row for each model that has answered."""
-        if not any(message.role == "assistant" for message in self.messages):
+        if not any(message.role == "assistant" for message in self.speakers[-1].messages):
             return "there is no answer to save yet"
         path = Path(name).expanduser()
         if not name:

@@ -3,7 +3,7 @@
 Everything here was recorded by the run. What a run did not record is None, and not guessed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -44,74 +44,50 @@ class ShownCheck:
     found: str | None
 
 
-def shown_checks(report: RunReport, after: Sequence[Answer]) -> list[ShownCheck]:
-    """Return the checks that the run made, in order, and those that its numbers allow."""
-    found = [
-        ShownCheck(check.name, "passed" if check.passed else "failed", check.found)
-        for check in report.checks or []
-    ]
-    derived = [
-        _overlap(report),
-        _lost_tokens(report),
-        _finite(report),
-        _peak(report),
-        _cut_answers(after),
-    ]
-    return found + [check for check in derived if check is not None]
+def shown_checks(report: RunReport, after: Sequence[Answer]) -> Iterator[ShownCheck]:
+    """Yield the checks that the run made, in order, and those that its numbers allow.
 
-
-def _overlap(report: RunReport) -> ShownCheck | None:
-    """Return whether training rows are among the rows that are evaluated on."""
-    overlap = report.rows("train").get("overlap")
-    if overlap is None:
-        return None
-    shared = {split: equal["normalised"] for split, equal in overlap.items()}
-    total = sum(shared.values())
-    name = "no training row is an evaluation row"
-    if total == 0:
-        return ShownCheck(name, "passed", f"compared with {', '.join(shared)} rows")
-    counts = ", ".join(f"{count:,} {split} rows" for split, count in shared.items() if count)
-    return ShownCheck(name, "look", f"equal to {counts}; data.on_overlap says what became of them")
-
-
-def _lost_tokens(report: RunReport) -> ShownCheck | None:
-    train = report.rows("train")
-    if not train:
-        return None
-    fraction = train["lost_fraction"]
-    name = "no token with loss is over model.max_seq_len"
-    if fraction == 0:
-        return ShownCheck(name, "passed", f"{train['trained_tokens']:,} tokens with loss")
-    return ShownCheck(name, "look", f"{fraction:.2%} of the tokens with loss were lost")
-
-
-def _finite(report: RunReport) -> ShownCheck | None:
-    name = "loss, gradient norm and weights stayed finite"
+    `after` are the answers of the trained model.
+    """
+    for check in report.checks or []:
+        yield ShownCheck(check.name, "passed" if check.passed else "failed", check.found)
+    yield from _row_checks(report.rows("train"))
+    finite = "loss, gradient norm and weights stayed finite"
     if report.exit_class == ExitClass.DIVERGED:
-        return ShownCheck(name, "failed", report.cause_line)
-    if not report.history:
-        return None
-    return ShownCheck(name, "passed", f"{len(report.history)} logs")
-
-
-def _peak(report: RunReport) -> ShownCheck | None:
+        yield ShownCheck(finite, "failed", report.cause_line)
+    elif report.history:
+        yield ShownCheck(finite, "passed", f"{len(report.history)} logs")
     peak = report.peak_bytes
-    if peak is None or peak.measured is None:
-        return None
-    state: State = "passed" if peak.measured <= MOST_ABOVE * peak.predicted else "look"
-    found = f"measured {peak.measured / GIB:.2f} GiB, predicted {peak.predicted / GIB:.2f} GiB"
-    return ShownCheck("peak memory is no larger than planned", state, found)
+    if peak is not None and peak.measured is not None:
+        is_planned = peak.measured <= MOST_ABOVE * peak.predicted
+        found = f"measured {peak.measured / GIB:.2f} GiB, predicted {peak.predicted / GIB:.2f} GiB"
+        yield _judged("peak memory is no larger than planned", is_planned, found)
+    known = [answer.was_cut for answer in after if answer.was_cut is not None]
+    if known:
+        found = f"{sum(known)} of {len(known)} answers reached train.generation_max_new_tokens"
+        is_ended = sum(known) <= MOST_CUT * len(known)
+        yield _judged("answers end by themselves", is_ended, found)
 
 
-def _cut_answers(after: Sequence[Answer]) -> ShownCheck | None:
-    """Return whether the trained model's answers end before the limit on new tokens."""
-    known = [answer for answer in after if answer.was_cut is not None]
-    if not known:
-        return None
-    cut = sum(answer.was_cut for answer in known)
-    state: State = "passed" if cut <= MOST_CUT * len(known) else "look"
-    found = f"{cut} of {len(known)} answers reached train.generation_max_new_tokens"
-    return ShownCheck("answers end by themselves", state, found)
+def _row_checks(train: dict[str, Any]) -> Iterator[ShownCheck]:
+    """Yield what the ledger of the training rows says of evaluation rows and lost tokens."""
+    if train.get("overlap") is not None:
+        shared = {split: equal["normalised"] for split, equal in train["overlap"].items()}
+        counts = ", ".join(f"{count:,} {split} rows" for split, count in shared.items() if count)
+        found = f"compared with {', '.join(shared)} rows"
+        if counts:
+            found = f"equal to {counts}; data.on_overlap says what became of them"
+        yield _judged("no training row is an evaluation row", not counts, found)
+    if train:
+        lost = train["lost_fraction"]
+        found = f"{train['trained_tokens']:,} tokens with loss"
+        if lost:
+            found = f"{lost:.2%} of the tokens with loss were lost"
+        yield _judged("no token with loss is over model.max_seq_len", not lost, found)
+
+
+def _judged(name: str, is_as_it_should_be: bool, found: str) -> ShownCheck:
+    return ShownCheck(name, "passed" if is_as_it_should_be else "look", found)
 
 
 T = TypeVar("T")
@@ -230,7 +206,7 @@ def read_summary(folder: RunFolder) -> RunSummary:
         times=[PartTime(TIMES.get(name, name), seconds[name]) for name in names],
         ledger=_ledger(report.data or {}),
         lengths=_in_order(report.lengths or {}),
-        checks=shown_checks(report, after),
+        checks=list(shown_checks(report, after)),
         settings=_setting_lines(used, asked),
         command=asked.command if asked else None,
     )
