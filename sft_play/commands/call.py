@@ -11,12 +11,14 @@ from sft_play.config import loader
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
+from sft_play.errors import EnvironmentFault
 from sft_play.plan import devices, recipe, sources
 from sft_play.plan.base_model import require_base
 from sft_play.plan.counted_shape import load_counted_shape
 from sft_play.plan.model_shape import load_positions
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.runs.files import write_text
 from sft_play.runs.resumed import settings_of_run
 
 FIRST_MACHINE = "the-first-machine"  # where nothing is launched
@@ -137,3 +139,13 @@ def pid_file(call: Call) -> Path:
 def as_text(value: Any) -> str:
     """Return plain data as JSON for --json."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+
+
+def write_out(path: Path, text: str, option: str = "OUT=") -> None:
+    """Write what a command was asked for. Raises: EnvironmentFault where it cannot be written."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{option}{path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None

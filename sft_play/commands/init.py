@@ -10,20 +10,19 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from sft_play.commands.call import Call, hardware_of, look
+from sft_play.commands.call import Call, hardware_of, look, write_out
 from sft_play.config import loader
 from sft_play.config.commented import Line, commented_yaml
 from sft_play.config.loader import CHOSEN, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.config.yaml_source import Located, YamlValue
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import ConfigError
 from sft_play.plan import next_command, recipe, report
 from sft_play.plan.base_model import require_base
 from sft_play.plan.devices import GIB
 from sft_play.plan.recipe import RecipeFacts
 from sft_play.plan.resolve import fastest, resolve
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.runs.files import write_text
 from sft_play.runs.model_folder import refuse_unsafe_base
 
 NEEDED = ("model.name", "data.train_path")
@@ -68,12 +67,7 @@ def init(call: Call) -> list[str]:
         "run is planned. docs/configuration.md lists all settings.",
     ]
     text = commented_yaml(header, _lines(fit, facts))
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
-        ) from None
+    write_out(path, text)
     return _told(path, fit)
 
 

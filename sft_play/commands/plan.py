@@ -22,7 +22,7 @@ from sft_play.plan import accuracy, launch, next_command, report
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.slurm import SlurmJob, script
-from sft_play.plan.workload import workload
+from sft_play.plan.workload import Workload, workload
 from sft_play.runs import folder as run_folders
 from sft_play.runs.files import write_text
 from sft_play.runs.model_folder import refuse_unsafe_base
@@ -37,6 +37,15 @@ LAUNCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+
+# Set by the script on each machine
+OF_SCRIPT = ("RUN", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAIN_RUN_NAME")
+# What the targets of make run
+TRAIN = {
+    "train": "train",
+    "train-distributed": "train --distributed",
+    "train-deepspeed": "train --distributed --deepspeed",
+}
 
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
@@ -53,8 +62,7 @@ def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) 
     """Return the text of `make plan`, or its JSON."""
     plan = planned.plan
     command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
-    counted = count_rows_or_reason(planned.config)
-    trained = counted if isinstance(counted, str) else workload(planned.config, plan, counted)
+    trained = work_or_reason(planned)
     output_dir = Path(planned.config.train.output_dir)
     near = accuracy.of_runs(output_dir, plan.ranks.device, plan.gpu)
     traced = None
@@ -76,6 +84,14 @@ def plan_text(call: Call, planned: PlannedRun, with_trace: bool, as_json: bool) 
     return "\n".join(lines)
 
 
+def work_or_reason(planned: PlannedRun) -> Workload | str:
+    """Return what the whole run trains, or why its rows are not counted."""
+    counted = count_rows_or_reason(planned.config)
+    if isinstance(counted, str):
+        return counted
+    return workload(planned.config, planned.plan, counted)
+
+
 def given_variables(call: Call) -> dict[str, str]:
     """Return every variable of the environment that means something to a run."""
     names = [*LAUNCH_VARIABLES, *sorted(env_name(path) for path in settings())]
@@ -89,16 +105,6 @@ def override_variables(call: Call) -> dict[str, str]:
         path, _, value = override.partition("=")
         variables[env_name(path.strip())] = value.strip()
     return variables
-
-
-# Set by the script on each machine
-OF_SCRIPT = ("RUN", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAIN_RUN_NAME")
-# What the targets of make run
-TRAIN = {
-    "train": "train",
-    "train-distributed": "train --distributed",
-    "train-deepspeed": "train --distributed --deepspeed",
-}
 
 
 def slurm(call: Call) -> str:
@@ -142,17 +148,14 @@ def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
         for name in OF_SCRIPT:
             variables.pop(name, None)
     _, target, *words = next_command.start_command(plan, given, overrides)
-    counted = count_rows_or_reason(planned.config)
-    seconds = None
-    if not isinstance(counted, str):
-        seconds = workload(planned.config, plan, counted).seconds
+    work = work_or_reason(planned)
     return SlurmJob(
         name=call.invocation.run or run_stem(load_config(call)),
         nodes=plan.ranks.nodes,
         per_node=plan.ranks.per_node,
         gpus_per_node=plan.ranks.gpus_per_node,
         device=plan.ranks.device,
-        seconds=seconds,
+        seconds=None if isinstance(work, str) else work.seconds,
         command=f'"{sys.executable}" -m sft_play {TRAIN[target]}',
         variables=words,
         project=PROJECT_ROOT,

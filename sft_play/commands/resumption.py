@@ -1,4 +1,4 @@
-"""RESUME: whether a train command goes on with the run of its name. Loads no torch."""
+"""RESUME: whether a train command resumes the run of its name, and whether it may. No torch."""
 
 import dataclasses
 from operator import attrgetter

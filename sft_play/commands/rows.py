@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from sft_play.commands.call import as_text
-from sft_play.errors import DataError, EnvironmentFault
+from sft_play.commands.call import as_text, write_out
+from sft_play.errors import DataError
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.runs.files import write_text
 
 
 def preview(
@@ -38,12 +37,7 @@ def preview(
         "train_on": config.data.train_on,
         "packing": "on" if planned.plan.packing else "off",
     }
-    try:
-        write_text(path, render_page(facts, data.ledger, sequences))
-    except OSError as error:
-        raise EnvironmentFault(
-            f"--page {path}: {error.strerror}; name a file in a folder that can be written"
-        ) from None
+    write_out(path, render_page(facts, data.ledger, sequences), "--page ")
     return path
 
 

@@ -13,11 +13,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from sft_play.commands.call import Call, as_text
+from sft_play.commands.call import Call, as_text, write_out
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor.watch import Follower, frame, heading, pipe_line
 from sft_play.runs import folder as run_folders
-from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ MOST_RUNS = 6  # so many curves can be told apart
 NAMES_SHOWN = 8
 LONGEST_NAME = 100  # characters of the page's file name
 
+LOOK_SECONDS = 1.0  # between two looks at the files
+OTHER_NODE = re.compile(r"-node[1-9][0-9]*$")  # of the folder of a machine without the main rank
+
 
 def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) -> str:
     """Compare runs: write the page, and return what is printed.
@@ -35,23 +37,17 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
     Raises: ConfigError for runs that do not exist; EnvironmentFault when the page cannot be
     written.
     """
-    from sft_play.reporting import compare
-    from sft_play.reporting.compare import compare as compare_runs
+    from sft_play.reporting import compare as comparing
 
     folders = named_runs(call, list(names))
-    comparison = compare_runs(folders)
+    comparison = comparing.compare(folders)
     joined = "-".join(folder.name for folder in folders)
     default = call.output_dir / f"compare-{joined[:LONGEST_NAME]}.html"
     path = Path(out or call.environ.get("OUT") or default)
-    try:
-        write_text(path, compare.comparison_page(comparison))
-    except OSError as error:
-        raise EnvironmentFault(
-            f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
-        ) from None
+    write_out(path, comparing.comparison_page(comparison))
     if as_json:
-        return as_text({**compare.comparison_json(comparison), "page": str(path)})
-    lines = compare.comparison_lines(comparison)
+        return as_text({**comparing.comparison_json(comparison), "page": str(path)})
+    lines = comparing.comparison_lines(comparison)
     return "\n".join([*lines, "", f"page {path}"])
 
 
@@ -94,10 +90,6 @@ def _known_runs(call: Call, known: list[str]) -> str:
         return f"{call.output_dir} holds no run yet; `make train` makes one"
     latest = known[-NAMES_SHOWN:][::-1]
     return f"the latest runs of {call.output_dir} are {', '.join(latest)}"
-
-
-LOOK_SECONDS = 1.0  # between two looks at the files
-OTHER_NODE = re.compile(r"-node[1-9][0-9]*$")  # of the folder of a machine without the main rank
 
 
 def watch(call: Call, output: TextIO = sys.stdout) -> None:

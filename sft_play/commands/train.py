@@ -1,4 +1,7 @@
-"""The train targets: plan a run, write its folder, start its ranks. Loads no torch."""
+"""The train targets: plan a run, write its folder, start its ranks; and what is set up for them.
+
+Loads no torch.
+"""
 
 import atexit
 import contextlib

@@ -1,6 +1,10 @@
 """Generate answers: the only module that calls `model.generate`, for evaluation and inference.
 
-Legend: B prompts of a batch, T tokens of the longest one, N generated tokens.
+Batches have the longest prompts first, and as many as the memory holds. Attention of one new token
+to a cache reads keys that several query heads share once, where transformers copies them for each.
+
+Legend: B prompts of a batch, T tokens of the longest one, N generated tokens, H query heads,
+K key and value heads, S tokens in the cache, D features of a head.
 """
 
 import contextlib
@@ -32,6 +36,13 @@ from sft_play.plan.model_shape import shape_of
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
+
+SDPA = "sdpa"
+MOST_PROMPTS = {"cuda": 256, "cpu": 32}  # on a CPU more at once do not come faster
+# Of the free memory: a cache that grows by a token leaves blocks of its former sizes behind
+SHARE = 0.5
+CACHE_COPIES = 2  # of a layer, while its cache is made one token longer
+SCORE_COPIES = 3  # of the scores of a token: the head's, in float32, and processed
 
 
 class Answer(NamedTuple):
@@ -180,9 +191,6 @@ def pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tenso
     return pad(ids, padding_value=pad_id), pad([torch.ones_like(prompt) for prompt in ids])
 
 
-SDPA = "sdpa"
-
-
 @contextlib.contextmanager
 def shared_keys() -> Iterator[None]:
     """Let models with transformers' sdpa attention generate without repeated keys and values."""
@@ -229,13 +237,6 @@ def attend_one_token(
         grouped, key, value, attn_mask=attention_mask, scale=scale
     )
     return output.reshape(rows, 1, heads, value.shape[-1])
-
-
-MOST_PROMPTS = {"cuda": 256, "cpu": 32}  # on a CPU more at once do not come faster
-# Of the free memory: a cache that grows by a token leaves blocks of its former sizes behind
-SHARE = 0.5
-CACHE_COPIES = 2  # of a layer, while its cache is made one token longer
-SCORE_COPIES = 3  # of the scores of a token: the head's, in float32, and processed
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What the exports of all formats share: a run's weights as plain files, opened again and sealed.
 
-Each export is staged, and published whole or not at all.
+Each export is staged, and published whole or not at all. parity.jsonl has test prompts and the
+evaluated model's greedy answers. Legend: B prompts, V vocabulary.
 """
 
 import contextlib
@@ -38,6 +39,10 @@ from sft_play.runs.files import read_json, share, write_text
 from sft_play.runs.folder import RunFolder
 
 OF_A_RUN = (stamp.NAME, seal.NAME, "README.md")  # files of weights that an export has no use for
+
+MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
+CONTENT = "⟦content⟧"  # stands for a question in a template
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -151,11 +156,6 @@ def complete(
     write_text(staging / "README.md", card)
     share(staging)
     seal.seal(staging)
-
-
-MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
-CONTENT = "⟦content⟧"  # stands for a question in a template
-Messages = list[dict[str, Any]]
 
 
 def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:

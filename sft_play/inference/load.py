@@ -1,4 +1,4 @@
-"""Load the weights of a run with the config, tokenizer and compute dtype of its training."""
+"""Load the weights of a run as it trained them, or those of another folder, and their generator."""
 
 import contextlib
 import logging

@@ -29,6 +29,8 @@ from sft_play.process import Process
 DEVIATIONS = 1.96  # standard errors, for the middle 95 % of a normal distribution
 NAME = "tasks"  # of the scores in eval/
 
+MOST_AT_ONCE = 64  # questions, where lm-eval finds out how many the memory holds
+
 
 class TaskScores(NamedTuple):
     """The scores of one task."""
@@ -214,9 +216,6 @@ def _quiet_lm_eval() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-MOST_AT_ONCE = 64  # questions, where lm-eval finds out how many the memory holds
 
 
 class TaskModel(HFLM):

@@ -1,4 +1,4 @@
-"""What `make watch` shows of a run: a frame for a terminal, a line a log for a pipe.
+"""What `make watch` shows of a run, a frame or a line a log, and the table of `make runs`.
 
 Reads the run's files and nothing else, so it shows a run of another host with the same disk too.
 """
@@ -32,6 +32,9 @@ FACTS = {
     "learning_rate": "learning rate {:.3g}",
     "grad_norm": "gradient norm {:.3g}",
 }
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+KILLED = "killed before it could write why; dmesg names what was killed for memory"
 
 
 @dataclass
@@ -272,9 +275,6 @@ def pipe_line(run: Follower, line: MetricsLine) -> str | None:
     return f"{clock} step {line.step}/{line.steps} {' '.join(facts)}"
 
 
-EIGHTHS = " ▁▂▃▄▅▆▇█"
-
-
 def bar(fraction: float, width: int) -> str:
     """Return a bar that is filled to `fraction`.
 
@@ -323,9 +323,6 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
         group = values[start:end]
         columns.append(sum(group) / len(group))
     return columns
-
-
-KILLED = "killed before it could write why; dmesg names what was killed for memory"
 
 
 def run_table(output_dir: Path) -> list[str]:

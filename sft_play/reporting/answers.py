@@ -1,4 +1,7 @@
-"""The answers to the test rows, before and after training. Reads eval/; loads no torch."""
+"""Answers to the test rows and losses of them, before and after training, with their scores.
+
+Reads eval/; loads no torch.
+"""
 
 import json
 import math
@@ -16,6 +19,10 @@ ROWS_SHOWN = 8  # of the most improved, and of the most worsened
 TEXT_LENGTH = 600  # characters of a text that are shown
 TEXTS = ("origin", "prompt", "expected", "answer", "was_cut")  # keys of a line, but for scores
 LEAST_CHANGE = 0.005  # of ROUGE-L that counts as a change, half of the last digit shown
+
+ROUGE_L = "ROUGE-L"
+TITLES = {"rougeL": ROUGE_L}
+ROUNDING = 1e-4  # of the scores of single answers in eval/*.jsonl
 
 
 @dataclass(frozen=True)
@@ -167,11 +174,6 @@ def loss_difference(before: Sequence[RowLoss], after: Sequence[RowLoss]) -> Esti
     early = [row.nats / row.tokens for row, _ in pairs]
     late = [row.nats / row.tokens for _, row in pairs]
     return bootstrap.paired_difference(early, late, [row.tokens for row, _ in pairs])
-
-
-ROUGE_L = "ROUGE-L"
-TITLES = {"rougeL": ROUGE_L}
-ROUNDING = 1e-4  # of the scores of single answers in eval/*.jsonl
 
 
 def title_of(name: str) -> str:

@@ -1,6 +1,6 @@
 """Runs beside each other: scores with their intervals, what differs, and whether it matters.
 
-Loads no torch. Every run is compared with the first one.
+Every run is compared with the first one, as lines, JSON or a page. Loads no torch.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,8 @@ from sft_play.runs.report import LoggedStep
 
 # They differ between any two runs, or say where files are
 NOT_COMPARED = ("train.run_name", "train.output_dir", "data.cache_dir")
+
+AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,6 @@ class _Pair:
     def _note_unscored(self, title: str) -> None:
         without = self.first if self.first.after(title) is None else self.other
         self._note(f"{title} is not compared, {without.summary.run} has none")
-
-
-AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:

@@ -30,6 +30,8 @@ TONES = {
     "look": "open",
 }
 
+logger = logging.getLogger(__name__)
+
 
 def render(template: str, **values: Any) -> str:
     """Return the text of a template in templates/."""
@@ -89,9 +91,6 @@ def score(number: float | None) -> str:
 def change(number: float | None) -> str:
     """Return the change of a score with its sign, or a dash."""
     return "–" if number is None else f"{number:+.3f}"
-
-
-logger = logging.getLogger(__name__)
 
 
 def write_report(folder: RunFolder) -> Path:

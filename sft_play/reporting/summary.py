@@ -1,4 +1,4 @@
-"""What a report says of one run, read from its folder. Loads no torch.
+"""What a report says of one run and of its checks, read from its folder. Loads no torch.
 
 Everything here was recorded by the run. What a run did not record is None, and not guessed.
 """
@@ -33,6 +33,30 @@ State = Literal["passed", "failed", "look"]  # look: no error, and worth a look
 GIB = 2**30
 MOST_CUT = 0.05  # of the answers, before the cut ones are worth a look
 MOST_ABOVE = 1.1  # measured / predicted peak
+
+T = TypeVar("T")
+LOSS = "loss"
+MISSING = object()  # in the config.yaml of another version
+LEDGER_COUNTS = {
+    "rows_in": "rows read",
+    "rows_used": "rows used",
+    "samples": "samples that they give",
+    "tokens": "tokens",
+    "trained_tokens": "tokens with loss",
+    "lost_trained_tokens": "tokens with loss that were lost",
+}
+SPLITS = ("train", "validation", "test")
+# names of run.json's seconds, in the order of a run
+TIMES = {
+    "data": "rows",
+    "load": "weights loaded",
+    "first_step": "first step",
+    "train": "training steps",
+    "evaluate": "evaluations",
+    "training": "training with its evaluations and checkpoints",
+    "save": "weights saved and checked, last scores",
+    "total": "all",
+}
 
 
 @dataclass(frozen=True)
@@ -88,34 +112,6 @@ def _row_checks(train: dict[str, Any]) -> Iterator[ShownCheck]:
 
 def _judged(name: str, is_as_it_should_be: bool, found: str) -> ShownCheck:
     return ShownCheck(name, "passed" if is_as_it_should_be else "look", found)
-
-
-T = TypeVar("T")
-
-LOSS = "loss"
-MISSING = object()  # in the config.yaml of another version
-LEDGER_COUNTS = {
-    "rows_in": "rows read",
-    "rows_used": "rows used",
-    "samples": "samples that they give",
-    "tokens": "tokens",
-    "trained_tokens": "tokens with loss",
-    "lost_trained_tokens": "tokens with loss that were lost",
-}
-
-
-SPLITS = ("train", "validation", "test")
-# names of run.json's seconds, in the order of a run
-TIMES = {
-    "data": "rows",
-    "load": "weights loaded",
-    "first_step": "first step",
-    "train": "training steps",
-    "evaluate": "evaluations",
-    "training": "training with its evaluations and checkpoints",
-    "save": "weights saved and checked, last scores",
-    "total": "all",
-}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Answers to the prompts of a file: in parts while they are made, then one file in order.
 
-Every process appends to a part of its own, and a call that is typed again goes on from all parts.
+Every process, by its place among them, appends to its part; a call that is typed again resumes from
+all parts.
 Imports no torch.
 """
 
@@ -18,6 +19,8 @@ from sft_play.runs.files import json_line, read_json, write_json, write_text
 
 LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: in parts alone
+
+PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500"
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,6 @@ class Part:
 
     def close(self) -> None:
         self._file.close()
-
-
-PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500"
 
 
 class Place(NamedTuple):

@@ -1,4 +1,8 @@
-"""The exports of a run: what was asked for, and where they are. Loads no torch."""
+"""The exports of a run: what was asked for, where they are, and their parity.jsonl. Loads no torch.
+
+parity.jsonl has prompts, their tokens, and how the evaluated model begins its answers: whatever
+serves an export is compared with it (`commands.check_server`).
+"""
 
 import json
 from collections.abc import Sequence
@@ -13,6 +17,9 @@ from sft_play.runs.folder import RunFolder
 
 FORMATS = ("safetensors", "gguf", "adapter")
 EXPORTS = "export"  # the folder of a run's exports
+
+PARITY = "parity.jsonl"
+MOST_TOKENS = 48  # of an answer
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,6 @@ class SavedStops:
 
     tokens: tuple[str, ...]
     ids: tuple[int, ...]
-
-
-PARITY = "parity.jsonl"
-MOST_TOKENS = 48  # of an answer
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The run folder: what is on disk of one run. Loads no torch.
 
-It is the only path between the front end and the worker.
+It is the only path between the front end and the worker. How a run has ended is told from it.
 """
 
 import json
@@ -22,6 +22,15 @@ from sft_play.runs.report import RunReport
 
 WEIGHTS = ("adapter", "model")  # folders of trained weights
 TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
+
+# Ends after which the newest checkpoint goes on, once what they name is mended
+GOES_ON = (
+    ExitClass.UNEXPECTED,
+    ExitClass.ENVIRONMENT,
+    ExitClass.DISK_FULL,
+    ExitClass.PEER_LOST,
+)
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun, which accelerate starts, too, reads causes
 
 
 @dataclass(frozen=True)
@@ -298,16 +307,6 @@ def _first_fault(error: yaml.YAMLError | ValidationError) -> str:
         place = ".".join(map(str, first["loc"])) or "the file"
         return f"{place}: {first['msg']}"
     return str(error).splitlines()[0]
-
-
-# Ends after which the newest checkpoint goes on, once what they name is mended
-GOES_ON = (
-    ExitClass.UNEXPECTED,
-    ExitClass.ENVIRONMENT,
-    ExitClass.DISK_FULL,
-    ExitClass.PEER_LOST,
-)
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun, which accelerate starts, too, reads causes
 
 
 def next_line(exit_class: ExitClass, cause: str, command: str | None) -> str:

@@ -1,4 +1,7 @@
-"""A folder of weights that RUN names in place of a run: a model, or an adapter. Loads no torch."""
+"""Folders of weights: those that RUN names in place of a run, and what a base may be loaded from.
+
+Reads the headers of safetensors files. Loads no torch.
+"""
 
 import hashlib
 import json
@@ -18,6 +21,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODELS = "models"  # the folder of what was asked of such weights, beside the runs
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 
 
 @dataclass(frozen=True)
@@ -148,11 +155,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise EnvironmentFault(f"{path}: holds no JSON object; copy it anew")
     return found
-
-
-COMMIT = re.compile(r"[0-9a-f]{40}")
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 
 
 def refuse_unsafe_base(config: Config) -> None:

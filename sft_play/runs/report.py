@@ -1,4 +1,4 @@
-"""run.json: what became of a run, also while it runs. Loads no torch."""
+"""run.json: what became of a run, also while it runs, and the scores in it. Loads no torch."""
 
 import math
 import socket
@@ -11,6 +11,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
+
+# Names that are no score of answers, and the ends of intervals
+NO_SCORES = frozenset(
+    {"eval_loss", "eval_loss_seconds", "answers", "cut_answers", "max_new_tokens"}
+    | {"generation_seconds", "loss", "loss_seconds"}
+)
+BOUNDS = ("_low", "_high")
 
 
 @dataclass(frozen=True)
@@ -266,14 +273,6 @@ def start_time(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
         return None
-
-
-# Names that are no score of answers, and the ends of intervals
-NO_SCORES = frozenset(
-    {"eval_loss", "eval_loss_seconds", "answers", "cut_answers", "max_new_tokens"}
-    | {"generation_seconds", "loss", "loss_seconds"}
-)
-BOUNDS = ("_low", "_high")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A run that is resumed: its settings as the layer below new ones, and which may change.
 
-Loads no torch.
+asked.json has what the user asked of a run before "auto" was resolved, where each value was
+written, and how to repeat it. Loads no torch.
 """
 
 from collections.abc import Mapping
@@ -34,6 +35,9 @@ FILES_OF_OPTIMIZER = {
 }
 SCHEDULE_LENGTH = {"train.epochs", "train.max_steps"}
 QUANTISATION = {"tuning.bnb_4bit_quant_type", "tuning.bnb_4bit_use_double_quant"}
+
+ASKED = "asked.json"
+VALUE_LENGTH = 400  # characters of a value that are kept
 
 
 class Change(NamedTuple):
@@ -278,10 +282,6 @@ def _table(rows: list[tuple[str, ...]]) -> str:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {'  '.join(cells)}".rstrip())
     return "\n".join(lines)
-
-
-ASKED = "asked.json"
-VALUE_LENGTH = 400  # characters of a value that are kept
 
 
 @dataclass(frozen=True)
