@@ -237,8 +237,8 @@ def run_on_each(
     port = free_port()
     entries = visible_entries(call.environ.get("CUDA_VISIBLE_DEVICES"), count)
     children: list[subprocess.Popen] = []
-    try:
-        with stops.stopped_with("stopped"):
+    with stops.stopped_with("stopped"):
+        try:
             for number in range(count):
                 environ[PLACE] = f"{number}/{count}:{port}"
                 if call.invocation.device != "cpu":
@@ -250,8 +250,8 @@ def run_on_each(
                 time.sleep(SECONDS_BETWEEN_LOOKS)
                 look()
             _refuse_failed(children, command)
-    finally:
-        _end(children)
+        finally:
+            _end(children)
 
 
 def _refuse_failed(children: Sequence[subprocess.Popen], command: str) -> None:
