@@ -186,7 +186,7 @@ def test_an_adapter_with_the_text_models_names_is_dead_and_refused(
     }
     save_file(renamed, path, metadata={"format": "pt"})
     request = {
-        "folder": str(adapter),
+        "path": str(adapter),
         "is_adapter": True,
         "has_config": False,
         "trust_remote_code": False,

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.plan.launch import free_port
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.report import start_time
 
@@ -88,6 +87,8 @@ def start(
                 "TensorBoard died at its start; `make doctor` checks its package. "
                 f"{_end_of_log(pid_file)}"
             )
+    from sft_play.plan.launch import free_port  # loads psutil
+
     raise EnvironmentFault(
         f"TB_PORT={port}: no free port in {port} to {port + PORTS_TRIED - 1}; "
         f"choose another, such as TB_PORT={free_port()}"
