@@ -26,7 +26,7 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
 from sft_play.evaluation.generate import Answer, Generator, Room, batches_of, share_of_rank
-from sft_play.evaluation.rouge import UnicodeTokenizer
+from sft_play.evaluation.rouge_l.rouge_l import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge_l
 from sft_play.models.fast.loss.install import fuse_loss
 from sft_play.models.losses import summed_nll
@@ -356,6 +356,11 @@ def test_rouge_l_is_the_mean_f_measure_of_the_rouge_score_package():
     found = rouge_l(ANSWERS, REFERENCES)
     assert found.mean == sum(expected) / len(expected)
     assert list(found.of_answers) == expected
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 4, 99])
+def test_rouge_l_in_batches_is_rouge_l_at_once(batch_rows):
+    assert rouge_l(ANSWERS, REFERENCES, batch_rows) == rouge_l(ANSWERS, REFERENCES)
 
 
 SCRIPTS = [

@@ -107,8 +107,9 @@ class Evaluator:
             answers = self.answers(model)
         texts = [answer.text for answer in answers]
         references = [question.expected for question in self.questions]
+        batch_rows = None if self.train.eval_do_concat_batches else self.batch_size
         generation = GenerationScores(
-            rouge_l=rouge_l(texts, references),
+            rouge_l=rouge_l(texts, references, batch_rows),
             answers=tuple(answers),
             others=self._other_scores(texts),
             max_new_tokens=self.train.generation_max_new_tokens,

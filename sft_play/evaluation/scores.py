@@ -1,14 +1,11 @@
-"""Scores of answers against references, what an evaluation returns, and how it is written.
-
-No score needs a network. BLEU and chrF are those of sacrebleu, in percent; all others are in
-[0, 1], except for functions of the user.
-"""
+"""What an evaluation returns, and how its scores and answers are written. Pure."""
 
 import importlib.util
 import inspect
 import json
 import math
 import unicodedata
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +18,7 @@ from sft_play.evaluation.generate import Answer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
 from sft_play.runs.files import json_line
 
+LOCAL_METRIC = Path(__file__).parent / "rouge_l"  # local, so that no network is needed
 CORPUS_RESAMPLES = 200  # each scores all answers anew
 
 
@@ -48,12 +46,14 @@ class MetricScore:
     of_answers: tuple[float, ...]
 
 
-def rouge_l(answers: Sequence[str], references: Sequence[str]) -> RougeL:
-    """Return ROUGE-L of each answer, and the mean."""
-    from sft_play.evaluation import rouge  # seconds
+def rouge_l(
+    answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
+) -> RougeL:
+    """Return ROUGE-L of each answer, and the mean.
 
-    found = rouge.score("rougeL", answers, references)
-    return RougeL(sum(found) / len(found), found)
+    With `batch_rows` the metric gets the answers in batches of that size; the result is the same.
+    """
+    return RougeL(*_rouge("rougeL", answers, references, batch_rows))
 
 
 def score_answers(metrics: Sequence[str], rows: Sequence[Answered]) -> tuple[MetricScore, ...]:
@@ -70,9 +70,7 @@ def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
     answers = [row.answer for row in rows]
     references = [row.expected for row in rows]
     if metric.startswith("rouge"):
-        from sft_play.evaluation import rouge  # seconds
-
-        found = rouge.score(metric, answers, references)
+        found = _rouge(metric, answers, references)[1]
     elif metric == "exact_match":
         found = [float(_plain(row.answer) == _plain(row.expected)) for row in rows]
     elif metric == "json_valid":
@@ -82,6 +80,27 @@ def _score(metric: str, rows: Sequence[Answered]) -> MetricScore:
     else:
         found = _by_function(metric, rows)
     return MetricScore(key_of(metric), estimate(found), tuple(found))
+
+
+def _rouge(
+    name: str, answers: Sequence[str], references: Sequence[str], batch_rows: int | None = None
+) -> tuple[float, tuple[float, ...]]:
+    """Return the mean of a kind of ROUGE, and that of each answer."""
+    import evaluate
+
+    # a unique id: otherwise two evaluations at the same time would share a cache file
+    experiment_id = uuid.uuid4().hex
+    metric = evaluate.load(
+        str(LOCAL_METRIC), config_name=name, experiment_id=experiment_id, keep_in_memory=True
+    )
+    step = batch_rows or len(answers)
+    for start in range(0, len(answers), step):
+        metric.add_batch(
+            predictions=list(answers[start : start + step]),
+            references=list(references[start : start + step]),
+        )
+    computed = metric.compute()
+    return float(computed[name]), tuple(computed["scores"])
 
 
 def _plain(text: str) -> str:

@@ -306,8 +306,8 @@ class TrainSection(Section):
     )
     eval_do_concat_batches: bool = Field(
         False,
-        description="As transformers has it. Answers are scored one by one under either value, so "
-        "the scores are equal.",
+        description="Score an evaluation's answers as one list, not batch by batch; the scores are "
+        "equal.",
     )
     eval_accumulation_steps: PositiveInt | None = Field(
         None,
