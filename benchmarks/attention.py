@@ -19,8 +19,7 @@ from torch import Tensor
 
 from benchmarks.kernel_times import kernel_microseconds
 from sft_play.models.fast.attention import flash4, kernels
-from sft_play.models.fast.attention.reference import attend_rows
-from sft_play.models.fast.attention.scoring import Scoring
+from sft_play.models.fast.attention.reference import Scoring, attend_rows
 from sft_play.models.fast.documents import Documents
 
 HEADS, KEY_HEADS = 32, 8

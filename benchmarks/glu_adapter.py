@@ -13,17 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sft_play.models.fast.linears.room import empty_with_room
 
 from benchmarks.kernel_times import kernel_microseconds
 from sft_play.models.fast.linears.adapter_gradients import a_gradient
-from sft_play.models.fast.linears.glu import glu_backward, glu_forward
-from sft_play.models.fast.linears.glu_adapter import (
+from sft_play.models.fast.linears.glu import (
     LEAST_ROWS,
     backward_with_adapter,
     fit_one_kernel,
     forward_with_adapter,
+    glu_backward,
+    glu_forward,
 )
-from sft_play.models.fast.linears.room import empty_with_room
 from sft_play.plan.recurrent import HOPPER
 
 TOKENS, RANK, ROOM = 8192, 16, 64
