@@ -9,8 +9,8 @@ from families import tokenizer
 from renderings import CHATML
 
 from sft_play.config.schema import Config
-from sft_play.data.account import DataAccount
-from sft_play.data.bad_rows import BadRows, refuse_bad_rows
+from sft_play.data.files import BadRows, refuse_bad_rows
+from sft_play.data.ledger import DataAccount
 from sft_play.data.rows import BadRow
 from sft_play.data.sources import find_sources
 from sft_play.data.tokenize import tokenize_sources

@@ -1,4 +1,4 @@
-"""sft_play.data.hub: data sets fetched from a local server that speaks the hub's protocol."""
+"""sft_play.data.sources: data sets fetched from a local server that speaks the hub's protocol."""
 
 import io
 import json

@@ -12,16 +12,14 @@ from plan_examples import plan_for
 
 from sft_play.config.schema import Config
 from sft_play.data import tokenize
-from sft_play.data.assemble import RunData, assemble
+from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.chunk_tokenizer import TokenizePolicy
-from sft_play.data.data_facts import DataFacts
-from sft_play.data.ledger import LengthPercentiles, PaddedTokens
+from sft_play.data.ledger import LengthPercentiles, PaddedTokens, Tally
 from sft_play.data.order import StepSampler
 from sft_play.data.pipeline import build_run_data, count_padding, packed_run
 from sft_play.data.sources import find_sources
-from sft_play.data.store import Store
-from sft_play.data.tally import Tally
-from sft_play.data.tokenized import read_bad_rows
+from sft_play.data.splits import length_percentiles
+from sft_play.data.store import Store, read_bad_rows
 from sft_play.errors import ConfigError, DataError
 
 FILES = ("train", "val", "test")
@@ -478,8 +476,8 @@ def test_several_processes_make_the_same_store_as_one(
 
 
 def test_percentiles_are_lengths_of_samples() -> None:
-    assert LengthPercentiles.of(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
-    assert LengthPercentiles.of(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
+    assert length_percentiles(np.array([5, 1, 9, 7])) == LengthPercentiles(7, 9, 9, max=9)
+    assert length_percentiles(np.array([], dtype=np.int64)) == LengthPercentiles(0, 0, 0, max=0)
 
 
 def test_padding_is_counted_with_the_micro_batches_of_the_run(config_of, tokenizer) -> None:

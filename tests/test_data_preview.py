@@ -22,10 +22,10 @@ from sft_play.data.preview import (
     choose_samples,
     cut_note,
     first_packed_sequence,
+    in_marks,
     preview_sequences,
 )
 from sft_play.data.preview_page import render_page
-from sft_play.data.preview_text import in_marks
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.store import (
     RowIdentity,

@@ -7,7 +7,7 @@ import pytest
 from families import LLAMA3_WORDS, family, tokenizer
 from tokenizers import Tokenizer
 
-from sft_play.data.bad_rows import BadRows
+from sft_play.data.files import BadRows
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
 from sft_play.data.rows import BadRow, Message, Row
 from sft_play.errors import DataError

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.bad_rows import refuse_bad_rows
-from sft_play.data.files import read_chunks
+from sft_play.data.files import read_chunks, refuse_bad_rows
 from sft_play.data.row_detection import detect_format, read_rows
 from sft_play.data.row_formats import ROW_FORMATS
 from sft_play.data.row_parsing import SystemPrompt, parse_rows

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
-from sft_play.data.questions import answer_token_limit
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.rows import Message
+from sft_play.data.splits import answer_token_limit
 from sft_play.data.store import RowIdentity, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate

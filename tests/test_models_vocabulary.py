@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from sft_play.config.schema import Config
-from sft_play.data import used_tokens
+from sft_play.data import splits
+from sft_play.data.splits import UsedTokens, find_used_tokens
 from sft_play.data.store import RECORD, SampleArrays, Store, StoreWriter
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.data.used_tokens import UsedTokens, find_used_tokens
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.models.vocabulary import UNTRAINED, check_vocabulary, find_matrices, untrained_tokens
 
@@ -439,7 +439,7 @@ def test_the_use_of_a_store_is_the_same_in_pieces_of_any_size(tmp_path, monkeypa
         ([8], [True]),
         ([5, 8, 7], [True, False, True]),
     )
-    monkeypatch.setattr(used_tokens, "TOKENS_PER_SCAN", chunk_tokens)
+    monkeypatch.setattr(splits, "TOKENS_PER_SCAN", chunk_tokens)
     used = find_used_tokens([store], [["a.jsonl"]])
     assert (used.ids.tolist(), used.trained_ids.tolist()) == ([5, 7, 8, 9], [5, 7])
     assert [used.origin(token) for token in (5, 7, 8, 9)] == [

@@ -1,11 +1,12 @@
 """What a run trains and evaluates on, assembled from tokenized sources, and its ledger.
 
-Reads nothing but the mapped stores; loads no torch.
+Reads nothing but the mapped stores; loads no torch. data.json of a run says where they are: the
+front end writes it, every rank reads it.
 """
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Self
 
@@ -17,16 +18,15 @@ from sft_play.data.ledger import (
     EpochShare,
     EqualRows,
     Ledger,
-    LengthPercentiles,
+    PaddedTokens,
     SourceLedger,
     SplitLedger,
+    Tally,
     merge,
 )
-from sft_play.data.rows import MAX_LISTED_ROWS
-from sft_play.data.store import Split, Store
-from sft_play.data.tally import Tally
-from sft_play.data.tokenized import TokenizedSource, TokenizedSplits
-from sft_play.data.used_tokens import UsedTokens, find_used_tokens
+from sft_play.data.rows import MAX_LISTED_ROWS, Json
+from sft_play.data.splits import UsedTokens, find_used_tokens, length_percentiles
+from sft_play.data.store import Split, Store, TokenizedSource, TokenizedSplits
 from sft_play.errors import ConfigError, DataError
 
 
@@ -335,7 +335,7 @@ def _split_ledger(selection: Selection) -> SplitLedger:
         dropped=selection.all_dropped,
         shortened=dict(tally.shortened),
         untrained=dict(tally.untrained),
-        lengths=LengthPercentiles.of(lengths),
+        lengths=length_percentiles(lengths),
         duplicates=splits.count_duplicates(records),
         sources=tuple(sources),
     )
@@ -348,3 +348,26 @@ def _epoch_shares(epoch: Selection) -> tuple[EpochShare, ...]:
         share = round(len(indices) / total, 6)
         shares.append(EpochShare(source.name, len(indices), share))
     return tuple(shares)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Where the tokenized samples of a run are, and what an epoch of them computes."""
+
+    sources: TokenizedSplits
+    padding: PaddedTokens
+
+    def to_json(self) -> Json:
+        """Return the facts as plain data."""
+        sources = {}
+        for split, tokenized in self.sources.items():
+            sources[split] = [asdict(source) for source in tokenized]
+        return {"sources": sources, "padding": asdict(self.padding)}
+
+    @classmethod
+    def from_json(cls, facts: Json) -> Self:
+        """Return the facts that `to_json` gave. Raises DataError when their samples are gone."""
+        splits: TokenizedSplits = {}
+        for split, sources in facts["sources"].items():
+            splits[split] = tuple(TokenizedSource.from_json(source) for source in sources)
+        return cls(splits, PaddedTokens(**facts["padding"]))

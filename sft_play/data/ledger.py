@@ -5,19 +5,118 @@ that the rows held = trained_tokens + lost_trained_tokens. `make data-check --js
 ledger, and run.json holds it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Self
 
-import numpy as np
-
+from sft_play.data.row_parsing import unused_notes
 from sft_play.data.rows import Json
 from sft_play.data.special_text import special_notes
-from sft_play.data.tally import Tally
-from sft_play.data.unused_keys import unused_notes
 
-PERCENTILES = (50, 90, 99)
+COUNTERS = ("dropped", "shortened", "untrained", "unused", "as_text")  # of a tally
+
+
+@dataclass
+class Tally:
+    """Counts of rows and tokens, which `add` sums over chunks and sources."""
+
+    rows_in: int = 0
+    rows_used: int = 0
+    samples: int = 0  # sequences that the rows gave
+    tokens: int = 0
+    trained_tokens: int = 0
+    lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
+    dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
+    shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
+    untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
+    unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
+    as_text: Counter[str] = field(default_factory=Counter)  # rows with a special token in a message
+
+    def add(self, other: "Tally") -> None:
+        """Add the counts of another chunk or source."""
+        self.rows_in += other.rows_in
+        self.rows_used += other.rows_used
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.trained_tokens += other.trained_tokens
+        self.lost_trained_tokens += other.lost_trained_tokens
+        self.dropped.update(other.dropped)
+        self.shortened.update(other.shortened)
+        self.untrained.update(other.untrained)
+        self.unused.update(other.unused)
+        self.as_text.update(other.as_text)
+
+    def check(self) -> None:
+        """Assert the identity of rows."""
+        used_or_dropped = self.rows_used + self.dropped.total()
+        assert self.rows_in == used_or_dropped, f"rows are unaccounted for: {self}"
+
+    @property
+    def lost_fraction(self) -> float:
+        """Lost trained tokens / trained tokens that the rows held."""
+        held = self.trained_tokens + self.lost_trained_tokens
+        return self.lost_trained_tokens / max(1, held)
+
+    def as_json(self) -> Json:
+        """Return the counts as plain data."""
+        counters = {name: dict(getattr(self, name)) for name in COUNTERS}
+        return {**vars(self), **counters}
+
+    @classmethod
+    def from_json(cls, facts: Json) -> Self:
+        """Return the counts that `as_json` gave; an older version had fewer counters."""
+        counters = {name: Counter(facts.get(name, {})) for name in COUNTERS}
+        return cls(**{**facts, **counters})
+
+
+@dataclass
+class SourceAccount:
+    """What was read of a source so far; without a tally, nothing."""
+
+    split: str
+    name: str
+    files: int
+    tally: Tally | None = None
+
+    def as_json(self) -> Json:
+        tally = self.tally.as_json() if self.tally else None
+        return {"split": self.split, "name": self.name, "files": self.files, "tally": tally}
+
+    def as_line(self) -> str:
+        """Return the account as a line of text."""
+        files = "1 file" if self.files == 1 else f"{self.files} files"
+        start = f"{self.split} {self.name} ({files}): "
+        if self.tally is None:
+            return start + "no row read"
+        dropped = [f"{reason} {rows:,}" for reason, rows in self.tally.dropped.items() if rows]
+        return start + ", ".join([f"{self.tally.rows_in:,} rows read", *dropped])
+
+
+@dataclass
+class DataAccount:
+    """What was read of all sources so far."""
+
+    sources: dict[tuple[str, str], SourceAccount] = field(default_factory=dict)
+
+    def find(self, split: str, name: str, files: int) -> None:
+        """Enter a source whose files are known."""
+        self.sources[split, name] = SourceAccount(split, name, files)
+
+    def read(self, split: str, name: str, files: int, tally: Tally) -> None:
+        """Enter what became of the rows of a source that were read."""
+        self.sources[split, name] = SourceAccount(split, name, files, tally)
+
+    def as_json(self) -> Json:
+        """Return the account as data-check prints it after an error."""
+        sources = [source.as_json() for source in self.sources.values()]
+        return {"complete": False, "sources": sources}
+
+    def lines(self) -> list[str]:
+        """Return the account as lines of text."""
+        lines = [source.as_line() for source in self.sources.values()]
+        return ["read before the error:", *(f"  {line}" for line in lines)] if lines else []
 
 
 @dataclass(frozen=True)
@@ -28,14 +127,6 @@ class LengthPercentiles:
     p90: int
     p99: int
     max: int
-
-    @classmethod
-    def of(cls, lengths: np.ndarray) -> Self:
-        """Return the percentiles of lengths (N,), all 0 where there are none."""
-        if not len(lengths):
-            return cls(0, 0, 0, 0)
-        percentiles = np.percentile(lengths, PERCENTILES, method="higher")
-        return cls(*map(int, percentiles), int(lengths.max()))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,15 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from sft_play.data.balance import document_cost, pack_for_ranks, ranks_of_micro_batches
 from sft_play.data.ledger import PaddedTokens
-from sft_play.data.packing import BatchShape, batch_shape, pack
+from sft_play.data.packing import (
+    BatchShape,
+    batch_shape,
+    document_cost,
+    pack,
+    pack_for_ranks,
+    ranks_of_micro_batches,
+)
 from sft_play.plan.layout import Layout
 
 # Sequences, each a list of sample indices. `~index` (negative) is a filler, which carries no loss.

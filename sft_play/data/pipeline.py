@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.data.account import DataAccount
-from sft_play.data.assemble import RunData, assemble
-from sft_play.data.data_facts import DataFacts
-from sft_play.data.ledger import Ledger, PaddedTokens
-from sft_play.data.questions import answer_token_limit
-from sft_play.data.row_counts import record_counts
+from sft_play.data.assemble import DataFacts, RunData, assemble
+from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
+from sft_play.data.row_estimates import record_counts
 from sft_play.data.sources import find_sources
+from sft_play.data.splits import answer_token_limit
+from sft_play.data.store import TokenizedSplits, read_bad_rows
 from sft_play.data.tokenize import tokenize_sources
-from sft_play.data.tokenized import TokenizedSplits, read_bad_rows
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder

@@ -8,7 +8,7 @@ from itertools import groupby
 from sft_play.data.ledger import Ledger
 from sft_play.data.ledger_tables import Table, padding_lines, source_tables, split_table
 from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
-from sft_play.data.visible_text import make_visible
+from sft_play.data.rows import make_visible
 
 # The content security policy keeps markup in a row harmless even if it were not escaped.
 HEAD = """<!doctype html>

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.bad_rows import refuse_bad_rows
-from sft_play.data.files import base_format, format_origin, parse_records, read_chunks
+from sft_play.data.files import (
+    base_format,
+    format_origin,
+    parse_records,
+    read_chunks,
+    refuse_bad_rows,
+)
+from sft_play.data.nested_values import parse_message_list
 from sft_play.data.row_formats import ROW_FORMATS, TEXT_FORMATS, TURN_FORMATS, match_format
 from sft_play.data.row_parsing import SystemPrompt, parse_record
 from sft_play.data.rows import (
@@ -20,7 +26,6 @@ from sft_play.data.rows import (
     UnreadableRecord,
     list_columns,
 )
-from sft_play.data.turn_lists import parse_message_list
 
 MISSING = "?"  # in place of an answer, so that the record is one of a row format
 

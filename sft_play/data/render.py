@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from sft_play.data.generation_marks import TokenSpan, check_generation_marks, marks_equal_answers
 from sft_play.data.rows import Json, Message, Row, Segment
 from sft_play.data.special_text import TokensInText, special_text
 from sft_play.data.templates import (
@@ -23,7 +22,14 @@ from sft_play.data.templates import (
     template_messages,
     template_of,
 )
-from sft_play.data.training_text import AnswerSpan, TrainingText, TrainingTextBuilder
+from sft_play.data.training_text import (
+    AnswerSpan,
+    TokenSpan,
+    TrainingText,
+    TrainingTextBuilder,
+    check_generation_marks,
+    marks_equal_answers,
+)
 
 __all__ = [
     "DEFAULT_TEMPLATE",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from sft_play.data.column_paths import find_values, top_column
+from sft_play.data.nested_values import find_values, parse_message_list, top_column
 from sft_play.data.rows import InvalidRowError, Json
-from sft_play.data.turn_lists import parse_message_list
 
 # Format: its required columns. The most specific come first: a file with the columns of several
 # formats has the first.

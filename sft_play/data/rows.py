@@ -1,6 +1,7 @@
-"""Messages, rows, and records that cannot be used. Reads nothing, loads no torch."""
+"""Messages, rows, records that cannot be used, and how values are shown. Pure."""
 
 import json
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,3 +97,22 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
 def list_columns(names: Iterable[str]) -> str:
     """Return the names of columns for an error."""
     return shorten(", ".join(map(str, names)), MAX_COLUMNS_CHARACTERS) or "none"
+
+
+SHOWN_WHITESPACE = " \n\t\u3000"
+# Join Persian and Indic letters, emoji, and the letters of flags
+JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
+HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
+
+
+def make_visible(text: str) -> str:
+    """Return a text with invisible and control characters written as `⟨U+202E⟩`."""
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    if character in SHOWN_WHITESPACE or character in JOINERS:
+        return character
+    if unicodedata.category(character) in HIDDEN_CATEGORIES:
+        return f"⟨U+{ord(character):04X}⟩"
+    return character

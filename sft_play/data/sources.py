@@ -1,25 +1,109 @@
 """The files that data settings name: a file, a folder, or a data set of the Hugging Face hub.
 
-Loads no torch.
+Hub data sets are fetched by the datasets library. Loads no torch.
 """
 
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import Config, SourceSection
-from sft_play.data import cache, hub
-from sft_play.data.account import DataAccount
-from sft_play.data.bad_rows import BadRows
-from sft_play.data.files import FORMATS, base_format, file_format, read_chunks, suggest_path
+from sft_play.data import cache
+from sft_play.data.files import (
+    FORMATS,
+    BadRows,
+    base_format,
+    file_format,
+    read_chunks,
+    suggest_path,
+)
+from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.row_detection import detect_format
 from sft_play.data.row_parsing import SystemPrompt, parse_rows
-from sft_play.data.rows import BadRow
-from sft_play.data.tally import Tally
-from sft_play.errors import DataError
+from sft_play.data.rows import BadRow, Json
+from sft_play.errors import DataError, EnvironmentFault
 from sft_play.progress import Stage, watched
+
+DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
+SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # whole splits only, not train[:10%]
+LOG_IN = "type `hf auth login`, or set HF_TOKEN"
+MAX_REASON_CHARACTERS = 300
+
+
+def is_dataset_id(name: str) -> bool:
+    """Return whether a name may be that of a hub data set."""
+    return DATASET_ID.fullmatch(name) is not None and file_format(Path(name)) is None
+
+
+def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
+    """Return the Arrow files in which the datasets library keeps a split; `where` begins errors.
+
+    Raises: DataError where the hub has no such rows, EnvironmentFault where it cannot be reached.
+    """
+    import datasets
+    import httpx
+    import pyarrow as pa
+
+    if not SPLIT_NAME.fullmatch(section.split):
+        raise DataError(
+            f"{where}: split {section.split!r} is no name; name a whole split, such as train"
+        )
+    try:
+        loaded = datasets.load_dataset(section.path, name=section.subset, split=section.split)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise _not_found(section.path, where, str(error)) from None
+    except (
+        FileNotFoundError,
+        RuntimeError,
+        datasets.exceptions.DatasetsError,
+        pa.ArrowException,
+    ) as error:  # a loading script, no rows, damaged rows
+        raise DataError(
+            f"{where}: {_sentence(error)} Fetch its files, and name their folder"
+        ) from None
+    except ValueError as error:  # an unknown split or subset
+        raise DataError(
+            f"{where}: {_sentence(error)} "
+            f"Write it as [{{path: {section.path}, subset: <subset>, split: <split>}}]"
+        ) from None
+    except (ConnectionError, httpx.HTTPError) as error:
+        hint = suggest_path(Path(section.path)) or "."
+        raise EnvironmentFault(
+            f"{where}: no such path{hint} "
+            f"The hub cannot be asked: {_sentence(error)} "
+            "Check the network and HF_HUB_OFFLINE, "
+            "or fetch the data set elsewhere and name its folder"
+        ) from None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{where}: cannot be fetched: {_sentence(error)} "
+            "See that HF_HOME has room and may be written"
+        ) from None
+    return tuple(Path(file["filename"]) for file in loaded.cache_files)
+
+
+def _not_found(dataset_id: str, where: str, reason: str) -> DataError | EnvironmentFault:
+    if "gated" in reason:
+        page = f"https://huggingface.co/datasets/{dataset_id}"
+        return EnvironmentFault(
+            f"{where}: a gated data set; ask for access at {page}, then {LOG_IN}"
+        )
+    hint = suggest_path(Path(dataset_id)) or "."
+    return DataError(
+        f"{where}: no such path, and no such data set on the hub{hint} "
+        f"If it is a private one, {LOG_IN}"
+    )
+
+
+def _sentence(error: Exception) -> str:
+    """Return what a library's error says, as one sentence."""
+    words = (str(error) or type(error).__name__).split()
+    return " ".join(words)[:MAX_REASON_CHARACTERS].rstrip(".") + "."
+
 
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
 CHECKED_ROWS = 2000  # of each file, before a tokenizer is loaded
@@ -102,8 +186,8 @@ def find_source(
     if path.exists():
         _refuse_hub_options(section, where)
         files = local_files(path, where)
-    elif hub.is_dataset_id(section.path):
-        files = hub.fetch(section, where)
+    elif is_dataset_id(section.path):
+        files = _fetch(section, where)
     else:
         hint = suggest_path(path) or "; write a data file, a folder of them, or a hub data set id"
         raise DataError(f"{where}: no such file or folder{hint}")
@@ -209,3 +293,54 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
                 files.append(path)
             elif path.is_dir() or path.suffix.lower() in UNSUPPORTED:
                 unsupported.append(path)  # also a linked folder, which might lead back here
+
+
+Recorded = Mapping[str, Any]  # a source as data.json has it
+
+
+def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
+    """Return in what the sources are not those of a run's data.json (`facts`), by setting.
+
+    Files are compared by their bytes, and read only where their size is that of the run's. A source
+    of the same name is the run's where it is of the hub, or where its files are gone.
+    Raises: DataError where a setting names nothing that can be read.
+    """
+    changed: dict[str, list[str]] = {}
+    for split, name in SETTINGS.items():
+        setting = f"data.{name}"
+        sections = source_sections(getattr(config.data, name))
+        reasons = _differences(sections, facts["sources"].get(split, []), setting)
+        if reasons:
+            changed[setting] = reasons
+    return changed
+
+
+def _differences(
+    sections: Sequence[SourceSection], recorded: Sequence[Recorded], setting: str
+) -> list[str]:
+    if len(sections) != len(recorded):
+        return [f"sources={len(sections)}, and it was trained with {len(recorded)}"]
+    reasons = []
+    for now, then in zip(sections, recorded, strict=True):
+        reason = _difference(now, then, setting)
+        if reason is not None:
+            reasons.append(reason)
+    return reasons
+
+
+def _difference(now: SourceSection, then: Recorded, setting: str) -> str | None:
+    """Return in what a source is not the one that was recorded, None where it is."""
+    name = name_of(now)
+    if now.weight != then["weight"]:
+        return f"{name} has weight {now.weight}, and it was trained with {then['weight']}"
+    is_gone_or_of_hub = not Path(now.path).exists()
+    names = (name, str(Path(now.path).resolve()))  # a run has absolute paths
+    if is_gone_or_of_hub and then["name"] in names:
+        return None
+    if is_gone_or_of_hub and is_dataset_id(now.path):
+        return f"{name} is another data set than {then['name']}, with which it was trained"
+    source = find_source(now, setting)
+    has_other_size = then.get("file_bytes") not in (None, source.file_bytes)  # None: not recorded
+    if has_other_size or digest_source(source) != then["digest"]:
+        return f"{name} has other bytes than the files that it was trained with"
+    return None

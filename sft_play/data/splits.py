@@ -1,17 +1,22 @@
-"""Which samples are trained on and which are evaluated on: held-out rows, overlap, source mix.
+"""Which samples are trained on, evaluated on and asked, and which tokens they hold.
 
-Works on the samples' records (`store.RECORD`); indices are into one array of records. Pure; loads
-no torch.
+Works on the samples' records (`store.RECORD`); indices are into one array of records. Loads no
+torch.
 """
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from sft_play.data.ledger import EqualRows
+from sft_play.data.files import format_origin
+from sft_play.data.ledger import EqualRows, LengthPercentiles
 from sft_play.data.rows import MAX_HELD_OUT_ROWS
+from sft_play.data.store import Split, Store
+from sft_play.runs.report import LengthHistogram
 
 
 @dataclass(frozen=True)
@@ -100,3 +105,136 @@ def mix_sources(
         last = generator.choice(source, rest, replace=False) if rest else source[:0]
         mixed.append(np.concatenate([np.tile(source, repeats), np.sort(last)]))
     return mixed
+
+
+MIN_ANSWER_TOKENS = 64
+MAX_ANSWER_TOKENS = 1024  # an untrained base may run on to the limit in every answer
+TOKENS_STEP = 16
+
+
+def question_indices(split: Split, max_rows: int | None) -> np.ndarray:
+    """Return the first samples that end in an answer to a prompt; None for `max_rows` is all."""
+    has_answer = np.flatnonzero(split.records["answer_start"])
+    return has_answer[:max_rows]
+
+
+def answer_token_limit(splits: Iterable[Split], max_rows: int | None, max_seq_len: int) -> int:
+    """Return how many tokens the generated answers to the rows of `splits` may have.
+
+    It is the longest answer of those rows and a quarter more, so that a right answer ends before
+    it. Prompt and answer stay within `max_seq_len` tokens, unless that would cut the longest one.
+    """
+    longest_answer = 0
+    longest_prompt = 0
+    for split in splits:
+        indices = question_indices(split, max_rows)
+        if len(indices):
+            prompts = split.records["answer_start"][indices]
+            answers = split.lengths[indices] - prompts
+            longest_prompt = max(longest_prompt, int(prompts.max()))
+            longest_answer = max(longest_answer, int(answers.max()))
+    with_room = longest_answer + longest_answer // 4
+    rounded = -(-with_room // TOKENS_STEP) * TOKENS_STEP
+    wanted = min(max(rounded, MIN_ANSWER_TOKENS), MAX_ANSWER_TOKENS)
+    room = max(longest_answer, max_seq_len - longest_prompt)
+    return max(1, min(wanted, room))
+
+
+TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
+
+
+@dataclass(frozen=True)
+class UsedTokens:
+    """The token ids of all samples. These have no padding: a padding token here is from a row."""
+
+    ids: np.ndarray  # (U,) int64, sorted: each id that occurs
+    trained_ids: np.ndarray  # those that are predicted somewhere, sorted
+    stores: tuple[Store, ...] = ()
+    files: tuple[tuple[str, ...], ...] = ()  # of each store; without them rows have no name
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that occurs, -1 when there is none."""
+        return int(self.ids[-1]) if len(self.ids) else -1
+
+    def origin(self, token_id: int) -> str | None:
+        """Return `file:line` of the first row that holds a token, None where it is not known."""
+        for store, files in zip(self.stores, self.files, strict=False):
+            position = _find_token(store, token_id)
+            if position is not None:
+                sample = np.searchsorted(store.records["end"], position, side="right")
+                record = store.records[sample]
+                return format_origin(Path(files[record["file"]]), int(record["number"]))
+        return None
+
+
+def find_used_tokens(stores: Sequence[Store], files: Sequence[Sequence[str]] = ()) -> UsedTokens:
+    """Return the ids that stores hold; `files` are the names of the files of each store."""
+    counts = np.zeros(0, np.int64)
+    trained_counts = np.zeros(0, np.int64)
+    for store in stores:
+        sample_starts = store.records["end"] - store.lengths
+        for start in range(0, len(store.ids), TOKENS_PER_SCAN):
+            end = start + TOKENS_PER_SCAN
+            ids = store.ids[start:end]
+            trained = np.array(store.trained[start:end])
+            first, last = np.searchsorted(sample_starts, (start, end))
+            trained[sample_starts[first:last] - start] = False  # nothing predicts a first token
+            counts = _add(counts, np.bincount(ids))
+            trained_counts = _add(trained_counts, np.bincount(ids[trained]))
+    return UsedTokens(
+        np.flatnonzero(counts),
+        np.flatnonzero(trained_counts),
+        tuple(stores),
+        tuple(tuple(names) for names in files),
+    )
+
+
+def _find_token(store: Store, token_id: int) -> int | None:
+    """Return the first place of a token in a store's ids. Reads them up to there."""
+    for start in range(0, len(store.ids), TOKENS_PER_SCAN):
+        places = np.flatnonzero(store.ids[start : start + TOKENS_PER_SCAN] == token_id)
+        if len(places):
+            return start + int(places[0])
+    return None
+
+
+def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Add counts, of which one array may be shorter."""
+    short, long = sorted((left, right), key=len)
+    return long + np.pad(short, (0, len(long) - len(short)))
+
+
+def length_percentiles(lengths: np.ndarray) -> LengthPercentiles:
+    """Return the percentiles of lengths (N,), all 0 if there are none."""
+    if not len(lengths):
+        return LengthPercentiles(0, 0, 0, 0)
+    percentiles = np.percentile(lengths, (50, 90, 99), method="higher")
+    return LengthPercentiles(*map(int, percentiles), int(lengths.max()))
+
+
+BINS = 24  # at most
+ROUND_WIDTHS = (1, 2, 2.5, 5, 10)  # times a power of ten
+
+
+def length_histogram(lengths: np.ndarray) -> LengthHistogram:
+    """Return how many of the lengths (N,) in tokens lie in each of at most BINS equal bins.
+
+    The first bin starts at 0 and the last one ends behind the longest. Without lengths there is no
+    bin.
+    """
+    if not len(lengths):
+        return LengthHistogram([], [])
+    longest = int(lengths.max())
+    width = _round_width(longest + 1)
+    edges = list(range(0, longest + width + 1, width))
+    counts, _ = np.histogram(lengths, edges)
+    return LengthHistogram(edges, counts.tolist())
+
+
+def _round_width(span: int) -> int:
+    """Return the smallest round width with which BINS bins cover `span` tokens."""
+    least = span / BINS
+    power = 10 ** math.floor(math.log10(max(least, 1)))
+    widths = [math.ceil(factor * power) for factor in ROUND_WIDTHS]
+    return next(width for width in widths if width >= least)

@@ -1,18 +1,80 @@
 """What a tokenizer's chat template writes, and which tokens end an answer.
 
-Loads no torch; tokenizes nothing.
+Templates are also compiled here without transformers, whose import takes seconds, and stopped where
+they do not end or fill the memory. Loads no torch; tokenizes nothing.
 """
 
+import contextlib
 import copy
 import json
 import re
+import resource
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from sft_play.data.rows import Json, Message
-from sft_play.data.template_limits import limited
 from sft_play.errors import DataError
+
+# A template writes a long conversation in some milliseconds
+MAX_CPU_SECONDS = 3.0
+MAX_GROWN_BYTES = 1 << 30
+TICK_SECONDS = 0.05  # of CPU time between two checks
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
+
+
+class _Stopped(BaseException):
+    """Raised inside a template: no error of a row, which whoever renders it would catch."""
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Stop what is rendered inside after MAX_CPU_SECONDS, or MAX_GROWN_BYTES more memory.
+
+    It is not one row's error: the next row would take as long. Only the main thread is watched,
+    as signals reach no other. Raises: DataError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.process_time()
+    peak = _peak_bytes()
+
+    def check(number: int, frame: FrameType | None) -> None:
+        """Stop a template that takes too long or too much memory."""
+        seconds = time.process_time() - began
+        grown = _peak_bytes() - peak
+        if seconds > MAX_CPU_SECONDS:
+            found = f"has not ended after {seconds:.0f} s"
+        elif grown > MAX_GROWN_BYTES:
+            found = f"has taken {grown / 2**30:.1f} GiB of memory and goes on"
+        else:
+            return
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        raise _Stopped(f"the chat template {found}; {REMEDY}")
+
+    before = signal.signal(signal.SIGVTALRM, check)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TICK_SECONDS, TICK_SECONDS)
+    try:
+        yield
+    except _Stopped as error:
+        raise DataError(str(error)) from None
+    except MemoryError:
+        raise DataError(f"the chat template asks for more memory than there is; {REMEDY}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
+
 
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
@@ -230,3 +292,56 @@ def _map_arguments(call: Json, change: Callable[[Any], Any]) -> Json:
     if not isinstance(function, Mapping) or "arguments" not in function:
         return dict(call)
     return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+
+# transformers' marks of what an assistant generates, which plain Jinja does not know
+MARK_START = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+MARK_END = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
+Render = Callable[..., str | None]
+
+
+def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
+    """Return a function of messages and tools: the text of a conversation, None if refused."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # as transformers' own
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = CLOCK.strftime
+    try:
+        compiled = environment.from_string(
+            MARK_END.sub(r"{%\1 endif \2%}", MARK_START.sub(r"{%\1 if true \2%}", source))
+        )
+    except TemplateError:  # the run names the line and stops
+        return lambda messages, tools=(): None
+
+    def render(messages: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
+        """Return the text of a conversation, None if the template refuses it."""
+        with limited():
+            try:
+                return compiled.render(
+                    messages=messages,
+                    tools=list(tools) or None,
+                    documents=None,
+                    add_generation_prompt=False,
+                    **special_tokens,
+                )
+            # a template may fail in any of these ways
+            except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError):
+                return None
+
+    return render
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_template_error(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from sft_play.config.schema import Config
-from sft_play.data.plain_jinja import Render, compile_template
 from sft_play.data.rows import Row
-from sft_play.data.template_sources import find_template, read_object
-from sft_play.data.template_variables import Template
-from sft_play.data.templates import DEFAULT_TEMPLATE, template_messages
+from sft_play.data.template_sources import Template, find_template, read_object
+from sft_play.data.templates import DEFAULT_TEMPLATE, Render, compile_template, template_messages
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.model_shape import find_file
 

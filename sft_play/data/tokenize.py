@@ -18,8 +18,6 @@ from typing import Any
 from sft_play import stops
 from sft_play.config.schema import Config
 from sft_play.data import cache
-from sft_play.data.account import DataAccount
-from sft_play.data.bad_rows import BadRows
 from sft_play.data.chunk_tokenizer import (
     ChunkTask,
     ChunkTokenizer,
@@ -27,16 +25,16 @@ from sft_play.data.chunk_tokenizer import (
     TokenizePolicy,
     longest_first,
 )
-from sft_play.data.files import read_chunks
+from sft_play.data.files import BadRows, read_chunks
+from sft_play.data.ledger import DataAccount, Tally
 from sft_play.data.render import template_of
 from sft_play.data.row_detection import detect_format
 from sft_play.data.sources import Source, digest_source
-from sft_play.data.store import StoreWriter
-from sft_play.data.tally import Tally
-from sft_play.data.tokenized import (
+from sft_play.data.store import (
     BAD_ROWS,
     LongRow,
     StoreSummary,
+    StoreWriter,
     TokenizedSource,
     TokenizedSplits,
 )
